@@ -61,6 +61,12 @@ class Plan(PlanData):
 
         return check(self, profile=profile, memory_cap=memory_cap)
 
+    def capture_obstacles(self) -> list[str]:
+        """Return why a step cannot be captured in a CUDA graph (`Engine(cuda_graph=True)`); nothing where it can."""
+        from quintsched.verify.capture import capture_obstacles
+
+        return capture_obstacles(self)
+
     def simulate(self, costs: Costs | None = None) -> Simulation:
         """Time the plan under a cost model (default: unit costs); raises `UnsoundError` if it cannot finish."""
         return simulate(self, costs)

@@ -12,26 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
-from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
 from .agreement.engine_records import agree_on_functions, agree_on_options
 from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
-from .comm.control import ControlGroup, first_said, gather_texts
+from .comm.control import ControlGroup
+from .engine_checks import EngineChecks
 from .engine_weights import EngineWeights
 from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
-from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
-from .interpreter.plan_runner import PlanRunner, PreparedStep, RunOptions
-from .interpreter.rank_state import LossFn, MetricFn
+from .interpreter.interpreter import PreparedStep
+from .interpreter.plan_runner import PlanRunner
+from .interpreter.rank_state import LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
+from .interpreter.step_graphs import require_capturable
 from .interpreter.tally import StepResult
 from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
@@ -50,18 +50,12 @@ from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans
 from .verification.bad_steps import BadSteps
-from .verification.comparison import Comparison, compare, from_words, joined, to_words
-from .verification.recording import BEFORE, Recording, StepObserver
-from .verification.whole_model import WholeModel, share_of
 from .watch.start import WatchOptions
 from .weights.access import WeightAccess
 from .weights.average import Averages
 
-MOST_TOLD = 50
-"""How many differences of each rank `verify` gives."""
 
-
-class Engine(EngineWeights, RankView, CheckpointFiles):
+class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -92,6 +86,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives, products that are cut or put off, and blocks
             that draw other than by nn.Dropout stay out). A wait may then take half an hour.
+        cuda_graph: whether steps run from CUDA graphs, one for each shape of a batch (see `interpreter.step_graphs`).
         zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
             these for optimizers that work on them.
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
@@ -128,6 +123,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
+        cuda_graph: bool = False,
         zero_split: ZeroSplit = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         trace_steps: Collection[int] | None = None,
@@ -169,11 +165,13 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             seed=seed,
         )
         self._scale = LossScale(grad_scaler)
+        if cuda_graph:
+            require_capturable(plan, self.transport.device, scales=grad_scaler is not None)
         beside: dict[str, object] = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split}
         beside |= {"max_skipped": max_skipped, "metrics": [*metrics], "blocks": len(blocks), "verify": verify}
         beside |= self._scale.state_dict()
         agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
-        self.transport.checks_everything = verify
+        self.transport.check_everything(verify)
         self._connect_ranks(ring=context == "ring")
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
         require_stages(plan, self._model.stages)
@@ -189,6 +187,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             scale=self._scale,
             max_sends=MAX_SENDS if may_wait else None,
             wants_stop=wants_stop,
+            cuda_graph=cuda_graph,
         )
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
         self._bind(blocks, run_options)
@@ -299,72 +298,6 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         if self._no_samples is None:
             self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
         return self._runner.prepare(plan, batch, self._model.publish(plan, inputs, targets, extras))
-
-    def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
-        """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        step = self._settle(self.plan, inputs, targets, extras)
-        with SavedBytes(step.interpreter.state, self._model.stages, step.batch) as counted:
-            result = self._runner.run(step, step.interpreter.watched(counted))
-        return result, counted
-
-    def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
-        """Do a `step`, and write down all that it makes on this rank; see `verification`."""
-        observer = self._observer(recording)
-        result = self._run_observed(observer, inputs, targets, extras)
-        observer.note_weights()
-        return result
-
-    def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
-        """Do a `step`, and compare it with the same step of a whole model in one process (collective).
-
-        Compared are the weights before the step, outputs of blocks (where `reference` is an `nn.Sequential` of the
-        blocks), gradients, loss and norm, each within what rounding does, found by running the reference in float64.
-
-        Args:
-            reference: the model in one piece, with the weights that the engine has; without dropout.
-            inputs, targets, extras: as for `step`, but of the whole batch, and on every rank.
-
-        Returns:
-            What differs, on every rank the same: the first cause first, at most `MOST_TOLD` of each rank.
-
-        Raises:
-            MisfitError: weights that the reference does not have, a reference that draws, a batch that does not divide.
-        """
-        spec = self.plan.schedule
-        whole = WholeModel(
-            reference,
-            self._exchange.names.own_of(self._model.stages),
-            self._loss_fn,
-            self._clip,
-            self.num_replicas * spec.microbatches,
-        )
-        refusal = first_said(whole.refusal(), self._groups.world)
-        if refusal:
-            raise MisfitError(refusal)
-        alone, precise = (whole.record(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
-        recording = Recording(self.transport.rank, self.plan.mesh.coordinates(self.transport.rank))
-        observer = self._observer(recording)
-        observer.note_weights(BEFORE)
-        given = [share_of(tree, self.replica, self.num_replicas) for tree in (inputs, targets, extras)]
-        self._run_observed(observer, *given)
-        names = [type(outline).__name__ for outline in self._model.outlines]
-        mine = compare([recording], alone, precise, self.plan, names)
-        return joined(list(map(from_words, gather_texts(self._groups.world, to_words(mine, MOST_TOLD)))))
-
-    def _observer(self, recording: Recording) -> StepObserver:
-        program, first_unit = self.plan.programs[self._model.pp_rank], self.replica * self.plan.schedule.num_units
-        return StepObserver(program, first_unit, self._model.stages, self.masters, self._exchange.held, recording)
-
-    def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
-        step = self._settle(self.plan, inputs, targets, extras)
-        with observer.watching():
-            result = self._runner.run(step, step.interpreter.watched(observer))
-        observer.end(result)
-        return result
-
-    def saved_costs(self, counted: SavedBytes) -> Costs:
-        """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""
-        return counted.costs(self._groups.world, self.transport.device)
 
     def save_trace(self, directory: str | Path) -> None:
         """Write down when each instruction of the traced steps ran on this rank (`quintsched render --trace`)."""

@@ -27,6 +27,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "train",
         "checkpoint",
         "engine",
+        "engine_checks",
         "engine_weights",
         "requirements",
         "verification",

@@ -118,9 +118,10 @@ def make_engine(
     transport: Transport,
     trace_steps: range | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
 ) -> Engine:
     return Engine(
-        plan, size.blocks(), cross_entropy_sum, AdamW, dtype=dtype, trace_steps=trace_steps, transport=transport
+        plan, size.blocks(), cross_entropy_sum, AdamW, dtype=dtype, trace_steps=trace_steps, transport=transport, **more
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .model import GPT_350M, SMALL, PlainLoop, Size, alone, make_engine, masters_of, sized, synchronize, whole
 
 PLAIN, AGAIN = "plain loop", "plain loop again"
-WARM_UP, NUMBERS_STEPS, MOST = 5, 5, 1.01
+GRAPH = ", CUDA graph"
+WARM_UP, NUMBERS_STEPS, MOST, MOST_FROM_GRAPH = 5, 5, 1.01, 1.0
 SPLIT = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
 
 
@@ -25,12 +27,13 @@ def steps(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return how long the engine's steps take beside the plain loop's."""
+    """Print and return how long the engine's steps take beside the plain loop's; a CPU has no graphs."""
     batch = size.batch(device)
     rivals = {name: whole(PlainLoop(size, device).step, batch, device) for name in (PLAIN, AGAIN)}
-    for schedule, chunks in (("1f1b", 1), ("interleaved-zb", 2)):
-        engine = make_engine(size, size.plan(schedule, chunks), alone(device))
-        rivals[f"quintsched, {schedule}"] = whole(engine.step, batch, device)
+    captured = [False, True] if size is SMALL else [False]
+    for (schedule, chunks), cuda_graph in product((("1f1b", 1), ("interleaved-zb", 2)), captured):
+        engine = make_engine(size, size.plan(schedule, chunks), alone(device), cuda_graph=cuda_graph)
+        rivals[f"quintsched, {schedule}{GRAPH if cuda_graph else ''}"] = whole(engine.step, batch, device)
     for step in rivals.values():
         for _ in range(WARM_UP):
             step()
@@ -38,8 +41,12 @@ def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, An
     gc.freeze()
     samples = sample(rivals, rounds, size.steps, partial(synchronize, device))
     gc.unfreeze()
-    target = Target("time against the plain loop", ratios(samples, "quintsched, 1f1b", PLAIN, 0).median, MOST)
-    return report(f"{size.title}, {size.microbatches} of them", samples, size.steps, PLAIN, [target])
+    targets = [
+        Target(f"{rival.removeprefix('quintsched, ')}: time against the plain loop", ratio.median, most)
+        for rival, most in (("quintsched, 1f1b", MOST), *((r, MOST_FROM_GRAPH) for r in rivals if r.endswith(GRAPH)))
+        for ratio in [ratios(samples, rival, PLAIN, 0)]
+    ]
+    return report(f"{size.title}, {size.microbatches} of them", samples, size.steps, PLAIN, targets)
 
 
 def numbers(device: torch.device, rounds: int) -> dict[str, float]:

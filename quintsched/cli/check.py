@@ -58,7 +58,7 @@ def _check_plan(file: str, profile: str, memory_cap: float | None, as_json: bool
     if as_json:
         emit(report(verdict, profile))
     else:
-        say([verdict.explain(), *_buffers(verdict)])
+        say([verdict.explain(), *_buffers(verdict), *_capture(verdict)])
     return verdict.sound
 
 
@@ -75,14 +75,26 @@ def _buffers(verdict: Verdict) -> Iterator[str]:
         )
 
 
+def _capture(verdict: Verdict) -> Iterator[str]:
+    """Say of a sound plan for one rank whether a CUDA graph can hold its step; others have none, as docs say."""
+    from quintsched.verify.capture import capture_obstacles
+
+    if verdict.sound and verdict.plan.mesh.size == 1:
+        obstacles = capture_obstacles(verdict.plan)
+        yield f"no CUDA graph can hold a step: {'; '.join(obstacles)}" if obstacles else "a CUDA graph can hold a step"
+
+
 def report(verdict: Verdict, profile: str) -> dict[str, Any]:
     """Return a verdict as plain data."""
+    from quintsched.verify.capture import capture_obstacles
+
     return {
         "title": verdict.plan.title,
         "sound": verdict.sound,
         "profile": profile,
         "profiles": verdict.profiles,
         "why_not": {name: [wait.message for wait in waits[1:]] for name, waits in verdict.cycles.items()},
+        **({"capture_obstacles": capture_obstacles(verdict.plan)} if verdict.sound else {}),
         "instructions": verdict.plan.num_instructions,
         "peak_activations": list(verdict.peak_activations),
         "peak_receives": list(verdict.peak_receives),

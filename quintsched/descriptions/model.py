@@ -44,6 +44,13 @@ class Experts(Description):
     """How many layers at the beginning have a plain feed-forward network instead."""
     every: Size = 1
     """k: every k-th of the remaining layers has experts, the others a plain network."""
+    padded_to: float | None = Field(default=None, gt=0)
+    """How many times an even load every expert is given, by padding and dropping; none: what is routed to it."""
+
+    @property
+    def rows(self) -> float:
+        """How many rows all experts compute for each token, their loads being even; at most one each."""
+        return float(self.top_k) if self.padded_to is None else min(self.padded_to * self.top_k, float(self.count))
 
 
 class LatentAttention(Description):

@@ -167,8 +167,8 @@ class _LayerTimes:
     def _exchange(self) -> Array:
         """Tokens to their experts over ep."""
         sizes = self.sizes
-        chosen = self.model.experts.top_k if self.model.experts else 0
-        moved = sizes.between * chosen * self.model.hidden * sizes.width
+        rows = self.model.experts.rows if self.model.experts else 0
+        moved = sizes.between * rows * self.model.hidden * sizes.width
         return all_to_all_s(moved, sizes.ep, sizes.tp * sizes.cp, self.hardware, self.constants)
 
     def _context(self, times: Sequence[Times], found: Sequence[Operator]) -> tuple[Array, Array, Array]:

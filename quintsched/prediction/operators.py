@@ -241,7 +241,7 @@ def _mixture(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
         raise ValueError("a model without experts has no mixture")
     experts, tokens = model.experts, sizes.tokens
     resident = experts.count / sizes.ep
-    routed = tokens * experts.top_k
+    routed = tokens * experts.rows
     hidden = np.full_like(tokens, model.hidden)
     moved = routed * model.hidden * sizes.width * 2
     shared = (

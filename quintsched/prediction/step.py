@@ -70,7 +70,12 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
 
 
 def model_flops(model: Model, seq: int) -> float:
-    """Return the operations of matrix products of one sample, forward and backward, attention without its mask."""
+    """Return the operations of matrix products of one sample, forward and backward, attention without its mask.
+
+    What fills up experts is none of the model's own.
+    """
+    if model.experts is not None:
+        model = model.model_copy(update={"experts": model.experts.model_copy(update={"padded_to": None})})
     one = np.ones(1)
     sizes = Sizes(tp=one, cp=one, ep=one, sequence_parallel=0 * one, microbatch=one, seq=seq * one, width=one)
     mixed = sum(model.has_experts)

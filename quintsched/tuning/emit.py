@@ -95,6 +95,8 @@ def built_in(model: Model) -> tuple[str, dict[str, Any] | None]:
     if experts := model.experts:
         options |= {"experts": experts.count, "top_k": experts.top_k, "every": experts.every}
         options["shared_experts"] = experts.shared
+        if experts.padded_to is not None:
+            options |= {"capacity_factor": experts.padded_to, "pad_to_capacity": True}
     return name, options
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -224,6 +226,56 @@ def draws_undone(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         before.put_back()
+
+
+class DeviceGraph(Protocol):
+    """Work of a device that is captured once, and then launched as a whole, in the same memory each time.
+
+        with graph.capturing():  F0 F1 B0 F2 …   nothing runs: the device notes what it is asked, and of which memory
+        graph.replay()                           all of it runs, in one launch
+
+    What is captured may not ask the device for a number, nor copy from memory of the host that is not pinned: both
+    raise. What the host does meanwhile is not captured, and its numbers stay as they were then.
+
+    Source: CUDA C++ Programming Guide, "CUDA Graphs"; torch.cuda.graph.
+    """
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """A context in which all work of the current thread is captured; raises what its body raises, as it is."""
+
+    def replay(self) -> None:
+        """Launch the work, behind all that was asked of the device before."""
+
+
+def graphs_of(device: torch.device) -> Callable[[], DeviceGraph] | None:
+    """Return what makes graphs of a device, which share their memory; None where it has none (all but CUDA's)."""
+    if device.type != "cuda":
+        return None
+    return partial(_CudaGraph, torch.cuda.graph_pool_handle())
+
+
+class _CudaGraph:
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        problem: BaseException | None = None
+        try:
+            # Other threads (loaders that pin memory, the watch) may go on asking the device.
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    yield
+                except BaseException as error:
+                    problem = error
+                    raise
+        except Exception as error:
+            if problem is None or error is problem:
+                raise
+            raise problem from None  # a capture that has failed cannot be ended either
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 def _may_share() -> bool:

@@ -55,11 +55,11 @@ def reachable(holders: Iterable[Any]) -> Iterator[Any]:
                 return
             seen[id(thing)] = thing
             yield thing
-            below.extend(_parts(thing))
+            below.extend(parts_of(thing))
         level = list(below)
 
 
-def _parts(thing: Any) -> Iterable[Any]:
+def parts_of(thing: Any) -> Iterable[Any]:
     """Return what a thing holds or names."""
     if isinstance(thing, type):
         return _of_class(thing)

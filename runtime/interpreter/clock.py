@@ -7,6 +7,8 @@ has a time only when the work before it is done.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +29,21 @@ class Clock:
         self._seconds = 0.0
         self._since = 0.0
         self._began: torch.Event | None = None
+        self._is_off = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A context in which nothing counts, and no event is made."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
 
     def start(self) -> None:
         """Begin a stretch of computation."""
+        if self._is_off:
+            return
         if self._events is None:
             self._since = now_s()
         else:
@@ -37,6 +51,8 @@ class Clock:
 
     def stop(self) -> None:
         """End the stretch that `start` began."""
+        if self._is_off:
+            return
         if self._events is None:
             self._seconds += now_s() - self._since
         elif self._began is not None:

@@ -13,7 +13,11 @@ the rank's state. `p2p` says where a receive is posted and a send issued, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
@@ -21,6 +25,7 @@ from quintsched.ir.instructions import Instruction
 from ..comm.failures import as_stall
 from ..stage.batches.microbatches import Batch
 from ..steps.explain import explained
+from ..steps.units import Units
 from ..watch.cell import INDEX, NOWHERE
 from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .compute.forward import bind_fwd
@@ -29,13 +34,17 @@ from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
 from .recorder import Recorder
 from .step_end import (
+    ClipHalves,
     bind_clip_grad,
     bind_opt_step,
     bind_reduce_bucket,
     bind_share_metrics,
     bind_sync_tied,
+    halves_of_clip,
 )
 from .zero import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
+
+ALL_CALLS = slice(None)
 
 Call = Callable[[], None]
 Handler = Callable[[RankState, int, Any], Call]
@@ -141,26 +150,59 @@ class Interpreter:
         """Return the calls as somebody sees them who watches each of them."""
         return [observer.wrap(index, call) for index, call in zip(self._places, self._calls, strict=True)]
 
+    def records(self, step: int) -> bool:
+        """Whether a step, counted from where the run began, is written down."""
+        return self._recorder is not None and self._recorder.wants(step)
+
     def run(self, batch: Batch, step: int, calls: list[Call] | None = None) -> None:
         """Walk the program once; `calls` take its place, unrecorded. `step` counts from where the run began."""
         self.state.begin(batch)  # which may wait for sends of the program before
-        self._publisher.walk(self.state.flows.plan)
+        self.announce()
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
         self._walk(calls or self._calls)
-        self._publisher.numbers[INDEX] = NOWHERE
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = None
         self.state.end()
 
-    def _walk(self, calls: Iterable[Call]) -> None:
+    @cached_property
+    def _clip(self) -> tuple[int, ClipHalves]:
+        """Which of the calls is the plan's `ClipGrad`, and its halves."""
+        index = next(index for index, one in enumerate(self._program) if isinstance(one, ins.ClipGrad))
+        return self._places.index(index), halves_of_clip(self.state.step_end, index)
+
+    def lead(self, batch: Batch) -> Tensor:
+        """Walk up to the middle of `ClipGrad`, of a step whose gradients do not wait; return the figures of that.
+
+        All that a device does by itself in a step lies before it: see `ClipHalves`.
+        """
+        self.state.begin(batch)
+        self.announce()
+        found: list[Tensor] = []
+        clip, halves = self._clip
+        measure = lambda: found.append(halves.measure())  # noqa: E731
+        self._walk([*self._calls[:clip], measure], slice(clip + 1))
+        return found[0]
+
+    def conclude(self, figures: Tensor) -> None:
+        """Walk on from there, to the end of the step."""
+        clip, halves = self._clip
+        self._walk([partial(halves.conclude, figures), *self._calls[clip + 1 :]], slice(clip, None))
+        self.state.end()
+
+    def announce(self) -> None:
+        """Tell who watches that a step of this program begins."""
+        self._publisher.walk(self.state.flows.plan)
+
+    def _walk(self, calls: Iterable[Call], part: slice = ALL_CALLS) -> None:
         numbers, index = self._publisher.numbers, 0
         try:
-            for mark, index, call in zip(self._marks, self._places, calls, strict=True):  # noqa: B007
+            for mark, index, call in zip(self._marks[part], self._places[part], calls, strict=True):  # noqa: B007
                 numbers[INDEX] = mark
                 call()
+            numbers[INDEX] = NOWHERE
         except Exception as error:
             place, forwards = self.state.flows.place, self.state.compute.forwards
             found = as_stall(error, self._publisher)
@@ -169,3 +211,12 @@ class Interpreter:
             if found is error:
                 raise
             raise found from error
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A batch with all that is settled before it is run."""
+
+    batch: Batch
+    units: Units
+    interpreter: Interpreter

@@ -3,14 +3,14 @@
     plan, batch ──▶ ranks agree on the units' shapes ──▶ RankState ──▶ Interpreter       once per plan
                     units of this step               ──▶ Interpreter.run ──▶ StepResult   every step
 
-A training and its evaluation are two plans over the same stages, gradients and optimizers, and so are plans for other
-numbers of microbatches. A bound program knows nothing of shapes: each step says of which its units are.
+Plans for evaluation, and for other numbers of microbatches, have the same stages, gradients and optimizers. A bound
+program knows nothing of shapes: each step says of which its units are.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.shapes import agree, trace_shapes, wants_data
 from ..comm import Group, ReduceOp, Transport
 from ..comm.interleaving import Overlaps
-from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
@@ -46,39 +45,25 @@ from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
-from .interpreter import Call, Interpreter
+from .interpreter import Call, Interpreter, PreparedStep
 from .p2p import outgrows
 from .rank_state import (
     ComputeState,
     CurrentStep,
     LossFn,
     MessageState,
-    MetricFn,
     RankState,
+    RunOptions,
     Saved,
     StepEndState,
     ZeroState,
 )
 from .recorder import Recorder
+from .step_graphs import StepGraphs
 from .tally import StepResult, Tally
 
 MOST_BOUND = 8
 """So many bound programs are remembered: of plans, and of models that are built otherwise from step to step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What a run does with the outputs of a model and its gradients."""
-
-    loss_fn: LossFn
-    metrics: Mapping[str, MetricFn]
-    clip: float | None
-    """Threshold of the global gradient norm; None: gradients are not scaled."""
-    scale: LossScale
-    """What losses are multiplied with for their backwards."""
-    max_sends: int | None
-    """How many sends of a channel may be in flight; None: any number."""
-    wants_stop: Callable[[], bool]
 
 
 @dataclass
@@ -92,15 +77,6 @@ class StepCount:
     def total(self) -> int:
         """The steps of all runs."""
         return self.before + self.in_run
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedStep:
-    """A batch with all that is settled before it is run."""
-
-    batch: Batch
-    units: Units
-    interpreter: Interpreter
 
 
 class PlanRunner:
@@ -135,6 +111,7 @@ class PlanRunner:
         self._buffers = ReceiveBuffers(transport.device, transport.room_for)
         self._settler = StepSettler(model, groups, transport.device, self._find_shapes)
         self._bound = Latest[Interpreter](MOST_BOUND)
+        self._graphs = options.cuda_graph and StepGraphs(model, state, clock, transport.device, options.functions)
         self._same: tuple[Plan, Units, Interpreter] | None = None
         self._overlaps: dict[int, Overlaps] = {}
         self.interpreters: dict[str, Interpreter] = {}
@@ -229,8 +206,8 @@ class PlanRunner:
     ) -> StepResult:
         """Run what was prepared; `calls` take the place of the bound calls.
 
-        Without `last` its gradients are kept, and the next batch of a training adds to them. Where
-        somebody `wants_outputs` of an evaluation, ranks of the last stage put them together.
+        Without `last` its gradients are kept, and the next batch of a training adds to them. Where somebody
+        `wants_outputs` of an evaluation, ranks of the last stage put them together.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -255,7 +232,10 @@ class PlanRunner:
         shared = self._model.buffers.shared() if trains else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared, watched:
-            interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
+            if self._graphs and calls is None and last and self._is_whole(interpreter):
+                self._graphs.run(step, self.steps.total + 1)
+            else:
+                interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
@@ -271,6 +251,11 @@ class PlanRunner:
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
         return StepResult(tally.figures, tuple(self._options.metrics), *told)
+
+    def _is_whole(self, interpreter: Interpreter) -> bool:
+        """Whether a step that is the last of its batches is the only one, trains, and is not written down."""
+        is_seen = not interpreter.state.flows.trains or interpreter.records(self.steps.in_run)
+        return not is_seen and not self._samples_before
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current

@@ -47,6 +47,27 @@ LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Any, Any], Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run does with the outputs of a model and its gradients."""
+
+    loss_fn: LossFn
+    metrics: Mapping[str, MetricFn]
+    clip: float | None
+    """Threshold of the global gradient norm; None: gradients are not scaled."""
+    scale: LossScale
+    """What losses are multiplied with for their backwards."""
+    max_sends: int | None
+    """How many sends of a channel may be in flight; None: any number."""
+    wants_stop: Callable[[], bool]
+    cuda_graph: bool = False
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """What the user has written beside blocks, by names."""
+        return {"the loss function": self.loss_fn, **{f"metric {name!r}": m for name, m in self.metrics.items()}}
+
+
 class Start(NamedTuple):
     """Where a backward starts: the edges of outputs, whose gradients come from elsewhere, then those of losses.
 

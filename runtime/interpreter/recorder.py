@@ -110,9 +110,13 @@ class Recorder:
         """
         self._waits.append((index, since, until))
 
+    def wants(self, step: int) -> bool:
+        """Whether a step is one of those asked for."""
+        return step in self._steps
+
     def begin_step(self, step: int) -> bool:
         """Start a step, and return whether it is recorded: if it is one of those asked for."""
-        self.active = step in self._steps
+        self.active = self.wants(step)
         if self.active:
             self._number = step
             self._start[:] = self._end[:] = [None] * len(self._program)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
 
 from quintsched.ir import instructions as ins
 
@@ -32,8 +35,21 @@ def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMe
     return partial(state.tally.reduce, state.metrics_group)
 
 
-def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> Call:
-    """Make the gradients those of the batch, find their global norm, and scale them under the threshold."""
+class ClipHalves(NamedTuple):
+    """`ClipGrad` in two: what a device does by itself, and what the host does when it knows the figures of that.
+
+    Attributes:
+        measure: makes the gradients those of the batch; returns the square of their global norm, how many parameters
+            look as if no gradient had come, how many ranks were asked to stop, and the data's marks: (n,), float64.
+        conclude: reads these figures, and scales the gradients under the threshold.
+    """
+
+    measure: Callable[[], Tensor]
+    conclude: Callable[[Tensor], None]
+
+
+def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
+    """Return the halves of the `ClipGrad` at `index`, of a step whose gradients do not wait for others."""
     reducer, norm, tally, clip, outcome = (
         state.gradients.reducer,
         state.gradients.norm,
@@ -44,11 +60,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
     absent, scale, earlier = state.gradients.absent, state.scale, state.gradients.earlier_weights
     wait, marks = partial(state.waits.wait, index=index), state.marks
 
-    def run() -> None:
-        if reducer.accumulates:
-            reducer.hold(wait)
-            earlier.append(tally.figures.weight)
-            return
+    def measure() -> Tensor:
         reducer.complete(wait)
         tally.take_along()
         weight = tally.weight(wait)
@@ -58,6 +70,9 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         total = weight * scale.value if scale.value != 1 else weight
         figures, work = norm.divide(total, absent.suspects(), tally.figures.num_asked(), row=marks.take())
         wait([work])
+        return figures
+
+    def conclude(figures: Tensor) -> None:
         found = outcome.norm = figures[0].sqrt_()
         length, suspects, asked, *sums = figures.tolist()
         marks.require_equal(sums)
@@ -70,6 +85,21 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
             absent.find()
         if clip is not None and clip < length + CLIP_EPSILON and not outcome.skipped:
             norm.clip(found, clip)
+
+    return ClipHalves(measure, conclude)
+
+
+def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> Call:
+    """Make the gradients those of the batch, find their global norm, and scale them under the threshold."""
+    reducer, tally, earlier = state.gradients.reducer, state.tally, state.gradients.earlier_weights
+    wait, (measure, conclude) = partial(state.waits.wait, index=index), halves_of_clip(state, index)
+
+    def run() -> None:
+        if reducer.accumulates:
+            reducer.hold(wait)
+            earlier.append(tally.figures.weight)
+        else:
+            conclude(measure())
 
     return run
 

@@ -133,6 +133,12 @@ class Tally:
         if self._room is not None and self._rides:
             self.figures = self._read(self._room.alight(self._size), DoneWork())
 
+    def replay(self, table: Tensor) -> None:
+        """Take over the figures of a step that was replayed, (figures,), float64; they are this step's alone."""
+        if self._wants_stop():
+            table[-2:-1].fill_(1)
+        self.figures = self._read(table, DoneWork())
+
     def _collect(self) -> Tensor:
         """Return what was collected, each figure at its place, float64; collect anew."""
         table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
@@ -141,9 +147,10 @@ class Tally:
                 _fill(table[row * self.num_units :], column, self._places_of)
                 column.clear()
         if self._num_computed:
-            table[-1], self._num_computed = self._num_computed, 0
+            table[-1:].fill_(self._num_computed)  # a number that is assigned would be copied from the host
+            self._num_computed = 0
         if self._wants_stop():
-            table[-2] = 1
+            table[-2:-1].fill_(1)
         return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:

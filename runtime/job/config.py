@@ -243,6 +243,8 @@ class RuntimeConfig(Settings):
     """Type to compute in; with bfloat16, gradients are added up and weights are stepped in float32."""
     compile: bool = False
     """Whether torch.compile compiles each stage."""
+    cuda_graph: bool = False
+    """Whether steps run from CUDA graphs, one for each shape of a batch: on one GPU, for models without dropout."""
     trace: str | None = None
     """A directory to write down in when each instruction ran, for `render --trace`; none: nothing is written."""
     trace_first: int = Field(default=2, ge=0)

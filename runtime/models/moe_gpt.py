@@ -80,6 +80,7 @@ def moe_gpt_sizes(data: DataSpec, options: MoEGPTOptions) -> Model:
         ffn=options.hidden * options.mlp_ratio,
         shared=options.shared_experts,
         every=options.every,
+        padded_to=options.capacity_factor if options.pad_to_capacity else None,
     )
     return gpt_sizes(data, options).model_copy(update={"name": "moe-gpt", "experts": experts})
 

@@ -271,4 +271,4 @@ def _divisor_of_a_sum(node: Any) -> Tensor | None:
     if node.name() != "DivBackward0" or inputs[0] is None or any(function is not None for function in inputs[1:]):
         return None
     divisor = node._saved_other if inputs[0].name() == "SumBackward0" else None
-    return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.item() > 0 else None
+    return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 else None

@@ -155,6 +155,10 @@ class GradBucket:
     def hand_over(self) -> None:
         """Let the gradient of everything that the optimizer works on be what has been added up for it."""
         self.fill()
+        self.give()
+
+    def give(self) -> None:
+        """Let the gradient of everything that the optimizer works on be its view, whatever is in it."""
         for stepped, view in self._grads:
             stepped.grad = view
 

@@ -122,13 +122,18 @@ class AbsentGradients:
     def __init__(self, buckets: GradBuckets, masters: Masters, *, sharded: bool) -> None:
         self._buckets, self._masters, self._sharded = buckets, masters, sharded
         self._found: dict[int, list[nn.Parameter]] = {}
-        self._none = torch.zeros((), dtype=torch.float64)
+        device = next((bucket.shard.device for bucket in buckets), None)
+        self._none = torch.zeros((), dtype=torch.float64, device=device)
+
+    def forget(self) -> None:
+        """Begin a step in which none is known to be absent."""
+        self._found.clear()
 
     def suspects(self) -> Tensor:
         """Return how many parameters look as if no gradient had come: 0-dimensional, float64."""
         lacking = (bucket for bucket in self._buckets if bucket.may_lack and len(bucket.firsts))
         firsts = [bucket.shard.index_select(0, bucket.firsts) for bucket in lacking]
-        self._found.clear()
+        self.forget()
         return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
 
     def find(self) -> None:

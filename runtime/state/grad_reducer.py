@@ -138,6 +138,15 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.hand_over()
 
+    def sums(self) -> list[Tensor]:
+        """Return what this rank holds of all gradients, bucket by bucket."""
+        return [bucket.shard for bucket in self._buckets]
+
+    def give(self) -> None:
+        """Let the gradient of everything that optimizers work on be what is in its bucket, whoever has put it there."""
+        for bucket in self._buckets:
+            bucket.give()
+
     def clear(self, stages: Sequence[int], *, afresh: bool) -> None:
         """Forget the gradients of these stages, ready for the next step; see `GradBucket.clear`."""
         for bucket in self._buckets.of_stages(stages):

@@ -3,8 +3,8 @@
     self.calls += 1     self.average.lerp_(x.mean(0), 0.1)     u, v of a spectral norm
 
 One process has it after all forwards of a step, each of several replicas after its own, so that they are not alike.
-Tables that are made at the first call and kept are no such state, and neither are the statistics of norms, which
-replicas put together.
+Tables that are made at the first call and kept are no such state, and neither are the statistics of norms and the loads
+of experts, which replicas put together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from ..parallel.expert.moe import MoE
 
 _logger = logging.getLogger("quintsched.runtime")
 _OWN = frozenset(nn.Module().__dict__)
@@ -69,7 +71,7 @@ class MovingState:
             for key, value in module.__dict__.items():
                 if key not in _OWN and (token := _token(value)) is not None:
                     yield f"{path}.{key}".lstrip("."), token
-            if self._buffers and not isinstance(module, _NormBase):
+            if self._buffers and not isinstance(module, (_NormBase, MoE)):
                 for key, buffer in module.named_buffers(recurse=False):
                     yield f"{path}.{key}".lstrip("."), _token(buffer)
 

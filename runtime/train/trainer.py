@@ -121,6 +121,7 @@ class Trainer:
             sequence_parallel=job.parallel.sequence_parallel,
             tied=tied,
             compiled=job.runtime.compile,
+            cuda_graph=job.runtime.cuda_graph,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
             wants_stop=self._wants_to_stop,
@@ -132,10 +133,7 @@ class Trainer:
         )
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
-        """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
-
-        None where the plan says how many blocks each stage has.
-        """
+        """Return what blocks cost: estimated, or measured by rank 0 for all; None where the plan cuts the stages."""
         if self.plan.blocks_per_stage:
             return None
         if self.job.parallel.balance == "estimated":

@@ -23,7 +23,8 @@ from ..blocks.trees import tensors_of
 from ..comm import Group
 from ..comm.control import share_bytes
 from ..interchange.held import HeldTensor
-from ..interpreter.plan_runner import PlanRunner, PreparedStep
+from ..interpreter.interpreter import PreparedStep
+from ..interpreter.plan_runner import PlanRunner
 from ..interpreter.tally import StepResult
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel

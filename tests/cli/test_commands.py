@@ -141,6 +141,20 @@ def test_check_counts_the_slots_of_messages(cli, tmp_path):
     assert cli("check", plan, "--profile", "tagged", "--json").data["receive_slots"] == [5, 17, 17, 9]
 
 
+def test_check_says_whether_a_cuda_graph_can_hold_a_step(cli, tmp_path):
+    for settings, said, obstacles in (
+        (["--schedule", "zb-h1", "--mesh", "pp=1"], "a CUDA graph can hold a step", 0),
+        (["--schedule", "gpipe", "--mesh", "pp=1", "--offload", "1"], "no CUDA graph can hold a step: activations", 2),
+        (["--schedule", "1f1b", "--mesh", "pp=2"], "", 1),
+    ):
+        file = tmp_path / "plan.json"
+        cli("compile", *settings, "--microbatches", "4", "-o", file)
+        result = cli("check", file)
+        assert said in result.out
+        assert said or "CUDA graph" not in result.out
+        assert len(json.loads(cli("check", file, "--json").out)["capture_obstacles"]) == obstacles
+
+
 def test_check_over_the_memory_cap(cli, plan_file):
     done = cli("check", plan_file, "--memory-cap", 1)
     assert done.code == 1

@@ -1,4 +1,4 @@
-"""What a prediction says that ranks of a CPU hold, they hold: 24 strategies, each rank to the byte.
+"""What a prediction says that ranks of a CPU hold, they hold: 26 strategies, each rank to the byte.
 
 Activations are what autograd saves. State is compared with all that aligning and cutting into buckets does to it in
 `state/test_predicted_state`; here sizes are such that nothing is left over.
@@ -35,6 +35,7 @@ LLAMA = GPT.model_copy(
 )
 ROPE = GPT.model_copy(update={"positions": "rope"})
 MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=4, ffn=256)})
+PADDED = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, padded_to=1.5)})
 VIT = Model(
     layers=4,
     hidden=64,
@@ -80,6 +81,8 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
     "moe, pp=2": (MOE, {"pp": 2}),
     "moe, ep=2, bf16": (MOE, {"ep": 2, "dtype": "bf16"}),
     "moe, tp=2": (MOE, {"tp": 2}),
+    "padded, ep=2": (PADDED, {"ep": 2}),
+    "padded, pp=2, bf16": (PADDED, {"pp": 2, "dtype": "bf16"}),
     "vit, pp=2": (VIT, {"pp": 2}),
     "vit, dp=2, tp=2": (VIT, {"dp": 2, "tp": 2}),
 }

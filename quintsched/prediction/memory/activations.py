@@ -130,7 +130,7 @@ def _experts(model: Model, sizes: Sizes) -> tuple[Any, Any]:
     """Tokens of an even load on their way to the experts and back, and what these keep; logits and choices."""
     experts = model.experts
     assert experts is not None
-    rows = sizes.tokens * experts.top_k
+    rows = sizes.tokens * experts.rows
     inside = _share(experts.ffn, sizes.tp) * _kept_widths(model)
     routed = rows * sizes.element * (2 * model.hidden + inside)
     shared = _feed_forward(model, sizes, experts.shared * experts.ffn)

@@ -106,6 +106,10 @@ def _add_experts(model: Model, sizes: Sizes, found: dict[str, Any]) -> None:
     unkept = np.where(is_short & (experts.shared == 0), tokens * model.hidden * element, 0)
     likelihoods = tokens * (2 * experts.count + 1) * FP32 + experts.count * FP32
     found["router"] = likelihoods + choices * (2 * INDEX + np.minimum(element, FP32)) + rounded - unkept
+    if experts.padded_to is not None:  # which rows go and where each returns to differ, and a mask says what is dropped
+        rows = tokens * experts.rows
+        found["router"] = found["router"] + rows * INDEX + choices
+        found["experts"] = found["experts"] - rows * element * model.hidden
 
 
 def _embedding(model: Model, sizes: Sizes) -> Any:

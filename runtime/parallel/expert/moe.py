@@ -21,6 +21,7 @@ from math import ceil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from quintsched.errors import MisfitError, UsageError
 
@@ -59,7 +60,7 @@ class MoE(nn.Module):
         tokens_alike: whether all ranks of ep pass as many tokens in a forward; else rows are counted, with
             `pad_to_capacity` too.
 
-    Raises `UsageError` for a `top_k` or a factor that cannot be, or padding without one.
+    Raises `UsageError` for a `top_k` or a factor that cannot be, for padding without one or with batch norms.
     """
 
     expert_tokens: Tensor
@@ -93,6 +94,11 @@ class MoE(nn.Module):
         self.pad_to_capacity, self.tokens_alike = pad_to_capacity, True
         self.router = nn.Linear(hidden, experts, bias=False)
         self.experts = nn.ModuleDict({str(number): make() for number in range(experts)})
+        if pad_to_capacity and any(isinstance(module, _BatchNorm) for module in self.experts.modules()):
+            raise UsageError(
+                "experts with batch norms cannot pad: rows that fill up would count in their statistics; take a norm "
+                "of each row, or pad_to_capacity=False"
+            )
         self.shared = shared
         self.register_buffer("expert_tokens", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.group: Group = SelfGroup(0, torch.device("cpu"))

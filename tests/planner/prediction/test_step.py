@@ -65,6 +65,21 @@ def test_experts_are_paid_for_as_they_are_used():
     assert 0.5 < mixture.step_s / dense.step_s < 1.5  # 12.9 of 46.7 thousand million weights are used by a token
 
 
+def padded_step(padded_to):
+    mixtral = find_model("mixtral-8x7b")
+    experts = mixtral.experts.model_copy(update={"padded_to": padded_to})
+    strategy = Strategy(gpus=64, pp=8, ep=8, batch=64, seq=4096)
+    return predict(mixtral.model_copy(update={"experts": experts}), A100, strategy)
+
+
+def test_what_fills_up_experts_takes_time_and_memory_and_is_no_work_of_the_model():
+    routed, even, more, all_rows, too_many = map(padded_step, (None, 1.0, 1.25, 4.0, 9.0))
+    assert routed.step_s == even.step_s < more.step_s < all_rows.step_s
+    assert routed.memory_bytes == even.memory_bytes < more.memory_bytes < all_rows.memory_bytes
+    assert too_many.step_s == all_rows.step_s, "an expert is given no token twice"
+    assert more.mfu * more.step_s == pytest.approx(routed.mfu * routed.step_s)
+
+
 def test_context_is_hidden_behind_attention_where_it_is_long():
     long = step("llama-3-70b", cp=4, gpus=256, seq=131072, microbatch=1).breakdown_s
     assert long["cp"] < long["cp_hidden"]

@@ -88,6 +88,11 @@ def test_experts_and_images_have_models_of_their_own():
     assert name == "moe-gpt"
     assert options is not None
     assert (options["experts"], options["top_k"], options["every"], options["mlp_ratio"]) == (4, 2, 2, 4)
+    assert "pad_to_capacity" not in options
+    padded = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, padded_to=1.25)})
+    _, options = built_in(padded)
+    assert options is not None
+    assert (options["capacity_factor"], options["pad_to_capacity"]) == (1.25, True)
     images = Images(size=8, patch=2, channels=1, classes=10)
     vit = Model(layers=2, hidden=64, heads=4, vocab=0, images=images, tied=False, causal=False, seq=17)
     assert built_in(vit)[0] == "vit"

@@ -63,6 +63,16 @@ def test_the_sizes_of_a_built_in_model_are_its_own(name: str, options: dict[str,
     assert total(model_sizes(config, data)) == sum(p.numel() for block in blocks for p in block.parameters())
 
 
+@pytest.mark.parametrize(("pads", "padded_to"), [(True, 1.25), (False, None)])
+def test_experts_that_pad_are_predicted_so(pads: bool, padded_to: float | None) -> None:
+    options = MODELS["moe-gpt"] | {"capacity_factor": 1.25, "pad_to_capacity": pads}
+    data = load_dataset(DataConfig.model_validate(TEXT)).spec
+    sizes = model_sizes(ModelConfig(name="moe-gpt", options=options), data)
+    assert sizes is not None
+    assert sizes.experts is not None
+    assert sizes.experts.padded_to == padded_to
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [1, 4, 8])

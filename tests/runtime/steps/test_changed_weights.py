@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, MoE
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import share
@@ -157,6 +157,7 @@ class Averaging(nn.Linear):
         ),
         ([Averaging], "dp=2", "block 1 (Averaging) changes 'average' in every forward"),
         ([Counting, Averaging], "pp=2", ""),
+        ([lambda: MoE(WIDTH, 4, lambda: nn.Linear(WIDTH, WIDTH)), lambda: nn.Linear(WIDTH, WIDTH)], "dp=2", ""),
         ([lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Linear(WIDTH, WIDTH)], "dp=2", ""),
     ],
 )

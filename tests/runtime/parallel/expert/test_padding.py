@@ -228,6 +228,15 @@ def test_padding_wants_a_capacity() -> None:
         MoEGPTOptions(experts=8, top_k=2, pad_to_capacity=True)
 
 
+def test_norms_over_rows_are_refused() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    MoE(WIDTH, 4, make, capacity_factor=1.0)
+    with pytest.raises(qs.UsageError, match="experts with batch norms cannot pad"):
+        MoE(WIDTH, 4, make, capacity_factor=1.0, pad_to_capacity=True)
+
+
 def test_only_padding_does_without_a_wait() -> None:
     assert mixture().waits_for_routing
     assert mixture(capacity_factor=1.0).waits_for_routing

@@ -1,0 +1,380 @@
+"""Steps from graphs: the numbers of steps by instructions, whatever the host does between them, and what is refused.
+
+The graphs are those of `op_tape`, on the CPU; `tests/gpu` asks the same of CUDA's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.interpreter import step_graphs
+from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+from tests.runtime.toys import ids_task, sgd, tiny_gpt
+
+from .op_tape import OpTape
+
+STEPS, SAMPLES, LENGTH = 9, 8, 8
+SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
+
+Step = Callable[[Engine, int, Tensor, Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[OpTape]:
+    """Let the CPU have graphs; returns those that are made."""
+    made: list[OpTape] = []
+
+    def new() -> OpTape:
+        made.append(OpTape())
+        return made[-1]
+
+    monkeypatch.setattr(step_graphs, "graphs_of", lambda device: new)
+    return made
+
+
+def plainly(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+    return engine.step(inputs, targets)
+
+
+def engine_of(plan: qs.Plan | None = None, blocks: Any = None, loss_fn: Any = cross_entropy_sum, **more: Any) -> Engine:
+    plan = plan or qs.compile("1f1b", mesh="pp=1", microbatches=4)
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, "optimizer": sgd, "metrics": {"right": correct_sum}} | more
+    return Engine(plan, blocks or tiny_gpt(LENGTH), loss_fn, **options)
+
+
+def trained(engine: Engine, step: Step = plainly, steps: int = STEPS) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return each step's figures, read when all are done, and the weights after the last."""
+    task = ids_task(steps, SAMPLES, LENGTH)
+    results = [step(engine, n, *batch) for n, batch in enumerate(zip(task.inputs, task.targets, strict=True))]
+    figures = [torch.stack([r.loss, r.grad_norm, *r.metrics.values()]) for r in results]
+    return figures, {name: weight.clone() for name, weight in engine.full_weights().items()}
+
+
+def require_same(make: Callable[..., Engine], step: Step = plainly, steps: int = STEPS) -> None:
+    """Raise unless steps from graphs have the bits of steps by instructions."""
+    (figures, weights), (expected, others) = (
+        trained(make(cuda_graph=is_captured), step, steps) for is_captured in (True, False)
+    )
+    for number, (mine, theirs) in enumerate(zip(figures, expected, strict=True)):
+        assert torch.equal(mine, theirs), f"step {number}"
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_steps_from_graphs_have_the_same_bits(schedule: str, chunks: int, graphs: list[OpTape]) -> None:
+    plan = qs.compile(schedule, mesh="pp=1", microbatches=4, chunks=chunks)
+    require_same(lambda **more: engine_of(plan, **more))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "option", [{"clip": 0.1}, {"clip": 1e6}, {"bucket_mb": 1e-3}, {"dtype": torch.bfloat16}], ids=str
+)
+def test_options(option: dict[str, Any]) -> None:
+    require_same(lambda **more: engine_of(**option, **more))
+
+
+def test_recomputation() -> None:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4, recompute=1)
+    require_same(lambda **more: engine_of(plan, **more))
+
+
+def test_several_shapes_have_a_graph_each(graphs: list[OpTape]) -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        samples = SAMPLES - number % 2
+        return engine.step(inputs[:samples], targets[:samples])
+
+    require_same(engine_of, step, steps=12)
+    assert len(graphs) == 2
+
+
+def test_what_comes_between_steps_does_not_hinder_them() -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        if number == 5:
+            for optimizer in engine.optimizers.values():
+                optimizer.param_groups[0]["lr"] = 0.01
+        if number == 6:
+            engine.step(inputs, targets, last=False)
+        if number == 7:
+            engine.evaluate(inputs, targets)
+        return engine.step(inputs, targets, microbatches=2 if number == 8 else None)
+
+    require_same(engine_of, step, steps=14)
+
+
+def test_a_weight_that_is_frozen_or_moved_is_seen(graphs: list[OpTape]) -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        stage = engine.stages[0]
+        if number == 5:
+            next(iter(stage.blocks["1"].parameters())).data = next(iter(stage.blocks["1"].parameters())).data.clone()
+        if number == 8:
+            next(iter(stage.blocks["2"].parameters())).requires_grad_(False)
+        return engine.step(inputs, targets)
+
+    require_same(engine_of, step, steps=14)
+    assert len(graphs) == 3
+
+
+class Averaging(nn.Module):
+    """A block with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_buffers_that_forwards_change() -> None:
+    found = []
+    for is_captured in (True, False):
+        blocks = tiny_gpt(LENGTH)
+        engine = engine_of(blocks=[*blocks[:2], Averaging, *blocks[2:]], cuda_graph=is_captured)
+        figures, _ = trained(engine)
+        found.append((figures, {name: buffer.clone() for name, buffer in engine.stages[0].named_buffers()}))
+    (mine, my_buffers), (theirs, their_buffers) = found
+    assert all(map(torch.equal, mine, theirs))
+    assert my_buffers["blocks.2.norm.num_batches_tracked"] == 4 * STEPS
+    assert all(torch.equal(buffer, their_buffers[name]) for name, buffer in my_buffers.items())
+
+
+class Unused(nn.Module):
+    """A block of which a weight has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(300, 300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.used
+
+
+def test_weights_without_gradients_stay() -> None:
+    def make(**more: Any) -> Engine:
+        blocks = tiny_gpt(LENGTH)
+        decaying = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.5)  # noqa: E731
+        return engine_of(blocks=[*blocks[:2], Unused, *blocks[2:]], optimizer=decaying, **more)
+
+    require_same(make)
+    engine = make(cuda_graph=True)
+    _, weights = trained(engine)
+    assert torch.equal(weights["2.unused"], torch.ones(300, 300, dtype=torch.float64))
+
+
+def test_a_step_that_is_not_finite_is_skipped() -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        scale = torch.full((SAMPLES, 1, 1), torch.inf if number in (4, 6) else 1.0, dtype=torch.float64)
+        return engine.step({"ids": inputs, "scale": scale}, targets)
+
+    class Scaled(nn.Module):
+        def __init__(self, embedding: nn.Module) -> None:
+            super().__init__()
+            self.embedding = embedding
+
+        def forward(self, given: dict[str, Tensor]) -> Tensor:
+            return self.embedding(given["ids"]) * given["scale"]
+
+    skipped = []
+    for is_captured in (True, False):
+        first, *rest = tiny_gpt(LENGTH)
+        engine = engine_of(blocks=[lambda first=first: Scaled(first()), *rest], cuda_graph=is_captured)
+        task = ids_task(STEPS, SAMPLES, LENGTH)
+        results = [step(engine, n, *batch) for n, batch in enumerate(zip(task.inputs, task.targets, strict=True))]
+        skipped.append(([result.skipped for result in results], engine.full_weights()))
+    assert skipped[0][0] == skipped[1][0]
+    assert [number for number, was in enumerate(skipped[0][0]) if was] == [4, 6]
+    assert all(torch.equal(weight, skipped[1][1][name]) for name, weight in skipped[0][1].items())
+
+
+def test_a_stop_that_is_asked_for_is_seen() -> None:
+    asked = False
+    engine = engine_of(cuda_graph=True, wants_stop=lambda: asked)
+    task = ids_task(STEPS, SAMPLES, LENGTH)
+    for number, batch in enumerate(zip(task.inputs, task.targets, strict=True)):
+        asked = number == 6
+        assert engine.step(*batch).stop_asked is asked
+
+
+def test_traces_and_recordings_are_of_instructions(tmp_path: Path) -> None:
+    require_same(lambda **more: engine_of(trace_steps=range(4, 6), **more))
+    engine = engine_of(trace_steps=range(4, 6), cuda_graph=True)
+    trained(engine)
+    engine.save_trace(tmp_path)
+    assert any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("loss", ["mask", "mean", "weighed"])
+def test_losses_that_are_means(loss: str) -> None:
+    def masked(logits: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=-100)
+        mask = (targets.flatten() != -100).to(losses.dtype)
+        return (losses * mask).sum() / mask.sum()
+
+    def mean(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+    def weighed(logits: Tensor, targets: Tensor) -> Tensor:
+        classes = torch.linspace(0.5, 2.0, 10, dtype=logits.dtype)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), weight=classes)
+
+    loss_fn = {"mask": masked, "mean": mean, "weighed": weighed}[loss]
+    require_same(lambda **more: engine_of(loss_fn=loss_fn, **more))
+
+
+def moe_blocks(*, pads: bool) -> Any:
+    data = DataSpec(input_shape=(LENGTH,), num_classes=10)
+    options = {"hidden": 16, "depth": 2, "experts": 4, "capacity_factor": 1.25, "balance": 0.01}
+    return moe_gpt(data, MoEGPTOptions(**options, pad_to_capacity=pads))
+
+
+def test_experts_that_pad() -> None:
+    require_same(lambda **more: engine_of(blocks=moe_blocks(pads=True), **more))
+    tokens = []
+    for is_captured in (True, False):
+        engine = engine_of(blocks=moe_blocks(pads=True), cuda_graph=is_captured)
+        trained(engine)
+        tokens.append(engine.expert_tokens())
+    assert all(torch.equal(count, tokens[1][name]) for name, count in tokens[0].items())
+
+
+# What is refused.
+
+
+def test_experts_that_ask_how_many_tokens_go_where() -> None:
+    with pytest.raises(UsageError, match="asks the device how many tokens go to each expert"):
+        engine_of(blocks=moe_blocks(pads=False), cuda_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"mesh": "pp=2"}, "2 ranks"),
+        ({"mesh": "dp=2"}, "2 ranks"),
+        ({"schedule": "gpipe", "offload": 1}, "OffloadAct"),
+        ({"schedule": "dualpipe-v", "chunks": 2, "overlap": True}, "Overlap"),
+    ],
+    ids=str,
+)
+def test_the_plan_decides(settings: dict[str, Any], why: str) -> None:
+    plan = qs.compile(**({"schedule": "1f1b", "mesh": "pp=1", "microbatches": 4} | settings))
+    assert any(why in obstacle for obstacle in plan.capture_obstacles())
+
+
+def test_what_the_plan_refuses_the_engine_does() -> None:
+    plan = qs.compile("gpipe", mesh="pp=1", microbatches=4, offload=1)
+    with pytest.raises(
+        UsageError, match="cuda_graph: no step of this plan can be captured: activations go to the host"
+    ):
+        engine_of(plan, cuda_graph=True)
+
+
+def test_a_device_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(MisfitError, match="cuda_graph wants a CUDA device, and this run is on cpu"):
+        engine_of(cuda_graph=True)
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+@pytest.mark.parametrize("drawing", [lambda: nn.Dropout(0.1), Noisy])
+def test_what_draws_is_refused(drawing: Any) -> None:
+    blocks = tiny_gpt(LENGTH)
+    with pytest.raises(UsageError, match="blocks draw random numbers"):
+        trained(engine_of(blocks=[*blocks[:2], drawing, *blocks[2:]], cuda_graph=True))
+
+
+class Asking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2.0 if x.sum().item() > 1e9 else 1.0) if not x.is_meta else x * 1.0
+
+
+def test_a_block_that_asks_the_device() -> None:
+    blocks = tiny_gpt(LENGTH)
+    engine = engine_of(blocks=[*blocks[:2], Asking, *blocks[2:]], cuda_graph=True)
+    with pytest.raises(UsageError, match=r"step 3 cannot be captured: .*block 2 \(Asking\)"):
+        trained(engine)
+
+
+class Counting(nn.Module):
+    """A block that goes by a number of the host's, which it counts up in every forward."""
+
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.calls = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.calls, int):
+            self.calls += 1
+        elif isinstance(self.calls, list):
+            self.calls[0] += 1
+        else:
+            next(self.calls)
+        return x * 1.0
+
+
+@pytest.mark.parametrize("by", [0, [0], itertools.count()], ids=str)
+def test_what_a_block_counts_on_the_host_is_found(by: Any) -> None:
+    blocks = tiny_gpt(LENGTH)
+    engine = engine_of(blocks=[*blocks[:2], lambda: Counting(by), *blocks[2:]], cuda_graph=True)
+    with pytest.raises(UsageError, match=r"step 2 has changed what block 2 \(Counting\).calls keeps on the host"):
+        trained(engine)
+
+
+def test_what_a_loss_counts_is_found() -> None:
+    calls = itertools.count()
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Any:
+        next(calls)
+        return cross_entropy_sum(logits, targets)
+
+    with pytest.raises(UsageError, match="step 2 has changed what the loss function keeps on the host"):
+        trained(engine_of(loss_fn=loss_fn, cuda_graph=True))
+
+
+class Scheduled(nn.Module):
+    """A block that goes by a number which is set between steps."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("since", [0, 4, 10])
+def test_a_number_that_is_set_between_steps_is_found(since: int) -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        engine.stages[0].blocks["2"].factor = 1.0 + 1e-6 * max(0, number - since)
+        return engine.step(inputs, targets)
+
+    blocks = tiny_gpt(LENGTH)
+    engine = engine_of(blocks=[*blocks[:2], Scheduled, *blocks[2:]], cuda_graph=True)
+    with pytest.raises(UsageError, match="run from its graph, is not what its instructions do"):
+        trained(engine, step, steps=40)
+
+
+def test_a_random_draw_in_the_loss_is_found() -> None:
+    def loss_fn(logits: Tensor, targets: Tensor) -> Any:
+        total, weight = cross_entropy_sum(logits, targets)
+        return total * (1 + 0.1 * torch.rand((), dtype=total.dtype)), weight
+
+    with pytest.raises(UsageError, match="a random draw"):
+        trained(engine_of(loss_fn=loss_fn, cuda_graph=True), steps=20)
