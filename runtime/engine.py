@@ -171,7 +171,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         beside |= {"max_skipped": max_skipped, "metrics": [*metrics], "blocks": len(blocks), "verify": verify}
         beside |= self._scale.state_dict()
         agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
-        self.transport.checks_everything = verify
+        self.transport.check_everything(verify)
         self._connect_ranks(ring=context == "ring")
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
         require_stages(plan, self._model.stages)

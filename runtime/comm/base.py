@@ -227,7 +227,7 @@ class Transport(ABC):
         blocks_host: whether the host stands still in a wait.
         publisher: says where the rank is.
         stamp: which step, or evaluation, messages belong to that are posted now.
-        checks_everything: whether messages get checksums, and collectives of new groups are compared; on all ranks.
+        checks_everything: whether messages get checksums, and collectives of groups are compared; on all ranks.
         goes_on: whether an earlier attempt had begun this run, after which its ranks were started again.
     """
 
@@ -255,6 +255,10 @@ class Transport(ABC):
         if self._world_group is None:
             self._world_group = self.make_group([tuple(range(self.world_size))])
         return self._world_group
+
+    def check_everything(self, checks: bool) -> None:
+        """Give messages checksums from now on, and compare collectives, or do not; all ranks call this."""
+        self.checks_everything = checks
 
     def begin_run(self) -> None:
         """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
@@ -308,8 +312,7 @@ class Transport(ABC):
         Raises:
             MisfitError: no such channel, wrong device, or not contiguous.
         """
-        if not self._is_ready(tensor, (self.rank, peer)):
-            self._refuse(tensor, (self.rank, peer))
+        self._require_ready(tensor, (self.rank, peer))
         return self._send(_data(tensor), peer, tag, NO_LABEL)
 
     def recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
@@ -318,8 +321,7 @@ class Transport(ABC):
         Raises:
             MisfitError: no such channel, wrong device, or not contiguous.
         """
-        if not self._is_ready(buffer, (peer, self.rank)):
-            self._refuse(buffer, (peer, self.rank))
+        self._require_ready(buffer, (peer, self.rank))
         return self._recv(_data(buffer), peer, tag, NO_LABEL)
 
     def sender(self, peer: int, tag: int, label: Label = NO_LABEL) -> Callable[[Tensor], Work]:
@@ -334,8 +336,7 @@ class Transport(ABC):
         self, buffer: Tensor, peer: int, tag: int, label: Label = NO_LABEL, room: Tensor | None = None
     ) -> Callable[[], Work]:
         """Return what receives from a rank into a buffer, which `room` goes on behind; raises as `recv` does, now."""
-        if not self._is_ready(buffer, (peer, self.rank)):
-            self._refuse(buffer, (peer, self.rank))
+        self._require_ready(buffer, (peer, self.rank))
         return self._receiver(buffer, peer, tag, label, room)
 
     def room_for(self, nbytes: int) -> int:
@@ -372,21 +373,19 @@ class Transport(ABC):
     @abstractmethod
     def _recv(self, buffer: Tensor, peer: int, tag: int, label: Label) -> Work: ...
 
-    def _is_ready(self, tensor: Tensor, channel: tuple[int, int]) -> bool:
-        is_open = channel in self._channels
-        return is_open and tensor.device.type == self._device_type and tensor.is_contiguous()
-
-    def _require_channel(self, channel: tuple[int, int]) -> None:
-        if channel not in self._channels:
-            where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
-            raise MisfitError(f"{where} was never opened; name it in open_channels")
-
-    def _refuse(self, tensor: Tensor, channel: tuple[int, int]) -> NoReturn:
+    def _require_ready(self, tensor: Tensor, channel: tuple[int, int]) -> None:
+        if channel in self._channels and tensor.device.type == self._device_type and tensor.is_contiguous():
+            return
         self._require_channel(channel)
         where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
         if tensor.device.type != self._device_type:
             raise MisfitError(f"{where}: {describe(tensor)} is on {tensor.device}, the transport is on {self.device}")
         raise MisfitError(f"{where}: {describe(tensor)} is not contiguous; pass .contiguous()")
+
+    def _require_channel(self, channel: tuple[int, int]) -> None:
+        if channel not in self._channels:
+            where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
+            raise MisfitError(f"{where} was never opened; name it in open_channels")
 
 
 def describe(tensor: Tensor) -> str:

@@ -148,6 +148,12 @@ class _TorchTransport(Transport):
         self._groups: list[TorchGroup] = []
         self._is_open = True
 
+    def check_everything(self, checks: bool) -> None:
+        """The same, also of the group of all ranks, which is made before this is known."""
+        super().check_everything(checks)
+        if isinstance(self._world_group, TorchGroup):
+            self._world_group.compare_collectives(checks)
+
     def begin_run(self) -> None:
         """Note in the store that the run has begun; a store that is gone is that of a run that is not started again."""
         if self.attempt is not None:
@@ -170,8 +176,7 @@ class _TorchTransport(Transport):
             if process_group is not None:
                 mine = TorchGroup(process_group, ranks, self.device, self.publisher)
                 self._groups.append(mine)
-                if self.checks_everything:
-                    mine.compare_collectives()
+                mine.compare_collectives(self.checks_everything)
         self._warm_up(mine)
         return mine
 

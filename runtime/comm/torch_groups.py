@@ -42,9 +42,10 @@ class TorchGroup(Group):
         self._publisher = publisher
         self._checks: SameCollectives | None = None
 
-    def compare_collectives(self) -> None:
-        """From now on compare each collective before it begins; all members call this."""
-        self._checks = SameCollectives(self.ranks, self.index, self.device, self._gather_now)
+    def compare_collectives(self, compares: bool) -> None:
+        """From now on compare each collective before it begins, or do not; all members call this."""
+        checks = SameCollectives(self.ranks, self.index, self.device, self._gather_now)
+        self._checks = checks if compares else None
 
     def _gather_now(self, output: Tensor, tensor: Tensor) -> None:
         name, issue = partial(self._name, "comparison", tensor), partial(_gather_into(), output, tensor)

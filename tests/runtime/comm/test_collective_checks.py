@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import quintsched as qs
 from quintsched.errors import MisfitError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import connect
 from quintsched.runtime.comm.checked.collectives import SameCollectives
+
+from ..ranks import run_ranks
+from ..toys import sgd
 
 
 def on_threads(size: int, run: Callable[[SameCollectives], None]) -> list[str]:
@@ -69,3 +77,25 @@ def test_rows_that_nobody_expects_are_refused() -> None:
     (words,) = set(on_threads(2, run))
     assert words == "all_to_all 1 of ranks [4, 5]: rank 5 sends 1 rows to rank 4, which expects 2"
     assert on_threads(2, lambda checks: checks.require("all_to_all float32 (0, 4)", [1, 1], [1, 1])) == ["", ""]
+
+
+def reduce_otherwise(folder: Path) -> None:
+    """Let the ranks of tp add up tensors of other shapes, in a group of an engine that checks everything."""
+    transport = connect("gloo", timeout_s=60)
+    plan = qs.compile("1f1b", mesh="tp=2", microbatches=1)
+    engine = Engine(plan, [lambda: nn.Linear(4, 4)], nn.functional.mse_loss, sgd, transport=transport, verify=True)
+    tensor = engine._groups.tensor
+    tensor.all_reduce(torch.ones(4)).wait()
+    try:
+        tensor.all_reduce(torch.ones(4 + transport.rank)).wait()
+    except MisfitError as error:
+        (folder / f"{transport.rank}.txt").write_text(str(error))
+    transport.close()
+
+
+@pytest.mark.processes
+def test_an_engine_that_verifies_compares_what_its_ranks_add_up(tmp_path: Path) -> None:
+    assert run_ranks(reduce_otherwise, 2, tmp_path) == [0, 0]
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert first == second
+    assert re.search(r"rank 0 \d+: all_reduce sum float32 \(4,\); rank 1 \d+: all_reduce sum float32 \(5,\)", first)

@@ -73,7 +73,7 @@ def test_who_waits_in_the_comparison_before_a_collective_says_so(monkeypatch: py
     monkeypatch.setattr(torch_groups.dist, "all_reduce", reduce)
     group = TorchGroup(None, (0, 1), torch.device("cpu"), Publisher())  # type: ignore[arg-type]
     group.wait_code = 20
-    group.compare_collectives()
+    group.compare_collectives(True)
     work = group.all_reduce(torch.ones(3))
     assert seen == [20]
     assert group.wait_cell.memory[group.wait_cell.at] == NOTHING
