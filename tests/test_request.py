@@ -167,13 +167,16 @@ def test_the_command_documents_every_setting() -> None:
 NUMBERS = ("microbatches", "chunks", "slices", "buckets_per_stage", "recompute", "zero", "zero_every")
 
 
-@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize(
-    "value", [True, 1.0, 2.5, "2", None, [None], [True], np.float64(1), np.bool_(True), float("nan")]
+    ("name", "value"),
+    [
+        (name, value)
+        for name in NUMBERS
+        for value in (True, 1.0, 2.5, "2", None, [None], [True], np.float64(1), np.bool_(True), float("nan"))
+        if (name, value) != ("chunks", None)  # as many as the schedule takes at least
+    ],
 )
 def test_what_is_no_whole_number_is_refused(name: str, value: object) -> None:
-    if (name, value) == ("chunks", None):
-        return
     with pytest.raises(qs.UsageError, match=f"{name} is "):
         qs.compile("1f1b", **{"mesh": "dp=2,pp=2", "microbatches": 4, name: value})
 

@@ -204,7 +204,7 @@ def test_what_is_written_unasked_goes_through_no_link_and_into_no_fifo(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "link", "precious", "stall.json"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a link to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a link to another user")
 def test_another_users_link_in_a_folder_of_all_leads_nowhere(tmp_path):
     precious, shared = tmp_path / "precious", tmp_path / "shared"
     precious.write_text("mine")

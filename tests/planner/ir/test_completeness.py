@@ -3,6 +3,7 @@
 import inspect
 import json
 from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
 
 import pytest
 
@@ -69,7 +70,8 @@ class TestEveryInstruction:
         assert kind.computes or not kind.exchanges
 
     def test_it_has_a_colour_unless_it_is_an_arrow(self, kind):
-        style = pytest.importorskip("quintsched.viz.style")
+        pytest.importorskip("matplotlib")
+        style = import_module("quintsched.viz.style")
         shown = {type(side) for side in self.example(kind).sides}  # of several, each has its own
         assert (shown <= set(style.LOOKS)) != issubclass(kind, instructions.Message)
 

@@ -59,11 +59,16 @@ def as_file(order: dict[int, list[Any]], path: Path) -> str:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 4), (3, 6), (4, 8), (4, 12), (8, 16)])
-@pytest.mark.parametrize("name", LOOPED + V_SHAPED)
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches"),
+    [
+        (name, pp, microbatches)
+        for name in LOOPED + V_SHAPED
+        for pp, microbatches in [(1, 1), (2, 2), (2, 4), (3, 6), (4, 8), (4, 12), (8, 16)]
+        if name != "DualPipeV" or microbatches >= 2 * pp  # it wants as many microbatches as stages
+    ],
+)
 def test_torchs_schedules_of_several_stages_are_sound(name, pp, microbatches, tmp_path):
-    if name == "DualPipeV" and microbatches < 2 * pp:
-        pytest.skip("DualPipeV wants as many microbatches as stages")
     for chunks in (2,) if name in V_SHAPED else (1, 2, 3):
         made = made_by_torch(name, pp, microbatches, chunks)
         for form in ("compute_only", "compute_comms"):

@@ -24,6 +24,9 @@ from pathlib import Path
 
 import pytest
 
+REFUSALS = ("not permitted", "permission denied", "not supported", "unknown device type", "kind is unknown")
+"""What `ip`, `tc` and `unshare` say where something may not be done, or the system does not have it."""
+
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
@@ -44,6 +47,13 @@ def _remove(name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _refusal(error: subprocess.CalledProcessError) -> str:
+    """Return the words of a system that does not allow or does not know something; what else went wrong is raised."""
+    if not any(word in error.stderr.lower() for word in REFUSALS):
+        raise error
+    return str(error.stderr.strip())
 
 
 _MADE = itertools.count()
@@ -107,7 +117,8 @@ class Hosts:
             if init.poll() is not None:
                 break
             time.sleep(0.05)
-        raise subprocess.CalledProcessError(init.poll() or 1, words, stderr="no namespace of processes")
+        said = init.communicate()[1] if init.poll() is not None else "it has no process of its own after 10 s"
+        raise subprocess.CalledProcessError(init.poll() or 1, words, stderr=said)
 
     def cut(self, number: int, *, healed: bool = False) -> None:
         """Take the wire of a host out of the switch, or put it back."""
@@ -118,11 +129,13 @@ class Hosts:
         if not kbit:
             _tc("-n", self.names[number], "qdisc", "del", "dev", "wire", "root")
             return
+        if shutil.which("tc") is None:
+            pytest.skip("a link cannot be slowed here: tc is not installed")
         limit = ["rate", f"{kbit}kbit", "burst", "16kbit", "latency", "1s"]
         try:
             _tc("-n", self.names[number], "qdisc", "add", "dev", "wire", "root", "tbf", *limit)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"a link cannot be slowed here: {error}")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"a link cannot be slowed here: {_refusal(error)}")
 
     def signal(self, process: subprocess.Popen[str], number: int) -> None:
         """Send a signal to what a process has started on its host."""
@@ -163,15 +176,17 @@ class Hosts:
 @functools.cache
 def why_no_hosts() -> str | None:
     """Return why no hosts can be made on this machine; None: they can."""
+    if not Path("/proc/self/ns/net").exists():
+        return "network namespaces need Linux"
     missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
-    if missing or not Path("/proc/self/ns/net").exists():
-        return f"network namespaces need Linux and the commands {', '.join(missing)}"
+    if missing:
+        return f"network namespaces need what is not installed: {', '.join(missing)}"
     with tempfile.TemporaryDirectory() as folder:
         made = Hosts(1, Path(folder))
         try:
             made.connect()
-        except (OSError, subprocess.SubprocessError) as error:
-            return f"network namespaces may not be made here: {getattr(error, 'stderr', '') or error}"
+        except subprocess.CalledProcessError as error:
+            return f"network namespaces may not be made here: {_refusal(error)}"
         finally:
             made.close()
     return None

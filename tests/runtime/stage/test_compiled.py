@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.context.context import ContextMethod
 from quintsched.runtime.train.losses import cross_entropy_sum
+from tests.compiling import TORCH_COMPILES
 
 from ..toys import (
     Outcome,
@@ -25,14 +24,7 @@ from ..toys import (
     worst_difference,
 )
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile wants a C++ compiler"
-    ),
-    # what torch's own compiler warns of:
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = TORCH_COMPILES
 slow = pytest.mark.slow
 
 

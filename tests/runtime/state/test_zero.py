@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
@@ -19,6 +18,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.train.losses import cross_entropy_sum
+from tests.compiling import torch_compiles
 
 from ..interchange.test_gpt2 import OPTIONS, draw_checkpoint, make_engine, write
 from ..matrix import CASES
@@ -130,9 +130,7 @@ def test_single_precision_equals_one_process(zero: int) -> None:
     require_equality(qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=2, zero=zero), dtype=torch.float32)
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile wants a C++ compiler")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@torch_compiles
 @pytest.mark.parametrize("zero", STAGES)
 @slow
 def test_compiled_stages_equal_plain_ones(zero: int) -> None:

@@ -160,7 +160,7 @@ def test_the_command_ends_with_that_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "log.sinks: there is no sink 'tensorbord'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk is full here")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_log_that_cannot_be_written_ends_a_run_in_one_line() -> None:
     reporter = Reporter("/dev/full", lambda _: None)
     with pytest.raises(UsageError, match="/dev/full: cannot write the log: No space left on device"), reporter:

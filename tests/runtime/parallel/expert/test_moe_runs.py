@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.launch.worker import main
+from tests.compiling import torch_compiles
 
 from ...models.test_gpt import COUNTING
 from .moe_training import require_equality
@@ -110,9 +110,7 @@ def test_all_five_axes_equal_one_process(sequence_parallel: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile wants a C++ compiler")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@torch_compiles
 def test_compiled_stages_equal_one_process() -> None:
     plan = qs.compile("zb-h1", mesh="ep=2,dp=2", microbatches=2)
     require_equality(plan, {"compiled": True}, shared_experts=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,6 +21,7 @@ from quintsched.runtime.comm.connection import connect_for
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context.context import Context
 from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear
+from tests.compiling import torch_compiles
 
 from ...launch.test_processes import run as run_command
 from ...test_matrix_processes import ROOT
@@ -89,9 +89,7 @@ def test_over_other_meshes(block: type[nn.Module], mesh: str, more: dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@torch_compiles
 def test_what_is_proved_may_be_compiled() -> None:
     assert is_equal([WideNorms], "tp=2", compiled=True)[0]
 

@@ -1,0 +1,29 @@
+"""What tests need in which torch.compile compiles."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+COMPILER = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+"""The one that torch looks for."""
+TORCH_COMPILES = [
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"torch.compile needs {COMPILER}, which is not there"),
+    # what torch's own compiler warns of:
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def torch_compiles(test: Test) -> Test:
+    """Give a test these marks."""
+    for mark in TORCH_COMPILES:
+        test = mark(test)
+    return test
