@@ -69,6 +69,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("interleaved-1f1b", "ep=2,pp=2", {"chunks": 2, "recompute": 1}, {}, {"top_k": 1, "balance": 0.3}),
     ("dualpipe-v", "pp=2,ep=2", {"overlap": True}, {}, {}),
     ("1f1b", "dp=2,ep=2", {"zero": 3}, {}, {}),
+    ("seq-1f1b", "pp=2,ep=2", {"slices": 2}, {}, {"balance": 0.0}),
+    ("1f1b", "pp=2,ep=2", {"offload": 1}, {}, {}),
 ]
 
 
@@ -94,6 +96,8 @@ UNEVEN = [
     Shape([(6, 8), (0, 8)], evaluates=True),
     Shape([(1, 8), (0, 8)]),
     Shape([(0, 8), (5, 4)]),
+    Shape([(12, 8), (12, 8)]),
+    Shape([(1, 8), (1, 8)]),
     Shape([(12, 8), (12, 8)]),
     Shape([(12, 8), (5, 8)]),
     Shape([(12, 8), (12, 8)]),
