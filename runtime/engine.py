@@ -27,11 +27,11 @@ from .engine_weights import EngineWeights
 from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.clock import Clock
+from .interpreter.graphs.step_graphs import require_capturable
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
 from .interpreter.rank_state import LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
-from .interpreter.step_graphs import require_capturable
 from .interpreter.tally import StepResult
 from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
@@ -86,7 +86,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives, products that are cut or put off, and blocks
             that draw other than by nn.Dropout stay out). A wait may then take half an hour.
-        cuda_graph: whether steps run from CUDA graphs, one for each shape of a batch (see `interpreter.step_graphs`).
+        cuda_graph: whether steps run from CUDA graphs, one for each shape of a batch (see `interpreter.graphs`).
         zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
             these for optimizers that work on them.
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.

@@ -11,6 +11,7 @@ No other file of the runtime names a kind of accelerator or calls its module. A 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -210,12 +211,31 @@ class AllGenerators:
         self._device = torch.device("cpu") if device is None else device
         self._states = generator_states(self._device), random.getstate(), np.random.get_state()
 
+    def have_moved(self) -> bool:
+        """Whether any of them is elsewhere now."""
+        now = AllGenerators(self._device)._states
+        return not all(map(torch.equal, self._states[0], now[0])) or repr(self._states[1:]) != repr(now[1:])
+
     def put_back(self) -> None:
         """Let them be there again."""
         of_torch, of_python, of_numpy = self._states
         restore_generators(self._device, of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+def settings_of_torch(device: torch.device) -> tuple[object, ...]:
+    """Return the modes of torch by which it chooses what to compute, and with what."""
+    backends = torch.backends.cuda
+    return (
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+    )
 
 
 @contextmanager
@@ -261,6 +281,9 @@ class _CudaGraph:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         problem: BaseException | None = None
+        stream, collects = torch.cuda.current_stream(), gc.isenabled()
+        gc.collect()  # what holds memory of the device is not to be freed in a capture
+        gc.disable()
         try:
             # Other threads (loaders that pin memory, the watch) may go on asking the device.
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -273,6 +296,10 @@ class _CudaGraph:
             if problem is None or error is problem:
                 raise
             raise problem from None  # a capture that has failed cannot be ended either
+        finally:
+            torch.cuda.set_stream(stream)
+            if collects:
+                gc.enable()
 
     def replay(self) -> None:
         self._graph.replay()

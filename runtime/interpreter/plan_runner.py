@@ -44,6 +44,7 @@ from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
+from .graphs.step_graphs import StepGraphs
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter, PreparedStep
 from .p2p import outgrows
@@ -59,7 +60,6 @@ from .rank_state import (
     ZeroState,
 )
 from .recorder import Recorder
-from .step_graphs import StepGraphs
 from .tally import StepResult, Tally
 
 MOST_BOUND = 8

@@ -11,7 +11,8 @@ pieces of the model and of microbatches, whatever the schedule and wherever the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,9 +136,21 @@ class Tally:
 
     def replay(self, table: Tensor) -> None:
         """Take over the figures of a step that was replayed, (figures,), float64; they are this step's alone."""
-        if self._wants_stop():
-            table[-2:-1].fill_(1)
         self.figures = self._read(table, DoneWork())
+
+    def note_stop(self) -> None:
+        """Ask whether this rank is to stop, where that was put off, and write it into the figures."""
+        if self._wants_stop():
+            self.figures.table[-2:-1].fill_(1)
+
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """A context in which nobody is asked whether to stop."""
+        wants_stop, self._wants_stop = self._wants_stop, lambda: False
+        try:
+            yield
+        finally:
+            self._wants_stop = wants_stop
 
     def _collect(self) -> Tensor:
         """Return what was collected, each figure at its place, float64; collect anew."""

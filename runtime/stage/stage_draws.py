@@ -80,7 +80,12 @@ class StageDraws:
         """Whether blocks have drawn so far, or drop out."""
         modules = (module for block in self._blocks.values() for module in block.modules())
         drops = any(isinstance(module, KeyedDropout) and module.p > 0 for module in modules)
-        return drops or (self._mode is not None and self._mode.has_drawn)
+        return drops or self.have_drawn_otherwise
+
+    @property
+    def have_drawn_otherwise(self) -> bool:
+        """Whether blocks have drawn so far other than by dropping out."""
+        return self._mode is not None and self._mode.has_drawn
 
     def keyed(self, run: Run, compiled: Run | None) -> Run:
         """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing."""

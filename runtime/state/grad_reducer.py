@@ -139,8 +139,13 @@ class GradReducer:
             bucket.hand_over()
 
     def sums(self) -> list[Tensor]:
-        """Return what this rank holds of all gradients, bucket by bucket."""
-        return [bucket.shard for bucket in self._buckets]
+        """Return what this rank holds of all gradients, parameter by parameter."""
+        return [gradient for bucket in self._buckets for gradient in bucket.held() if gradient is not None]
+
+    def clear_all(self) -> None:
+        """Forget all gradients, ready to compute them again."""
+        for bucket in self._buckets:
+            bucket.clear(afresh=False)
 
     def give(self) -> None:
         """Let the gradient of everything that optimizers work on be what is in its bucket, whoever has put it there."""

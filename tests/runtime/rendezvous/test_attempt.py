@@ -59,7 +59,7 @@ def test_who_does_not_come_is_named() -> None:
     store = new_store()
     with ThreadPoolExecutor(2) as pool:
         there = [pool.submit(meet, store, rank, 4, 20.0) for rank in (1,)]
-        with pytest.raises(StallError, match=r"waiting 0\.2 s for all ranks to come together: ranks 2, 3 did not"):
+        with pytest.raises(StallError, match=r"waiting 0\.2 s for all ranks to come together: ranks 2 and 3 did not"):
             meet(store, 0, 4, 0.2)
         there[0].result()
     store = new_store()

@@ -1,0 +1,242 @@
+"""What blocks and functions go by on the host: all that their code names, watched from step to step.
+
+    state = HostState({"block 2": block}, {"the loss function": loss_fn})
+    state.changed()        "block 2 (Mixer).rate": it is no longer what it was; None: all is
+    state.tensors()        tensors among it, which code may change in place
+
+    code        forward, the functions, and what these name
+    values      attributes, closures and globals of the names in that code: numbers, strings, flags, objects by identity
+    containers  of what is found: how long they are, and their entries, if these are few
+    generators  where they are; arrays: their bytes, if these are few
+    libraries'  modules: their plain attributes; anything else of theirs is not looked into
+
+Nothing of a user's is called for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from random import Random
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of
+
+_MOST, _LONGEST, _MOST_BYTES = 20_000, 1024, 4096
+"""So many values are watched; so many entries of a container; arrays of at most so many bytes."""
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TORCH = frozenset(vars(nn.Module()))
+_GONE = object()
+
+
+class _Slot(NamedTuple):
+    """A place of the host: its name, what reads it, and what it read first."""
+
+    name: str
+    read: Callable[[], Any]
+    seen: Any
+
+
+class HostState:
+    """The host's part of what modules and functions work with, as it is now.
+
+    Args:
+        modules: roots by their names.
+        functions: what else is called, by names.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], functions: Mapping[str, Any]) -> None:
+        self._slots: list[_Slot] = []
+        self._names = {"forward", "__call__"}
+        self._known: dict[int, Any] = {}
+        self._holders: list[tuple[str, Any]] = []
+        self._looked_up: set[tuple[int, str]] = set()
+        self._tensors: dict[int, Tensor] = {}
+        for name, root in modules.items():
+            self._enter_module(name, root)
+        for name, function in functions.items():
+            self._enter(name, function)
+        before = -1
+        while before != len(self._looked_up):  # names that were found late are looked up everywhere
+            before = len(self._looked_up)
+            for name, holder in list(self._holders):
+                self._look_up(name, holder)
+
+    def changed(self) -> str | None:
+        """Return the name of the first thing that is not as it was; None where all is."""
+        for name, read, seen in self._slots:
+            now = read()
+            if now is not seen and not (type(now) is type(seen) and isinstance(now, PLAIN) and now == seen):
+                return name
+        return None
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among it, buffers of modules too, but for their weights."""
+        return list(self._tensors.values())
+
+    def _watch(self, name: str, read: Callable[[], Any]) -> Any:
+        """Watch a place, and return what is there."""
+        found = read()
+        if len(self._slots) < _MOST:
+            self._slots.append(_Slot(name, read, found))
+        return found
+
+    def _enter(self, name: str, thing: Any) -> None:
+        """Look into something that code finds under a name."""
+        if isinstance(thing, PLAIN) or id(thing) in self._known or len(self._known) > _MOST:
+            return
+        self._known[id(thing)] = thing
+        if isinstance(thing, Tensor):
+            self._watch(name, thing.data_ptr)
+            self._tensors[id(thing)] = thing
+        elif isinstance(thing, nn.Module):
+            self._enter_module(name, thing)
+        elif isinstance(thing, functools.partial):
+            for part in (thing.func, *thing.args, *thing.keywords.values()):
+                self._enter(name, part)
+        elif isinstance(thing, MethodType):
+            self._enter(name, thing.__func__)
+            self._enter(name, thing.__self__)
+        elif isinstance(thing, FunctionType):
+            self._enter_function(name, thing)
+        elif isinstance(thing, staticmethod | classmethod | property):
+            self._enter(name, thing.fget if isinstance(thing, property) else thing.__func__)
+        elif isinstance(thing, tuple):
+            self._enter_all(name, thing)
+        elif isinstance(thing, _CONTAINERS):
+            self._enter_container(name, thing)
+        elif (state := _state_of(thing)) is not None:
+            self._watch(name, state)
+        elif not isinstance(thing, ModuleType) and not is_of_library(thing if isinstance(thing, type) else type(thing)):
+            self._holders.append((name, thing))
+            self._look_up(name, thing)
+
+    def _enter_all(self, name: str, things: Iterable[Any]) -> None:
+        for thing in things:
+            self._enter(name, thing)
+
+    def _enter_module(self, name: str, root: nn.Module) -> None:
+        for inner, module in root.named_modules():
+            kind = type(module)
+            label = f"{name}{inner and '.'}{inner} ({kind.__name__})"
+            self._known[id(module)] = module
+            for key in _HOOKS:
+                hooks = vars(module)[key]
+                self._watch(f"{label}, its hooks", hooks.__len__)
+                self._enter_all(f"{label}, its hooks", hooks.values())
+            if is_of_library(kind):
+                for key, value in vars(module).items():
+                    if key not in _OF_TORCH and isinstance(value, PLAIN):
+                        self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, _GONE))
+            else:
+                self._holders.append((label, module))
+                self._look_up(label, module)
+            for key in module._buffers:
+                self._enter(
+                    f"{label}.{key}", self._watch(f"{label}.{key}", functools.partial(module._buffers.get, key, _GONE))
+                )
+
+    def _enter_function(self, name: str, function: FunctionType) -> None:
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._enter(f"{name}, {key}", self._watch(f"{name}, {key}", functools.partial(_content, cell)))
+        self._enter_all(name, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        if is_of_library(function):
+            return
+        self._names.update(names_of(function.__code__))
+        self._holders.append((name, function))
+        self._look_up(name, function)
+
+    def _enter_container(self, name: str, container: Any) -> None:
+        self._watch(name, container.__len__)
+        if len(container) > _LONGEST:
+            return
+        if isinstance(container, dict):
+            for key in list(container):
+                self._enter(name, self._watch(f"{name}[{key!r}]", functools.partial(container.get, key, _GONE)))
+        elif isinstance(container, list):
+            for place in range(len(container)):
+                self._enter(name, self._watch(f"{name}[{place}]", functools.partial(_entry, container, place)))
+        else:
+            self._enter_all(name, list(container))
+
+    def _look_up(self, name: str, holder: Any) -> None:
+        """Watch what a holder has under the names that code names."""
+        for space in _spaces(holder):
+            for key in self._names & space.keys():
+                if (id(holder), key) not in self._looked_up:
+                    self._looked_up.add((id(holder), key))
+                    self._found(f"{name}.{key}", functools.partial(space.get, key, _GONE))
+        for key in self._names:
+            slot = getattr(type(holder), key, None) if not isinstance(holder, FunctionType | type) else None
+            if isinstance(slot, MemberDescriptorType) and (id(holder), key) not in self._looked_up:
+                self._looked_up.add((id(holder), key))
+                self._found(f"{name}.{key}", functools.partial(_member, slot, holder))
+
+    def _found(self, name: str, read: Callable[[], Any]) -> None:
+        value = read()
+        if isinstance(value, ModuleType):
+            if not is_library_module(value.__name__) and id(value) not in self._known:
+                self._known[id(value)] = value
+                self._holders.append((name, value))
+            return
+        is_code = isinstance(value, FunctionType | type | staticmethod | classmethod | property)
+        self._enter(name, value if is_code and is_of_library(value) else self._watch(name, read))
+
+
+def _spaces(holder: Any) -> list[Mapping[str, Any]]:
+    """Return where a holder's attributes are: its own, and those of its user's classes; globals, of a function."""
+    if isinstance(holder, FunctionType):
+        return [vars(holder), holder.__globals__]
+    if isinstance(holder, ModuleType):
+        return [vars(holder)]
+    kind = holder if isinstance(holder, type) else type(holder)
+    of_classes: list[Mapping[str, Any]] = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
+    own = getattr(holder, "__dict__", None)
+    return of_classes if isinstance(holder, type) or not isinstance(own, dict) else [own, *of_classes]
+
+
+def _state_of(thing: Any) -> Callable[[], Any] | None:
+    """Return what reads where a generator is, or what is in a short array; None for anything else."""
+    if isinstance(thing, count):
+        return functools.partial(repr, thing)
+    if isinstance(thing, Random):
+        return lambda: hash(thing.getstate())
+    if isinstance(thing, torch.Generator):
+        return lambda: _digest(thing.get_state().numpy().tobytes())
+    if isinstance(thing, np.random.Generator):
+        return lambda: str(thing.bit_generator.state)
+    if isinstance(thing, np.ndarray) and thing.nbytes <= _MOST_BYTES:
+        return lambda: _digest(thing.tobytes())
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return _GONE
+
+
+def _entry(container: list[Any], place: int) -> Any:
+    return container[place] if place < len(container) else _GONE
+
+
+def _member(slot: MemberDescriptorType, holder: Any) -> Any:
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return _GONE

@@ -1,0 +1,1 @@
+"""Training steps from graphs of the device; `step_graphs` says how."""
