@@ -45,9 +45,9 @@ def test_a_killed_run_is_explained_drawn_and_goes_on(tmp_path: Path) -> None:
 def test_all_ranks_build_the_same_blocks_also_the_one_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run refuses blocks of other code on one rank before anything could be killed."""
     monkeypatch.setenv("KILLED", "2:150")
-    told = []
+    told, data = [], DataSpec(input_shape=(1, 8, 8), num_classes=10)
     for rank in "02":
         monkeypatch.setenv("RANK", rank)
-        blocks = load_object(f"{ROOT / 'examples' / 'killed_run.py'}:build")(DataSpec(input_shape=(1, 8, 8), num_classes=10))
+        blocks = load_object(f"{ROOT / 'examples' / 'killed_run.py'}:build")(data)
         told.append([describe_module(block()) for block in blocks])
     assert told[0] == told[1]
