@@ -13,7 +13,7 @@ its first backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import torch.distributed as dist
 from torch import nn
@@ -100,21 +100,32 @@ def apply_tensor_parallel(
             return made[id(cut)]
         setattr(cut.parent, cut.name, made[id(cut)])
     divide_sizes(cuts, group.size)
-    scopes = {cut.pair for cut in cuts if cut.is_paired}
-    for scope in (child for child in module.modules() if child in scopes):  # those within others after them
-        inside = [cut for cut in cuts if cut.is_paired and cut.pair is scope]
-        join_pair(scope, [made[id(cut)] for cut in inside], group)
+    _join_pairs(module, cuts, made, group)
     for layer in mixtures(module).values():
         layer.set_boundary(TensorBoundary(group, cut=layer in bounded, sliced=sequence_parallel))
-    for dropout in module.modules() if sequence_parallel else ():
-        if isinstance(dropout, KeyedDropout):
-            dropout.sequence = group
+    if sequence_parallel:
+        _draw_by_slices(module, group)
+    else:
+        _watch_replicated(module, cuts, group, partial)
     for pair in pairs_of(cuts) if sequence_parallel and gathers_before else ():
         if pair[0].is_paired and pair[0].owners[0] is not module:
             gather_tokens_before(pair[0].owners[0], [made[id(cut)] for cut in pair], group)
-    if not sequence_parallel:
-        _watch_replicated(module, cuts, group, partial)
     return module
+
+
+def _join_pairs(module: nn.Module, cuts: Sequence[Cut], made: Mapping[int, nn.Module], group: Group) -> None:
+    """Let the layers of each pair know of each other, those of modules within others after these."""
+    scopes = {cut.pair for cut in cuts if cut.is_paired}
+    for scope in (child for child in module.modules() if child in scopes):
+        inside = [cut for cut in cuts if cut.is_paired and cut.pair is scope]
+        join_pair(scope, [made[id(cut)] for cut in inside], group)
+
+
+def _draw_by_slices(module: nn.Module, group: Group) -> None:
+    """Let each dropout know that it is given slices of the tokens."""
+    for dropout in module.modules():
+        if isinstance(dropout, KeyedDropout):
+            dropout.sequence = group
 
 
 def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:

@@ -126,6 +126,7 @@ PLACES: dict[str, tuple[Callable[[], Any], Any]] = {
     "closure": (lambda: holding(within(own)), own),
     "wrapper": (lambda: holding(functools.cache(with_default)), GLOBAL),
     "bound method": (lambda: holding(OF_HELPER.random), OF_HELPER),
+    "method bound by hand": (lambda: holding(types.MethodType(with_default, "self")), GLOBAL),
     "bits": (lambda: holding(own.bit_generator), own.bit_generator),
     "entry of a list of an own kind": (lambda: holding(Short([own])), own),
     "what is given once": (lambda: holding(given_once()), GLOBAL),
@@ -171,8 +172,9 @@ def test_nothing_of_the_users_is_called() -> None:
 
 
 def test_data_are_not_searched() -> None:
-    read = [0] * 10**6
+    read = [own, *[0] * 10**6]
     assert len(list(reachable([holding(read)]))) < 20
+    assert generators_of([holding(read)]) == []
     deep: Any = own
     for _ in range(30):
         deep = [deep]

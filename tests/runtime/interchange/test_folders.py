@@ -21,6 +21,8 @@ OURS = re.compile(r"weights")
 
 def save(path: Path, text: str) -> None:
     def write(folder: Path) -> None:
+        if not text:
+            raise ValueError("there is nothing to write")
         (folder / "weights").write_text(text)
 
     everyone = ControlGroup(SelfGroup(0, torch.device("cpu")))
@@ -75,6 +77,16 @@ def test_a_kill_at_any_renaming_leaves_it_whole(
         if not came_so_far:
             return
     raise AssertionError("it never came to an end")
+
+
+def test_a_save_that_fails_leaves_what_a_killed_one_has_left_under_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    save(path, "old")
+    path.rename(tmp_path / "out.replaced")
+    with pytest.raises(ValueError, match="nothing to write"):
+        save(path, "")
+    assert (path / "weights").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_an_old_one_that_cannot_be_removed_does_not_end_the_run(
