@@ -205,7 +205,7 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
 def test_a_rank_that_cannot_connect_says_why_and_where(
     hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, letter: str
 ) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5 if len(refusing) == 1 else 20.0)
+    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5)
     assert not tell_refusal(1, "there is no hub", 2)
     for name, value in hub.environment.items():
         monkeypatch.setenv(name, value)
