@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.runtime.agreement.user_code import describe_module
+from quintsched.runtime.data import DataSpec
+from quintsched.user_code import load_object
+
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "examples" / "killed_run.yaml"
 
@@ -36,3 +40,14 @@ def test_a_killed_run_is_explained_drawn_and_goes_on(tmp_path: Path) -> None:
     resumed = quintsched(tmp_path, "run", JOB, "--resume", *others)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed after step 10" in resumed.stdout
+
+
+def test_all_ranks_build_the_same_blocks_also_the_one_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run refuses blocks of other code on one rank before anything could be killed."""
+    monkeypatch.setenv("KILLED", "2:150")
+    told, data = [], DataSpec(input_shape=(1, 8, 8), num_classes=10)
+    for rank in "02":
+        monkeypatch.setenv("RANK", rank)
+        blocks = load_object(f"{ROOT / 'examples' / 'killed_run.py'}:build")(data)
+        told.append([describe_module(block()) for block in blocks])
+    assert told[0] == told[1]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from paired import Target, ratios, report, sample
+from paired import Target, ratios, report, sample_warm
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -34,13 +33,7 @@ def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, An
     for (schedule, chunks), cuda_graph in product((("1f1b", 1), ("interleaved-zb", 2)), captured):
         engine = make_engine(size, size.plan(schedule, chunks), alone(device), cuda_graph=cuda_graph)
         rivals[f"quintsched, {schedule}{GRAPH if cuda_graph else ''}"] = whole(engine.step, batch, device)
-    for step in rivals.values():
-        for _ in range(WARM_UP):
-            step()
-    gc.collect()
-    gc.freeze()
-    samples = sample(rivals, rounds, size.steps, partial(synchronize, device))
-    gc.unfreeze()
+    samples = sample_warm(rivals, rounds, size.steps, partial(synchronize, device), WARM_UP)
     targets = [
         Target(f"{rival.removeprefix('quintsched, ')}: time against the plain loop", ratio.median, most)
         for rival, most in (("quintsched, 1f1b", MOST), *((r, MOST_FROM_GRAPH) for r in rivals if r.endswith(GRAPH)))

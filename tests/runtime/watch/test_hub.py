@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named_with_the_place_of_its_last_store(
 def test_a_rank_hears_whether_its_refusal_was_said(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, refusing: tuple[int, ...], words: str, said: bool | None
 ) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5)
+    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5 if len(refusing) == 1 else 20.0)
     with ExitStack() as held:
         ranks = []
         for rank in range(2):
