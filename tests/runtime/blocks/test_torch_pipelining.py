@@ -8,6 +8,7 @@ gradients of its stages with those of the whole model in its own process.
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import logging
 import multiprocessing
@@ -179,6 +180,10 @@ def channels_reordered(order: dict[int, list[Any]], home: dict[int, int]) -> boo
     return sent != received
 
 
+@pytest.mark.skipif(
+    "defer_pp_recv" not in inspect.signature(schedules.ScheduleInterleaved1F1B).parameters,
+    reason=f"torch {torch.__version__} defers no receives",
+)
 def test_lowerings_with_deferred_receives_are_refused_where_they_reorder_a_channel(tmp_path):
     refused = 0
     for name in LOOPED + V_SHAPED:
