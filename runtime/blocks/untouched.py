@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ..comm.device import AllGenerators
+from ..comm.device import AllGenerators, draws_undone
 
 Undo = Callable[[], None]
 
@@ -44,11 +44,13 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
     Objects of other classes that modules have as attributes are not looked into.
     """
-    before = Kept(module)
-    try:
-        yield
-    finally:
-        before.put_back()
+    device = next((weight.device for weight in module.parameters() if weight.device.type not in ("cpu", "meta")), None)
+    with draws_undone(device):
+        before = Kept(module)
+        try:
+            yield
+        finally:
+            before.put_back()
 
 
 class Kept:

@@ -238,14 +238,27 @@ def settings_of_torch(device: torch.device) -> tuple[object, ...]:
     )
 
 
+_undoing: dict[int, AllGenerators] = {}
+"""Where generators were before draws that are to be undone, by thread: others' draws may be under way."""
+
+
 @contextmanager
 def draws_undone(device: torch.device | None = None) -> Iterator[None]:
-    """Leave all global generators after a `with` as they were before."""
-    before = AllGenerators(device)
+    """Leave all global generators after a `with` as they were before, and before what other threads undo meanwhile."""
+    thread = threading.get_ident()
+    is_outermost = thread not in _undoing
+    with GENERATORS:
+        before = next(iter(_undoing.values()), None) if is_outermost else None
+        before = AllGenerators(device) if before is None else before
+        if is_outermost:
+            _undoing[thread] = before
     try:
         yield
     finally:
-        before.put_back()
+        with GENERATORS:
+            if is_outermost:
+                del _undoing[thread]
+            before.put_back()
 
 
 class DeviceGraph(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -178,3 +179,30 @@ def test_what_is_built_or_tried_draws_nothing() -> None:
         assert draws() == expected
     assert torch.equal(built[0].weight, built[2].weight)
     assert (built[0].weight != built[1].weight).all()
+
+
+def test_draws_that_several_threads_undo_leave_nothing() -> None:
+    """Ranks that are threads share torch's generator; one may look where it is while another one's draws move it."""
+    entered, left = threading.Barrier(2), threading.Event()
+
+    def first() -> None:
+        with draws_undone():
+            torch.rand(1)
+            entered.wait()
+            left.wait(10)
+            torch.rand(1)
+
+    def second() -> None:
+        entered.wait()
+        with draws_undone():
+            torch.rand(1)
+            left.set()
+            one.join()
+
+    before = torch.get_rng_state()
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    for thread in (one, two):
+        thread.start()
+    for thread in (one, two):
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)

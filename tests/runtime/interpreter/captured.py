@@ -1,0 +1,68 @@
+"""Steps from graphs on a CPU, those of `op_tape`: engines that have them, beside the same without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintsched as qs
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.interpreter.graphs import step_graphs
+from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+from tests.runtime.toys import ids_task, sgd, tiny_gpt
+
+from .op_tape import OpTape
+
+STEPS, SAMPLES, LENGTH = 9, 8, 8
+Step = Callable[[Engine, int, Tensor, Tensor], Any]
+
+
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[OpTape]:
+    """Let the CPU have graphs; returns those that are made."""
+    made: list[OpTape] = []
+
+    def new() -> OpTape:
+        made.append(OpTape())
+        return made[-1]
+
+    monkeypatch.setattr(step_graphs, "graphs_of", lambda device: new)
+    return made
+
+
+def plainly(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+    return engine.step(inputs, targets)
+
+
+def engine_of(plan: qs.Plan | None = None, blocks: Any = None, loss_fn: Any = cross_entropy_sum, **more: Any) -> Engine:
+    plan = plan or qs.compile("1f1b", mesh="pp=1", microbatches=4)
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, "optimizer": sgd, "metrics": {"right": correct_sum}} | more
+    return Engine(plan, blocks or tiny_gpt(LENGTH), loss_fn, **options)
+
+
+def trained(engine: Engine, step: Step = plainly, steps: int = STEPS) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return each step's figures, read when all are done, and the weights after the last."""
+    task = ids_task(steps, SAMPLES, LENGTH)
+    results = [step(engine, n, *batch) for n, batch in enumerate(zip(task.inputs, task.targets, strict=True))]
+    figures = [torch.stack([r.loss, r.grad_norm, *r.metrics.values()]) for r in results]
+    return figures, {name: weight.clone() for name, weight in engine.full_weights().items()}
+
+
+def require_same(make: Callable[..., Engine], step: Step = plainly, steps: int = STEPS) -> None:
+    """Raise unless steps from graphs have the bits of steps by instructions."""
+    (figures, weights), (expected, others) = (
+        trained(make(cuda_graph=is_captured), step, steps) for is_captured in (True, False)
+    )
+    for number, (mine, theirs) in enumerate(zip(figures, expected, strict=True)):
+        assert torch.equal(mine, theirs), f"step {number}"
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+def with_block(block: Any) -> list[Any]:
+    blocks = tiny_gpt(LENGTH)
+    return [*blocks[:2], block, *blocks[2:]]

@@ -1,0 +1,236 @@
+"""Steps from graphs where the host changes: a replay is never of what was, and what each step changes not captured."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import UsageError
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.interpreter.graphs.numbers import next_moment
+from quintsched.runtime.train.losses import cross_entropy_sum
+from tests.runtime.toys import ids_task, tiny_gpt
+
+from .captured import LENGTH, SAMPLES, engine_of, require_same, tapes, trained, with_block
+from .op_tape import OpTape
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[OpTape]:
+    return tapes(monkeypatch)
+
+
+class Counting(nn.Module):
+    """A block that goes by how often it ran."""
+
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.calls = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.calls, int):
+            self.calls += 1
+            return x * (1 + 1e-3 * (self.calls > 20))
+        if isinstance(self.calls, list):
+            self.calls.append(0)
+            return x * (1 + 1e-3 * (len(self.calls) > 20))
+        return x * (1 + 1e-3 * (next(self.calls) > 20))
+
+
+class Rebinding(nn.Module):
+    """A block whose buffer is another tensor after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return x - self.mean
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Skipping(nn.Module):
+    """A layer that is left out now and then, by a draw of Python's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if random.random() < 0.02 else x * 1.0
+
+
+class Overwriting(nn.Module):
+    """The first block, which changes the ids that it is given."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids.remainder_(7)) if not ids.is_meta else self.embedding(ids)
+
+
+def test_a_batch_that_is_changed_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    def fresh(**more: Any) -> Engine:
+        first, *rest = tiny_gpt(LENGTH)
+        return engine_of(blocks=[lambda: Overwriting(first()), *rest], **more)
+
+    require_same(fresh)
+    assert "a block changes the batch in place" in caplog.text
+
+
+CHANGING: dict[str, Any] = {
+    "number": lambda: Counting(0),
+    "list": lambda: Counting([0]),
+    "long list": lambda: Counting([0] * 100),
+    "count": lambda: Counting(itertools.count()),
+    "buffer": Rebinding,
+    "noise": Noisy,
+    "draw": Skipping,
+}
+
+
+@pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
+def test_what_each_forward_changes_is_never_captured(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def fresh(**more: Any) -> Engine:
+        random.seed(0)
+        return engine_of(blocks=with_block(make), **more)
+
+    require_same(fresh, steps=20)
+    assert "a step runs by its instructions" in caplog.text
+
+
+def test_what_a_loss_counts() -> None:
+    def fresh(**more: Any) -> Engine:
+        calls = itertools.count()
+
+        def loss_fn(logits: Tensor, targets: Tensor) -> Any:
+            total, weight = cross_entropy_sum(logits, targets)
+            return total * (1 + 0.01 * (next(calls) > 40)), weight
+
+        return engine_of(loss_fn=loss_fn, **more)
+
+    require_same(fresh, steps=20)
+
+
+class Scheduled(nn.Module):
+    """A block that goes by what is set between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.table, self.drop = 1.0, torch.ones(16, dtype=torch.float64), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x) * self.factor * self.table
+
+
+def set_number(block: Scheduled, number: int) -> None:
+    block.factor = 1.0 + 0.1 * number
+
+
+def set_tensor(block: Scheduled, number: int) -> None:
+    block.table = torch.full((16,), 1.0 + 0.1 * number, dtype=torch.float64)
+
+
+def set_rate(block: Scheduled, number: int) -> None:
+    block.drop.p = 0.5 if number == 7 else 0.0
+
+
+def set_hook(block: Scheduled, number: int) -> None:
+    block.drop.register_forward_hook(lambda module, given, made: made * 1.1)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("every", [3, 4, 7])
+@pytest.mark.parametrize("change", [set_number, set_tensor, set_rate, set_hook])
+def test_what_is_set_between_steps_counts_from_then_on(change: Any, every: int) -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        if number and number % every == 0:
+            change(engine.stages[0].blocks["2"], number)
+        return engine.step(inputs, targets)
+
+    require_same(lambda **more: engine_of(blocks=with_block(Scheduled), **more), step, steps=24)
+
+
+def test_a_hook_on_a_gradient_counts_from_then_on() -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        if number == 6:
+            next(iter(engine.stages[0].parameters())).register_hook(lambda gradient: gradient * 0.5)
+        return engine.step(inputs, targets)
+
+    require_same(engine_of, step)
+
+
+def test_autocast_counts_where_it_is_entered() -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=number % 4 == 0):
+            return engine.step(inputs, targets)
+
+    require_same(lambda **more: engine_of(dtype=torch.float32, **more), step, steps=16)
+
+
+class Owner:
+    """What a user's trainer looks like: it has an engine, counts its steps, and its loss is a method of it."""
+
+    def __init__(self, **more: Any) -> None:
+        self.alpha, self.number, self.log = 0.1, 0, list[float]()
+        self.seen = torch.zeros(10, dtype=torch.int64)
+        self.engine = engine_of(loss_fn=self.loss, metrics={"seen": self.count}, **more)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Any:
+        total, weight = cross_entropy_sum(logits, targets)
+        return total * (1 + self.alpha), weight
+
+    def count(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.seen += torch.zeros_like(self.seen).scatter_add(
+            0, targets.clamp(min=0).flatten(), torch.ones_like(targets).flatten()
+        )
+        return (targets >= 0).sum()
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.number += 1
+        if self.number % 6 == 0:
+            self.alpha += 0.01
+        self.log.append(self.engine.step(inputs, targets).loss.item())
+        return self.seen.clone()
+
+
+def test_a_loss_that_is_a_method_of_a_trainer(graphs: list[OpTape]) -> None:
+    task, found = ids_task(24, SAMPLES, LENGTH), []
+    for is_captured in (True, False):
+        owner = Owner(cuda_graph=is_captured)
+        counts = [owner.step(*batch) for batch in zip(task.inputs, task.targets, strict=True)]
+        found.append((owner.log, counts))
+    (log, counts), (expected, others) = found
+    assert log == expected
+    assert all(map(torch.equal, counts, others)), "tensors that a metric changes in place"
+    assert len(graphs) >= 3, "captured anew for each of its rates"
+
+
+def test_what_nobody_sees_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(os.environ["FACTOR"])
+
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        monkeypatch.setenv("FACTOR", str(1 + 0.01 * (number > 9)))
+        return engine.step(inputs, targets)
+
+    monkeypatch.setenv("FACTOR", "1")
+    with pytest.raises(UsageError, match=r"is not what its instructions do.*Go back to a checkpoint"):
+        trained(engine_of(blocks=with_block(Hidden), cuda_graph=True), step, steps=60)
+
+
+def test_moments_of_comparison_keep_no_rhythm() -> None:
+    moments = list(itertools.accumulate(range(12), lambda moment, _: next_moment(moment), initial=1))
+    assert all(before < after <= 2 * before for before, after in itertools.pairwise(moments))
+    assert len({moment % 2 for moment in moments[3:]}) == len({moment % 3 for moment in moments[3:]}) - 1 == 2
