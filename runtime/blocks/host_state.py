@@ -177,7 +177,7 @@ class HostState:
                     self._looked_up.add((id(holder), key))
                     self._found(f"{name}.{key}", functools.partial(space.get, key, _GONE))
         for key in self._names:
-            slot = getattr(type(holder), key, None) if not isinstance(holder, FunctionType | type) else None
+            slot = None if isinstance(holder, FunctionType | type) else _of_type(type(holder), key)
             if isinstance(slot, MemberDescriptorType) and (id(holder), key) not in self._looked_up:
                 self._looked_up.add((id(holder), key))
                 self._found(f"{name}.{key}", functools.partial(_member, slot, holder))
@@ -201,7 +201,10 @@ def _spaces(holder: Any) -> list[Mapping[str, Any]]:
         return [vars(holder)]
     kind = holder if isinstance(holder, type) else type(holder)
     of_classes: list[Mapping[str, Any]] = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
-    own = getattr(holder, "__dict__", None)
+    try:
+        own = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        own = None
     return of_classes if isinstance(holder, type) or not isinstance(own, dict) else [own, *of_classes]
 
 
@@ -233,6 +236,11 @@ def _content(cell: Any) -> Any:
 
 def _entry(container: list[Any], place: int) -> Any:
     return container[place] if place < len(container) else _GONE
+
+
+def _of_type(kind: type, name: str) -> Any:
+    """Return what a class has under a name, without asking a metaclass."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 def _member(slot: MemberDescriptorType, holder: Any) -> Any:

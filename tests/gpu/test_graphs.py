@@ -27,7 +27,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"microbatches": 8},
     "interleaved-1f1b": {"chunks": 2},
-    "zb-h1": {},
+    "zb-h1": {"recompute": 1},
     "interleaved-zb": {"chunks": 2},
     "zbv": {"chunks": 2},
     "seq-1f1b": {"slices": 2},
