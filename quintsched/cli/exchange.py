@@ -36,7 +36,10 @@ def _promela(plan: Plan, **options: Any) -> str:
     return to_promela(plan, **options)
 
 
-FORMATS = {"torch-csv": Format(_torch_csv, ("compute_only",)), "promela": Format(_promela, ("profile", "buffer"))}
+FORMATS = {
+    "torch-csv": Format(_torch_csv, ("compute_only", "waits")),
+    "promela": Format(_promela, ("profile", "buffer")),
+}
 """The formats a plan can be written in."""
 
 
@@ -45,6 +48,9 @@ def export(
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.")],
     compute_only: Annotated[
         bool, typer.Option("--compute-only", help="Only the order of computation (torch-csv).")
+    ] = False,
+    waits: Annotated[
+        bool, typer.Option("--waits", help="Each send and reduction is waited for, as torch 2.15 wants it (torch-csv).")
     ] = False,
     profile: Annotated[
         str | None,
@@ -63,7 +69,9 @@ def export(
 
     if to not in FORMATS:
         raise UsageError(f"unknown format {to!r}{suggest(to, FORMATS)}")
-    asked = {"compute_only": compute_only or None, "profile": profile, "buffer": buffer}
+    if compute_only and waits:
+        raise UsageError("--waits is about messages and reductions, which --compute-only leaves out; give one of both")
+    asked = {"compute_only": compute_only or None, "waits": waits or None, "profile": profile, "buffer": buffer}
     given = {name: value for name, value in asked.items() if value is not None}
     for name in given:
         if name not in FORMATS[to].options:

@@ -17,7 +17,7 @@ from quintsched.torch_csv.words import COMPUTATIONS, ENDS_BACKWARD, MESSAGES, NE
 
 MAX_CHARACTERS = 2**28
 
-_NUMBERED = {word.value: word for word in (*COMPUTATIONS, *MESSAGES)}
+_NUMBERED = {word.value: word for word in (*COMPUTATIONS, *MESSAGES, Word.WAIT_SEND_FORWARD, Word.WAIT_SEND_BACKWARD)}
 _NUMBER = "(0|[1-9][0-9]{0,7})"
 _BY_NAME = {word.value: word for word in Word}
 _WORDS = "|".join(_BY_NAME)

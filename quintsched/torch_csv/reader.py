@@ -32,7 +32,7 @@ from quintsched.ir.zero import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import Plan
 from quintsched.torch_csv.cells import Cell, Cells, by_place, read_cells, run_side_by_side, written
-from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
+from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, WAITS, Word
 from quintsched.verify.soundness import Verdict, check, check_order
 from quintsched.verify.wellformed import zero_faults
 
@@ -96,7 +96,7 @@ def loads(
 
 def _words_kept(cells: Cells, zero: Zero) -> set[Word]:
     """Return the words of the file that the plan keeps: where messages are ours, so are reductions and gatherings."""
-    words = {cell.word for cell in cells}
+    words = {cell.word for cell in cells}.difference(WAITS)
     if not words & MESSAGES.keys():
         return words & COMPUTATIONS.keys()
     return words if zero.shards_weights else words.difference(SHARDING)
@@ -201,6 +201,8 @@ def _notes(cells: Cells, kept: set[Word], plan: PlanData) -> Iterator[str]:
             f"took {len(apart)} OVERLAP_F_B one part after the other, the first in {apart[0][0].place}: side by side "
             "run a forward and a whole backward of another microbatch or stage"
         )
+    if waits := [cell for cell in cells if cell.word in WAITS]:
+        yield f"left out {len(waits)} waits, the first in {waits[0].place}: a run waits where it must itself"
     sharding = [cell for cell in cells if cell.word in SHARDING]
     dropped = [cell for cell in sharding if cell.word not in kept]
     if dropped:

@@ -8,7 +8,8 @@ What a plan has and torch has not (metrics, the gradient norm, the optimizer) is
 the way out. `UNSHARD` and `RESHARD`, FSDP's gathering of weights, are the `GatherParams` and `FreeParams` of a plan
 whose replicas share their weights out (`zero=3`); in a plan in which a stage keeps its full weights they are dropped,
 with a note. An `OVERLAP_F_B` of a forward and a whole backward is an `Overlap`; one with an input half, or of one
-microbatch of one stage, becomes its two parts, in order, as torch's own runtime takes it.
+microbatch of one stage, becomes its two parts, in order, as torch's own runtime takes it. Words that wait for a send
+or a reduction, which torch 2.15 wants, are written if asked for, and dropped with a note: a run waits where it must.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from quintsched.ir.instructions import (
 
 
 class Word(Enum):
-    """What a cell says of its stage; the values are those of torch 2.13's `_ComputationType`."""
+    """What a cell says of its stage; the values are those of torch's `_ComputationType`, the waits since 2.15."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -45,6 +46,9 @@ class Word(Enum):
     REDUCE_GRAD = "REDUCE_GRAD"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
+    WAIT_SEND_FORWARD = "WAIT_SEND_F"
+    WAIT_SEND_BACKWARD = "WAIT_SEND_B"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
 
 OVERLAP = "OVERLAP_F_B"
@@ -67,12 +71,20 @@ MESSAGES: dict[Word, type[Message]] = {
 ENDS_BACKWARD = (Word.BACKWARD, Word.WEIGHT_HALF)
 """Words that complete the weight gradient of a microbatch."""
 
+WAITS = {
+    Word.WAIT_SEND_FORWARD: Word.SEND_FORWARD,
+    Word.WAIT_SEND_BACKWARD: Word.SEND_BACKWARD,
+    Word.WAIT_REDUCE_GRAD: Word.REDUCE_GRAD,
+}
+"""Words that wait for what another one has begun."""
+
 NEEDS = {
     Word.BACKWARD: Word.FORWARD,
     Word.INPUT_HALF: Word.FORWARD,
     Word.WEIGHT_HALF: Word.INPUT_HALF,
+    **WAITS,
 }
-"""Which computation of the same stage and microbatch must come first."""
+"""Which action of the same stage and microbatch must come first."""
 
 SHARDING: dict[Word, type[GatherParams] | type[FreeParams]] = {
     Word.UNSHARD: GatherParams,

@@ -1,7 +1,7 @@
 """From a plan to a file that torch's `_PipelineScheduleRuntime._load_csv` reads.
 
-`format="compute_only"` takes what `dumps(plan, compute_only=True)` writes, `format="compute_comms"` the rest. Stages
-wrapped in FSDP want the first: torch then adds its own `UNSHARD` and `RESHARD`.
+`format="compute_only"` takes what `dumps(plan, compute_only=True)` writes, `format="compute_comms"` the rest, with
+`waits` since torch 2.15. Stages wrapped in FSDP want the first: torch then adds its own `UNSHARD` and `RESHARD`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from quintsched.errors import UsageError
 from quintsched.ir.instructions import (
     AllReduceBucket,
     Bwd,
+    BwdInput,
     BwdWeight,
     ClipGrad,
     Compute,
@@ -24,6 +25,8 @@ from quintsched.ir.instructions import (
     OptStep,
     Overlap,
     ReduceScatterBucket,
+    SendAct,
+    SendGrad,
     ShareMetrics,
 )
 from quintsched.ir.plan_data import PlanData
@@ -37,8 +40,11 @@ _WORDS: dict[type[Instruction], Word] = {
 _LEFT_TO_THE_USER = (ShareMetrics, ClipGrad, OptStep)
 
 
-def dumps(plan: PlanData, *, compute_only: bool = False) -> str:
+def dumps(plan: PlanData, *, compute_only: bool = False, waits: bool = False) -> str:
     """Return the file's text; the same plan always gives the same bytes.
+
+    With `waits` each send and reduction is waited for, as torch wants it since 2.15: a forward's send behind the
+    backward that follows from it, other sends at the end, a reduction at once.
 
     Raises `UnsoundError` for a plan that is not sound, `UsageError` for one that torch's runtime cannot express.
     """
@@ -46,7 +52,7 @@ def dumps(plan: PlanData, *, compute_only: bool = False) -> str:
     fault = _beyond_torch(plan)
     if fault:
         raise UsageError(f"torch's pipeline runtime cannot run this plan: {fault}")
-    write = _computations if compute_only else _with_communication
+    write = _computations if compute_only else _with_waits if waits else _with_communication
     return "".join(",".join(write(program)) + "\n" for program in plan.programs)
 
 
@@ -69,6 +75,32 @@ def _with_communication(program: Sequence[Instruction]) -> Iterator[str]:
             yield f"{i.stage}{_WORDS[type(i)].value}"
         if index in stage_at:
             yield f"{stage_at[index]}{Word.REDUCE_GRAD.value}"
+
+
+def _with_waits(program: Sequence[Instruction]) -> Iterator[str]:
+    """Yield every action, and the waits for what some of them begin."""
+    pending = [i for i in program if isinstance(i, SendAct | SendGrad)]
+    backwards = {side: i for i in program for side in i.sides if isinstance(side, Bwd | BwdInput)}
+    behind: dict[str, list[str]] = {}
+    for side, i in backwards.items():
+        sent = [one for one in pending if isinstance(one, SendAct) and _unit(one) == _unit(side)]
+        behind.setdefault(_cell(i), []).extend(map(_wait, sent))
+        pending = [one for one in pending if one not in sent]
+    for text in _with_communication(program):
+        yield text
+        yield from behind.get(text, ())
+        if text.endswith(Word.REDUCE_GRAD.value):
+            yield text.replace(Word.REDUCE_GRAD.value, Word.WAIT_REDUCE_GRAD.value)
+    yield from map(_wait, pending)
+
+
+def _unit(i: Compute | Message) -> tuple[int, int]:
+    return i.stage, i.microbatch
+
+
+def _wait(send: Message) -> str:
+    word = Word.WAIT_SEND_FORWARD if isinstance(send, SendAct) else Word.WAIT_SEND_BACKWARD
+    return f"{send.stage}{word.value}{send.microbatch}"
 
 
 def _cell(i: Instruction) -> str:

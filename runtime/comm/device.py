@@ -230,7 +230,7 @@ def settings_of_torch(device: torch.device) -> tuple[object, ...]:
     return (
         torch.is_autocast_enabled(device.type),
         torch.get_autocast_dtype(device.type),
-        torch.get_float32_matmul_precision(),
+        backends.matmul.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
         backends.flash_sdp_enabled(),
         backends.mem_efficient_sdp_enabled(),

@@ -90,3 +90,10 @@ def test_what_is_refused_on_the_way_out(refused, plan_file, tmp_path):
     assert "cannot write the file" in refused(2, "export", plan_file, "--to", "torch-csv", "-o", "no/such/place.csv")
     assert "cannot read the plan" in refused(2, "export", "missing.json", "--to", "torch-csv")
     assert "cannot read the schedule" in refused(2, "import", "missing.csv")
+
+
+def test_waits_are_for_files_with_communication(cli, plan_file):
+    assert "WAIT_SEND_F" in cli("export", plan_file, "--to", "torch-csv", "--waits").out
+    for wrong in (["--to", "torch-csv", "--waits", "--compute-only"], ["--to", "promela", "--waits"]):
+        result = cli("export", plan_file, *wrong)
+        assert (result.code, result.err.startswith("error: --waits")) == (2, True)

@@ -24,6 +24,35 @@ def test_what_is_written():
     assert torch_csv.dumps(alone) == "0F0,0I0,0W0,0F1,0I1,0W1,0REDUCE_GRAD\n"
 
 
+def test_waits_stand_behind_what_they_wait_for():
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+    text = torch_csv.dumps(plan, waits=True)
+    assert text == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1,0REDUCE_GRAD,"
+        "0WAIT_REDUCE_GRAD\n"
+        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1WAIT_SEND_B0,"
+        "1WAIT_SEND_B1\n"
+    )
+    back = torch_csv.loads(text, mesh=plan.mesh)
+    assert back.notes == (
+        "left out 6 waits, the first in line 1, cell 7 (rank 0, step 6): a run waits where it must itself",
+    )
+    assert back.plan.programs == plan.programs
+
+
+def test_a_wait_without_what_it_waits_for_is_refused():
+    other = "\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+    for text, wrong in (
+        ("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_B0" + other, "0WAIT_SEND_B0 comes without 0SEND_B0"),
+        ("0WAIT_SEND_F0,0F0,0SEND_F0,0RECV_B0,0B0" + other, "0WAIT_SEND_F0 comes without 0SEND_F0"),
+        ("0F0,0B0,0WAIT_REDUCE_GRAD\n", "0WAIT_REDUCE_GRAD comes without 0REDUCE_GRAD"),
+        ("0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0WAIT_REDUCE_GRAD\n", "stands already"),
+        ("0F0,0B0,0WAIT_SEND_F\n", "lacks its microbatch"),
+    ):
+        with pytest.raises(qs.InputError, match=wrong):
+            torch_csv.loads(text)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> qs.Plan:
     schedule = draw(st.sampled_from([found for found in SCHEDULES if found.mode == "train"]))
@@ -49,6 +78,8 @@ def test_a_plan_comes_back_as_it_went(plan):
     assert back.notes == ()
     assert replace(back.plan, schedule=plan.schedule) == plan
     assert torch_csv.dumps(back.plan) == text
+    waiting = torch_csv.loads(torch_csv.dumps(plan, waits=True), mesh=plan.mesh, profile="blocking")
+    assert waiting.plan.programs == plan.programs
     bare = torch_csv.dumps(plan, compute_only=True)
     again = torch_csv.loads(bare, mesh=plan.mesh, profile="blocking").plan
     assert torch_csv.dumps(again, compute_only=True) == bare

@@ -38,6 +38,8 @@ WORLD, WIDTH, SAMPLES = 4, 8, 24
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
+WAITS = hasattr(schedules._ComputationType, "WAIT_SEND_F")
+
 SCHEDULES = all_schedules()
 """Ours; other tests add their own later."""
 
@@ -50,6 +52,18 @@ def made_by_torch(name: str, pp: int, microbatches: int, chunks: int = 1, **opti
     ]
     make = schedules.get_schedule_class(name)
     return make(stages if name in LOOPED + V_SHAPED else stages[0], microbatches, loss_fn=lambda *_: None, **options)
+
+
+def dump(made: Any, path: Path, form: str) -> None:
+    """Let torch write a file of one of its schedules."""
+    if "format" not in inspect.signature(made._dump_csv).parameters:
+        pytest.skip(f"torch {torch.__version__} writes one form of file, which it does not name")
+    made._dump_csv(path, form)
+
+
+def written(plan: qs.Plan, form: str) -> str:
+    """Return a file of ours as this torch wants it: since 2.15 with the waits for what has been begun."""
+    return torch_csv.dumps(plan, compute_only=form == "compute_only", waits=WAITS and form == "compute_comms")
 
 
 def as_file(order: dict[int, list[Any]], path: Path) -> str:
@@ -73,7 +87,7 @@ def test_torchs_schedules_of_several_stages_are_sound(name, pp, microbatches, tm
     for chunks in (2,) if name in V_SHAPED else (1, 2, 3):
         made = made_by_torch(name, pp, microbatches, chunks)
         for form in ("compute_only", "compute_comms"):
-            made._dump_csv(tmp_path / "out.csv", form)
+            dump(made, tmp_path / "out.csv", form)
             plan = torch_csv.loads((tmp_path / "out.csv").read_text(), profile="blocking", name=name).plan
             assert plan.stage_to_pp == tuple(made.stage_index_to_group_rank[s] for s in range(pp * chunks))
             assert plan.schedule.microbatches == microbatches
@@ -91,7 +105,7 @@ def overlapping_plans() -> list[qs.Plan]:
 def test_torch_reads_the_pairs_that_we_write(plan, tmp_path):
     """Each cell as torch's action, and each file as torch's runtime, which lowers the bare order itself."""
     for form in ("compute_only", "compute_comms"):
-        text = torch_csv.dumps(plan, compute_only=form == "compute_only")
+        text = written(plan, form)
         (tmp_path / "ours.csv").write_text(text)
         rows = [[schedules._Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
         pairs = [action for row in rows for action in row if action.computation_type is schedules.OVERLAP_F_B]
@@ -99,8 +113,11 @@ def test_torch_reads_the_pairs_that_we_write(plan, tmp_path):
         assert "\n".join(",".join(map(repr, row)) for row in rows) + "\n" == text
         runtime = read_by_torch(plan, tmp_path / "ours.csv", form)
         assert runtime.stage_index_to_group_rank == dict(enumerate(plan.stage_to_pp))
-        runtime._dump_csv(tmp_path / "theirs.csv", "compute_comms")
-        back = torch_csv.loads((tmp_path / "theirs.csv").read_text()).plan
+        dump(runtime, tmp_path / "theirs.csv", "compute_comms")
+        theirs = (tmp_path / "theirs.csv").read_text()
+        if "OVERLAP" not in theirs:
+            pytest.skip(f"torch {torch.__version__} writes the parts of a pair one by one")
+        back = torch_csv.loads(theirs).plan
         assert [computed(program) for program in back.programs] == [computed(program) for program in plan.programs]
 
 
@@ -131,13 +148,14 @@ def test_torchs_gpipe_is_ours(pp, microbatches, tmp_path):
 def test_torchs_1f1b_table_is_wrong_on_its_last_rank_and_else_ours(pp, microbatches, tmp_path):
     order = made_by_torch("1F1B", pp, microbatches).pipeline_order
     forwards = [a.microbatch_index for a in order[pp - 1] if a and a.computation_type == schedules.FORWARD]
-    assert forwards == [m + 1 for m in range(microbatches)], "torch has repaired it: drop the repair below"
-    with pytest.raises(qs.InputError, match=r"comes without|nothing of microbatch 0"):
-        torch_csv.loads(as_file(order, tmp_path / "out.csv"))
-    order[pp - 1] = [
-        a._replace(microbatch_index=a.microbatch_index - 1) if a and a.computation_type == schedules.FORWARD else a
-        for a in order[pp - 1]
-    ]
+    if forwards != [*range(microbatches)]:  # as up to 2.13 at least
+        assert forwards == [m + 1 for m in range(microbatches)]
+        with pytest.raises(qs.InputError, match=r"comes without|nothing of microbatch 0"):
+            torch_csv.loads(as_file(order, tmp_path / "out.csv"))
+        order[pp - 1] = [
+            a._replace(microbatch_index=a.microbatch_index - 1) if a and a.computation_type == schedules.FORWARD else a
+            for a in order[pp - 1]
+        ]
     plan = torch_csv.loads(as_file(order, tmp_path / "out.csv")).plan
     assert plan.programs == qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).programs
 
@@ -153,7 +171,7 @@ direction, and with one pool for a rank: (chunks, microbatches, slots in its poo
 @pytest.mark.parametrize("name", PER_POOL)
 def test_torchs_orders_need_the_receive_slots_that_are_published(name, tmp_path):
     chunks, microbatches, in_pools, in_one = PER_POOL[name]
-    made_by_torch(name, 4, microbatches, chunks)._dump_csv(tmp_path / "out.csv", "compute_comms")
+    dump(made_by_torch(name, 4, microbatches, chunks), tmp_path / "out.csv", "compute_comms")
     plan = torch_csv.loads((tmp_path / "out.csv").read_text(), profile="tagged", name=name).plan
 
     def of_pools(rank: int) -> int:
@@ -190,7 +208,7 @@ def test_lowerings_with_deferred_receives_are_refused_where_they_reorder_a_chann
         for pp, microbatches in ((2, 4), (2, 8), (3, 6), (4, 8)):
             made = made_by_torch(name, pp, microbatches, 2, defer_pp_recv=True)
             reordered = channels_reordered(made.pipeline_order_with_comms, made.stage_index_to_group_rank)
-            made._dump_csv(tmp_path / "out.csv", "compute_comms")
+            dump(made, tmp_path / "out.csv", "compute_comms")
             text = (tmp_path / "out.csv").read_text()
             refused += reordered
             if reordered:
@@ -311,7 +329,7 @@ def test_torchs_runtime_trains_our_schedules_to_the_gradients_of_one_process(tmp
     for name, plan in expressible():
         for form in ("compute_only", "compute_comms"):
             file = f"{len(cases)}.csv"
-            (tmp_path / file).write_text(torch_csv.dumps(plan, compute_only=form == "compute_only"))
+            (tmp_path / file).write_text(written(plan, form))
             cases.append(
                 {
                     "name": f"{name}, {plan.schedule.microbatches} microbatches, {form}",
@@ -323,7 +341,7 @@ def test_torchs_runtime_trains_our_schedules_to_the_gradients_of_one_process(tmp
             )
     control = cases[1] | {"name": "without REDUCE_GRAD", "file": "control.csv"}
     text = (tmp_path / cases[1]["file"]).read_text()
-    (tmp_path / "control.csv").write_text(re.sub(r",\d+REDUCE_GRAD", "", text))
+    (tmp_path / "control.csv").write_text(re.sub(r",\d+(WAIT_)?REDUCE_GRAD", "", text))
     told = run_in_processes([*cases, control], tmp_path)
     for rank, worst in enumerate(told):
         assert set(worst) == {case["name"] for case in [*cases, control]}
