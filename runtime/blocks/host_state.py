@@ -5,23 +5,25 @@
     state.tensors()        tensors among it, which code may change in place
 
     code        forward, the functions, and what these name
-    values      attributes, closures and globals of the names in that code: numbers, strings, flags, objects by identity
+    values      attributes, closures and globals of the names in that code, or of the strings in it: numbers, strings,
+                flags, and tuples of these; objects by identity
     containers  of what is found: how long they are, and their entries, if these are few
     generators  where they are; arrays: their bytes, if these are few
-    libraries'  modules: their plain attributes; anything else of theirs is not looked into
+    modules     their hooks, their modules, and where weights are of those that are not trained; libraries': attributes
 
-Nothing of a user's is called for it.
+Anything else of libraries' is not looked into; nothing of a user's is called.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from argparse import Namespace
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
-from random import Random
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from random import Random, SystemRandom
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +36,7 @@ _MOST, _LONGEST, _MOST_BYTES = 20_000, 1024, 4096
 """So many values are watched; so many entries of a container; arrays of at most so many bytes."""
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_NAMESPACES = (SimpleNamespace, Namespace, UserDict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _GONE = object()
@@ -53,9 +56,13 @@ class HostState:
     Args:
         modules: roots by their names.
         functions: what else is called, by names.
+
+    Attributes:
+        unseen: the name of an iterator among it, of which nobody can tell where it is; None: there is none.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], functions: Mapping[str, Any]) -> None:
+        self.unseen: str | None = None
         self._slots: list[_Slot] = []
         self._names = {"forward", "__call__"}
         self._known: dict[int, Any] = {}
@@ -63,7 +70,7 @@ class HostState:
         self._looked_up: set[tuple[int, str]] = set()
         self._tensors: dict[int, Tensor] = {}
         for name, root in modules.items():
-            self._enter_module(name, root)
+            self._enter_module(name, root, is_trained=True)
         for name, function in functions.items():
             self._enter(name, function)
         before = -1
@@ -72,11 +79,16 @@ class HostState:
             for name, holder in list(self._holders):
                 self._look_up(name, holder)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is watched: there is no more of it than can be."""
+        return len(self._slots) < _MOST
+
     def changed(self) -> str | None:
         """Return the name of the first thing that is not as it was; None where all is."""
         for name, read, seen in self._slots:
             now = read()
-            if now is not seen and not (type(now) is type(seen) and isinstance(now, PLAIN) and now == seen):
+            if now is not seen and not _is_same(now, seen):
                 return name
         return None
 
@@ -115,8 +127,12 @@ class HostState:
             self._enter_all(name, thing)
         elif isinstance(thing, _CONTAINERS):
             self._enter_container(name, thing)
+        elif isinstance(thing, _NAMESPACES):
+            self._enter_container(name, _own_attributes(thing))
         elif (state := _state_of(thing)) is not None:
             self._watch(name, state)
+        elif _of_type(type(thing), "__next__") is not None:
+            self.unseen = self.unseen or name
         elif not isinstance(thing, ModuleType) and not is_of_library(thing if isinstance(thing, type) else type(thing)):
             self._holders.append((name, thing))
             self._look_up(name, thing)
@@ -125,20 +141,28 @@ class HostState:
         for thing in things:
             self._enter(name, thing)
 
-    def _enter_module(self, name: str, root: nn.Module) -> None:
+    def _enter_module(self, name: str, root: nn.Module, *, is_trained: bool = False) -> None:
         for inner, module in root.named_modules():
             kind = type(module)
             label = f"{name}{inner and '.'}{inner} ({kind.__name__})"
             self._known[id(module)] = module
             for key in _HOOKS:
                 hooks = vars(module)[key]
-                self._watch(f"{label}, its hooks", hooks.__len__)
+                self._watch(f"{label}, its hooks", functools.partial(tuple, hooks))
                 self._enter_all(f"{label}, its hooks", hooks.values())
-            if is_of_library(kind):
-                for key, value in vars(module).items():
-                    if key not in _OF_TORCH and isinstance(value, PLAIN):
+            self._watch(f"{label}, its modules", module._modules.__len__)
+            for key in module._modules:
+                self._watch(f"{label}.{key}", functools.partial(module._modules.get, key, _GONE))
+            if not is_trained:
+                self._watch(f"{label}.training", functools.partial(vars(module).get, "training"))
+                for key, parameter in module._parameters.items():
+                    if parameter is not None:
+                        self._watch(f"{label}.{key}", parameter.data_ptr)
+            if any(base is not nn.Module and is_of_library(base) for base in _module_classes(kind)):
+                for key in ["forward", *vars(module)]:
+                    if key not in _OF_TORCH:
                         self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, _GONE))
-            else:
+            if not is_of_library(kind):
                 self._holders.append((label, module))
                 self._look_up(label, module)
             for key in module._buffers:
@@ -153,29 +177,42 @@ class HostState:
         if is_of_library(function):
             return
         self._names.update(names_of(function.__code__))
+        self._names.update(text for text in _texts(function.__code__) if text.isidentifier())
         self._holders.append((name, function))
         self._look_up(name, function)
 
     def _enter_container(self, name: str, container: Any) -> None:
-        self._watch(name, container.__len__)
-        if len(container) > _LONGEST:
+        base: Any = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
+        length = functools.partial(base.__len__, container)
+        self._watch(name, length)
+        if type(container) is not base and isinstance(own := _own_attributes(container), dict) and own:
+            self._enter_container(name, own)
+        if length() > _LONGEST:
             return
-        if isinstance(container, dict):
-            for key in list(container):
-                self._enter(name, self._watch(f"{name}[{key!r}]", functools.partial(container.get, key, _GONE)))
-        elif isinstance(container, list):
-            for place in range(len(container)):
-                self._enter(name, self._watch(f"{name}[{place}]", functools.partial(_entry, container, place)))
+        if base is dict:
+            for key in list(dict.keys(container)):
+                label = f"{name}[{key!r}]" if isinstance(key, PLAIN) else f"{name}[…]"
+                self._enter(label, self._watch(label, functools.partial(dict.get, container, key, _GONE)))
+        elif base is list:
+            for place in range(length()):
+                label = f"{name}[{place}]"
+                self._enter(label, self._watch(label, functools.partial(_entry, container, place)))
         else:
-            self._enter_all(name, list(container))
+            entries = list(base.__iter__(container))
+            if all(isinstance(entry, PLAIN) for entry in entries):
+                self._watch(name, lambda: tuple(base.__iter__(container)))
+            self._enter_all(name, entries)
 
     def _look_up(self, name: str, holder: Any) -> None:
         """Watch what a holder has under the names that code names."""
-        for space in _spaces(holder):
+        spaces = _spaces(holder)
+        for space in spaces:
             for key in self._names & space.keys():
-                if (id(holder), key) not in self._looked_up:
+                if (id(holder), key) not in self._looked_up and not isinstance(space[key], MemberDescriptorType):
                     self._looked_up.add((id(holder), key))
                     self._found(f"{name}.{key}", functools.partial(space.get, key, _GONE))
+                    if space is not spaces[0]:  # its own would come before it
+                        self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, _GONE))
         for key in self._names:
             slot = None if isinstance(holder, FunctionType | type) else _of_type(type(holder), key)
             if isinstance(slot, MemberDescriptorType) and (id(holder), key) not in self._looked_up:
@@ -201,19 +238,49 @@ def _spaces(holder: Any) -> list[Mapping[str, Any]]:
         return [vars(holder)]
     kind = holder if isinstance(holder, type) else type(holder)
     of_classes: list[Mapping[str, Any]] = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
-    try:
-        own = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        own = None
+    own = _own_attributes(holder)
     return of_classes if isinstance(holder, type) or not isinstance(own, dict) else [own, *of_classes]
+
+
+def _own_attributes(holder: Any) -> Any:
+    try:
+        return object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _module_classes(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if issubclass(base, nn.Module)]
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    """Yield the strings in code, by which it may look something up."""
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)
+
+
+def _is_same(now: Any, seen: Any) -> bool:
+    """Whether two values are one: as all plain ones are that are equal, and tuples of them."""
+    if type(now) is not type(seen):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(seen) and all(a is b or _is_same(a, b) for a, b in zip(now, seen, strict=True))
+    return isinstance(now, PLAIN) and bool(now == seen) and (bool(now) or repr(now) == repr(seen))
 
 
 def _state_of(thing: Any) -> Callable[[], Any] | None:
     """Return what reads where a generator is, or what is in a short array; None for anything else."""
     if isinstance(thing, count):
         return functools.partial(repr, thing)
+    if isinstance(thing, SystemRandom):
+        return None
     if isinstance(thing, Random):
         return lambda: hash(thing.getstate())
+    if isinstance(thing, np.random.RandomState):
+        return lambda: repr(thing.get_state())
     if isinstance(thing, torch.Generator):
         return lambda: _digest(thing.get_state().numpy().tobytes())
     if isinstance(thing, np.random.Generator):
@@ -235,7 +302,7 @@ def _content(cell: Any) -> Any:
 
 
 def _entry(container: list[Any], place: int) -> Any:
-    return container[place] if place < len(container) else _GONE
+    return list.__getitem__(container, place) if place < list.__len__(container) else _GONE
 
 
 def _of_type(kind: type, name: str) -> Any:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules import module
 
 from quintsched.errors import MisfitError
 
@@ -235,6 +236,8 @@ def settings_of_torch(device: torch.device) -> tuple[object, ...]:
         backends.flash_sdp_enabled(),
         backends.mem_efficient_sdp_enabled(),
         backends.math_sdp_enabled(),
+        tuple(module._global_forward_hooks),
+        tuple(module._global_forward_pre_hooks),
     )
 
 

@@ -51,6 +51,9 @@ class CapturedStep:
         changing: tensors that its forwards change.
         held, host: what it relies on.
         number: of the step.
+
+    Attributes:
+        replays: how often it was replayed.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class CapturedStep:
         self._held, self._host, self._changing = held, host, changing
         self._interpreter, self._gradients, self._clock, self._graph = step.interpreter, gradients, clock, graph
         self._tally = step.interpreter.state.compute.tally
-        self._replays = self._compared = 0
+        self.replays = self._compared = 0
         self._static, self._inputs = copied(step.batch)
         try:
             with clock.off(), self._tally.unasked(), graph.capturing():
@@ -93,10 +96,10 @@ class CapturedStep:
 
         Return why the graph is not to be used again, which its first replay shows; empty: it is.
         """
-        self._replays += 1
+        self.replays += 1
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(given))
-        is_compared = self._replays == 1 or self._replays == next_moment(self._compared)
+        is_compared = self.replays == 1 or self.replays == next_moment(self._compared)
         before = [tensor.detach().clone() for tensor in self._changing] if is_compared else []
         self._interpreter.announce()
         self._clock.start()
@@ -109,10 +112,10 @@ class CapturedStep:
                 raise UsageError(
                     f"cuda_graph: step {number}, run from its graph, is not what its instructions do: numbers differ "
                     f"by {apart:.1g} of their norm. Something that a block or the loss goes by has changed where none "
-                    f"sees it; what was learnt in the last {self._replays - self._compared} steps of this shape may be "
+                    f"sees it; what was learnt in the last {self.replays - self._compared} steps of this shape may be "
                     "wrong. Go back to a checkpoint, and run without cuda_graph"
                 )
-            self._compared = self._replays
+            self._compared = self.replays
             excuse = f"its graph has other numbers, {apart:.1g} of their norm apart" if apart else ""
         else:
             self._take_over(table)
@@ -140,7 +143,7 @@ class CapturedStep:
 
         Some kernels add up in any order: where the instructions have other numbers each time, so may the graph.
         """
-        found = Numbers([tensor.clone() for tensor in self._gradients.reducer.sums()], figures, table)
+        found = Numbers([*self._gradients.reducer.sums(), *self._changing], figures, table).copied()
         figures = self._by_instructions(before, given)
         if not max(found.apart_from(self._numbers(figures)), default=0.0):
             return figures, 0.0
@@ -163,7 +166,7 @@ class CapturedStep:
 
     def _numbers(self, figures: Tensor) -> Numbers:
         """Return what a step up to its norm has led to."""
-        return Numbers(self._gradients.reducer.sums(), figures, self._tally.figures.table)
+        return Numbers([*self._gradients.reducer.sums(), *self._changing], figures, self._tally.figures.table)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,11 +11,14 @@ from torch import Tensor
 LIKE = 4.0
 """Numbers of a graph may be so many times as far off as those of repetitions by instructions."""
 
+MOST_APART = 64
+"""At most so many replays go by between two comparisons."""
+
 SCATTER = 0x9E3779B1
 
 
 class Numbers:
-    """Gradients of parameters, the figures of the norm, and those of loss and metrics."""
+    """Gradients of parameters, tensors that forwards change, the figures of the norm, and those of loss and metrics."""
 
     def __init__(self, sums: Sequence[Tensor], figures: Tensor, table: Tensor) -> None:
         # Neither a stop that was asked for, nor marks of data: these are the host's.
@@ -36,6 +39,8 @@ def _share(found: Tensor, expected: Tensor) -> float:
     """Return the distance as a share of the norm; what is not finite has to be so in both."""
     if torch.equal(found, expected):
         return 0.0
+    if not found.is_floating_point():
+        found, expected = found.double(), expected.double()
     if not torch.equal(found.isfinite(), expected.isfinite()):
         return math.inf
     found, expected = found.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
@@ -45,10 +50,10 @@ def _share(found: Tensor, expected: Tensor) -> float:
 
 def beyond_rounding(apart: float, among_themselves: float, numbers: Tensor) -> float:
     """Return by how much numbers differ, where they may not: more than they do among themselves, or much."""
-    most: float = torch.finfo(numbers.dtype).eps ** 0.5
+    most = torch.finfo(numbers.dtype).eps ** 0.5 if numbers.is_floating_point() else 0.0
     return apart if apart > min(LIKE * among_themselves, most) else 0.0
 
 
 def next_moment(compared: int) -> int:
-    """Return which replay is compared next, up to twice as many later; no rhythm of a training keeps to these."""
-    return compared + 1 + ((compared * SCATTER) >> 7) % max(compared, 1)
+    """Return which replay is compared next, up to twice as many later, but soon; no rhythm of a training keeps up."""
+    return compared + 1 + ((compared * SCATTER) >> 7) % min(max(compared, 1), MOST_APART)

@@ -47,8 +47,8 @@ WARM_UP = 2
 MOST_GRAPHS = 8
 """So many shapes are remembered."""
 
-MOST_CAPTURES = 8
-"""So often a step of a shape is captured again before it is no longer."""
+LONG, MOST_CAPTURES = 16, 8
+"""A graph that was replayed less often was not worth its capture; after so many such, a shape has none any more."""
 
 
 def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> None:
@@ -115,10 +115,11 @@ class StepGraphs:
         key, given = taken_apart(step.batch)
         shape = self._shapes.get((id(step.interpreter), id(step.units), key), lambda: self._new_shape(step, key))
         if shape.graph is not None and (stale := shape.graph.stale(self._held())):
-            shape.graph, shape.seen, shape.captures = None, 0, shape.captures + 1
+            shape.captures = shape.captures + 1 if shape.graph.replays < LONG else 0
+            shape.graph, shape.seen = None, 0
             _logger.info("step %d: %s has changed; the step is captured again", number, stale)
             if shape.captures > MOST_CAPTURES:
-                shape.excuse = f"{stale} has changed, not for the first time"
+                shape.excuse = f"{stale} has changed, and so often that a graph is not worth its capture"
         if shape.excuse or shape.seen < WARM_UP:
             shape.seen += 1
             if not shape.excuse and shape.seen == WARM_UP:
@@ -144,11 +145,15 @@ class StepGraphs:
 
     def _warm_up(self, step: PreparedStep, given: Sequence[Tensor]) -> tuple[str, list[Tensor]]:
         """Run a step by its instructions; return why it is not to be captured, and the tensors that it changes."""
-        host, generators = HostState(self._blocks(), self._functions), AllGenerators(self._device)
+        try:
+            host, generators = HostState(self._blocks(), self._functions), AllGenerators(self._device)
+        except Exception as error:  # what a user's objects do when they are looked at
+            step.interpreter.run(step.batch, -1)
+            return f"what the host keeps cannot be looked into: {type(error).__name__}: {error}", []
         stages = self._model.stages.values()
         buffers = [buffer for stage in stages for buffer in stage.buffers()]
-        others = [*host.tensors(), *(p for stage in stages for p in stage.parameters())]
-        versions = [(tensor, tensor._version) for tensor in others]
+        parameters = [parameter for stage in stages for parameter in stage.parameters()]
+        versions = [(parameter, parameter._version) for parameter in parameters]
         of_batch = [tensor._version for tensor in given]
         figures = step.interpreter.lead(step.batch)
         excuse, changed = "", host.changed()
@@ -158,9 +163,13 @@ class StepGraphs:
             excuse = "blocks, the loss or a metric draw random numbers, which follow the number of the step"
         elif of_batch != [tensor._version for tensor in given]:
             excuse = "a block changes the batch in place, which a graph would do to its own copy"
-        moved = {id(tensor): tensor for tensor, version in versions if tensor._version != version}
+        elif host.unseen is not None:
+            excuse = f"{host.unseen} is an iterator, of which nobody can tell where it is"
+        elif not host.is_whole:
+            excuse = "there is more on the host than can be watched"
+        moved = [parameter for parameter, version in versions if parameter._version != version]
         step.interpreter.conclude(figures)
-        return excuse, [*{id(buffer): buffer for buffer in buffers}.values(), *moved.values()]
+        return excuse, list({id(tensor): tensor for tensor in (*buffers, *host.tensors(), *moved)}.values())
 
     def _draws(self, step: PreparedStep) -> bool:
         forwards = step.interpreter.state.compute.forwards.values()
@@ -178,7 +187,7 @@ class StepGraphs:
         buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         return Held(
             memory=tuple([tensor.data_ptr() for tensor in (*parameters, *buffers)]),
-            frozen=tuple([(p.requires_grad, len(p._backward_hooks or ())) for p in parameters]),
+            frozen=tuple([(p.requires_grad, tuple(p._backward_hooks or ())) for p in parameters]),
             modes=tuple([module.training for module in modules]),
             torch_modes=settings_of_torch(self._device),
         )

@@ -82,7 +82,7 @@ class MoE(nn.Module):
         super().__init__()
         if not 1 <= top_k <= experts:
             raise UsageError(f"a token cannot use top_k={top_k} of {experts} experts")
-        if capacity_factor is not None and capacity_factor <= 0:
+        if capacity_factor is not None and not capacity_factor > 0:  # which what is no number is not either
             raise UsageError(f"capacity_factor is {capacity_factor:g}; it must be above 0, or None for no limit")
         if pad_to_capacity and capacity_factor is None:
             raise UsageError(
@@ -185,8 +185,10 @@ class MoE(nn.Module):
 
     def _capacity(self, tokens: int) -> int | None:
         """The most assignments that an expert takes from this rank, of which each token has at most one for it."""
-        factor = self.capacity_factor
-        return None if factor is None else min(tokens, ceil(factor * tokens * self.top_k / self.num_experts))
+        if self.capacity_factor is None:
+            return None
+        share = self.capacity_factor * self.top_k / self.num_experts
+        return tokens if share >= 1 else ceil(self.capacity_factor * tokens * self.top_k / self.num_experts)
 
     def _run(self, rows: Tensor, received: Rows) -> Tensor:
         """Run each expert here on its rows, which come rank by rank and there expert by expert; return them so."""
