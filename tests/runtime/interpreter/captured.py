@@ -17,7 +17,7 @@ from tests.runtime.toys import ids_task, sgd, tiny_gpt
 
 from .op_tape import OpTape
 
-STEPS, SAMPLES, LENGTH = 9, 8, 8
+STEPS, SAMPLES, LENGTH = 8, 8, 8
 Step = Callable[[Engine, int, Tensor, Tensor], Any]
 
 
@@ -41,7 +41,7 @@ def engine_of(plan: qs.Plan | None = None, blocks: Any = None, loss_fn: Any = cr
     plan = plan or qs.compile("1f1b", mesh="pp=1", microbatches=4)
     torch.manual_seed(0)
     options = {"dtype": torch.float64, "optimizer": sgd, "metrics": {"right": correct_sum}} | more
-    return Engine(plan, blocks or tiny_gpt(LENGTH), loss_fn, **options)
+    return Engine(plan, blocks or tiny_gpt(LENGTH, depth=2), loss_fn, **options)
 
 
 def trained(engine: Engine, step: Step = plainly, steps: int = STEPS) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -64,5 +64,5 @@ def require_same(make: Callable[..., Engine], step: Step = plainly, steps: int =
 
 
 def with_block(block: Any) -> list[Any]:
-    blocks = tiny_gpt(LENGTH)
+    blocks = tiny_gpt(LENGTH, depth=2)
     return [*blocks[:2], block, *blocks[2:]]

@@ -86,7 +86,7 @@ class Overwriting(nn.Module):
 
 def test_a_batch_that_is_changed_in_place(caplog: pytest.LogCaptureFixture) -> None:
     def fresh(**more: Any) -> Engine:
-        first, *rest = tiny_gpt(LENGTH)
+        first, *rest = tiny_gpt(LENGTH, depth=2)
         return engine_of(blocks=[lambda: Overwriting(first()), *rest], **more)
 
     require_same(fresh)

@@ -101,7 +101,7 @@ class Averaging(nn.Module):
 def test_buffers_that_forwards_change() -> None:
     found = []
     for is_captured in (True, False):
-        blocks = tiny_gpt(LENGTH)
+        blocks = tiny_gpt(LENGTH, depth=2)
         engine = engine_of(blocks=[*blocks[:2], Averaging, *blocks[2:]], cuda_graph=is_captured)
         figures, _ = trained(engine)
         found.append((figures, {name: buffer.clone() for name, buffer in engine.stages[0].named_buffers()}))
@@ -124,7 +124,7 @@ class Unused(nn.Module):
 
 def test_weights_without_gradients_stay() -> None:
     def make(**more: Any) -> Engine:
-        blocks = tiny_gpt(LENGTH)
+        blocks = tiny_gpt(LENGTH, depth=2)
         decaying = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.5)  # noqa: E731
         return engine_of(blocks=[*blocks[:2], Unused, *blocks[2:]], optimizer=decaying, **more)
 
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
 
     skipped = []
     for is_captured in (True, False):
-        first, *rest = tiny_gpt(LENGTH)
+        first, *rest = tiny_gpt(LENGTH, depth=2)
         engine = engine_of(blocks=[lambda first=first: Scaled(first()), *rest], cuda_graph=is_captured)
         task = ids_task(STEPS, SAMPLES, LENGTH)
         results = [step(engine, n, *batch) for n, batch in enumerate(zip(task.inputs, task.targets, strict=True))]
