@@ -60,6 +60,7 @@ def train(name: str, log: Path, *settings: str) -> list[float]:
     return [record["loss"] for record in records if record["event"] == "step"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["text_gpt", "simple_cp", "simple_ep"])
 def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
     losses = train(name, tmp_path / "log.jsonl", "data.options.max_bytes=30000")

@@ -113,6 +113,7 @@ def test_what_cannot_be_placed_is_said():
         explain(tuning, strategy(dp=3))
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_on_few_gpus_is_explained_in_seconds():
     tuning = tune(find_model("gpt-1t"), find_hardware("a100-80gb"), 64, 512, 2048, top=1)
     assert not tuning.best

@@ -196,6 +196,7 @@ def test_settings_that_are_wrong_are_said_once(job_file: Path, setting: str, cod
     assert "Traceback" not in err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("section", ["data", "model"])
 def test_what_one_rank_refuses_is_said_once(job_file: Path, tmp_path: Path, section: str) -> None:
     """Data are loaded together, and no rank goes on without: of what all refuse it is not said that it is rank 0's."""
