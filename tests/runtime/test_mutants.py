@@ -205,6 +205,7 @@ def test_mutants_that_are_sound_train_as_one_process_does() -> None:
         require_equality(plan)
 
 
+@pytest.mark.slow
 def test_mutants_of_pairs_that_are_sound_train_as_one_process_does() -> None:
     """Forwards put beside other backwards than before, pairs taken apart, microbatches renamed in them."""
     recipes = [recipe for recipe in OVERLAPPING if recipe.mesh.size <= 4]

@@ -53,7 +53,7 @@ def test_the_table_has_rows():
     assert [(row["pp"], row["microbatches"]) for row in ROWS] == [(4, 8), (8, 16)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(P=st.integers(1, 12), extra=st.integers(0, 12), costs=st.lists(st.integers(0, 40), min_size=3, max_size=3))
 def test_the_span_of_zbv(P, extra, costs):
     W, F, I = sorted(costs)  # noqa: E741
@@ -63,7 +63,7 @@ def test_the_span_of_zbv(P, extra, costs):
     assert simulation.peak_activations == (float(P),) * P
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(name=st.sampled_from(["v-half", "v-min"]), P=st.integers(1, 16), extra=st.integers(0, 8))
 def test_time_and_memory_of_v_half_and_v_min(name, P, extra):
     M, k = 2 * P + extra, memory(name, P)

@@ -49,7 +49,7 @@ def _tuples_hold(seed, space, evaluator, frames, columns, place):
 
 
 def test_bounds_hold_for_every_strategy_of_thousands_of_boxes():
-    assert sum(holds(seed) for seed in range(60)) > 2000
+    assert sum(holds(seed) for seed in range(30)) > 1000
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ def test_tags_do_not_help_where_a_bucket_waits_for_a_sum_that_waits_for_it() -> 
     assert "rank 0: 21 SyncTied(params=w, stages=4+5) must end before" in verdict.explain()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_schedule_can_be_issued_in_order(profile: str) -> None:
     for schedule in SCHEDULES:
@@ -180,6 +181,7 @@ def queues_are_free(plan: Plan, profile: str) -> bool:
     return build_graph(Events.merge(plan), plan.flows, find_profile(profile)).run().finished
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("profile", PROFILES)
 @given(plan=st.sampled_from(PLANS), random=st.randoms(use_true_random=False))
 def test_what_is_refused_is_what_hosts_cannot_finish(profile: str, plan: Plan, random: Random) -> None:

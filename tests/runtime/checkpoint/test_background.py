@@ -86,6 +86,7 @@ def test_the_memory_of_a_save_serves_again() -> None:
     assert torch.equal(second.view(torch.float32), torch.full((1000,), 2.0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(
     data_file: Path, tmp_path: Path, rank: int
