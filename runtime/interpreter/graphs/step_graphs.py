@@ -118,7 +118,7 @@ class StepGraphs:
             shape.captures = shape.captures + 1 if shape.graph.replays < LONG else 0
             shape.graph, shape.seen = None, 0
             _logger.info("step %d: %s has changed; the step is captured again", number, stale)
-            if shape.captures > MOST_CAPTURES:
+            if shape.captures >= MOST_CAPTURES:
                 shape.excuse = f"{stale} has changed, and so often that a graph is not worth its capture"
         if shape.excuse or shape.seen < WARM_UP:
             shape.seen += 1
