@@ -36,8 +36,7 @@ def _obstacles(plan: PlanData) -> Iterator[str]:
     for kind, why in _BY_HOST.items():
         if len(columns.rows_where(kind)):
             yield why
-    for program in plan.programs:
-        kinds = [type(instruction) for instruction in program]
+    if plan.mode == "train" and plan.mesh.size == 1:
+        kinds = [type(instruction) for instruction in plan.programs[0]]
         if kinds.count(ClipGrad) != 1 or set(kinds[kinds.index(ClipGrad) + 1 :]) - {OptStep}:
             yield "its steps do not end with one ClipGrad, and OptSteps behind it"
-            return
