@@ -41,6 +41,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "stage",
         "models",
         "splitting",
+        "examine",
         "parallel",
         "blocks",
         "data",
