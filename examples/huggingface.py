@@ -21,7 +21,7 @@ options = parser.parse_args()
 torch.manual_seed(0)
 config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256)
 build, of = AutoModelForCausalLM.from_pretrained, options.model
-blocks = split(build(of) if of else AutoModelForCausalLM.from_config(config))
+blocks = split(build(of).train() if of else AutoModelForCausalLM.from_config(config))
 plan = qs.compile(options.schedule, mesh=options.mesh, microbatches=options.microbatches)
 engine = Engine(plan, blocks, blocks.loss_fn, lambda weights: torch.optim.AdamW(weights, lr=1e-3))
 batch = torch.tensor(list(Path(__file__).read_bytes()[:1024])).view(16, 64)  # this file, byte by byte

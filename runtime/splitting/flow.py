@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from quintsched.errors import MisfitError
 
 from ..blocks.untouched import untouched
+from .building import BlockBuilder
 from .frame import Frame, Walk
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -181,6 +183,7 @@ class _Capture(Walk):
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
         places = [place for place, leaf in marks.items() if leaf is HIDDEN]
         is_plain = bool(places) and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
+        is_plain = is_plain and (is_same or not number)  # not where code between layers has made something else of it
         made = self._made(layer, args, kwargs, given)
         flow.calls.append(self.frame.name_of(layer))
         flow.entries.append(places[0] if places else "")
@@ -199,12 +202,10 @@ class _Capture(Walk):
         self.inside = True
         try:
             made, tensors = self._run_layer(layer, (args, kwargs), "meta")
-        except Exception as error:
+        except Exception:
             own = self._model.get_submodule(name)
             if any(p.is_meta for p in own.parameters()):
-                raise MisfitError(
-                    f"{name!r} does not run on torch's meta device, and has no weights yet: {error}"
-                ) from error
+                own = BlockBuilder(self._model, partial(self._model.get_submodule, name))()
             with untouched(own):
                 made, tensors = self._run_layer(own, (args, kwargs), "cpu")
         finally:

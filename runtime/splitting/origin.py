@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
+from .adapters import transformers
 from .adapters.attention import Sight
 from .flow import HIDDEN, Call, Flow, Span, SpanWalk, Stop, replaced
 from .frame import Frame
@@ -120,7 +121,9 @@ class Origin:
             if name not in inputs
         }
         called = {**self.settings, **tree_map(computable, dict(inputs)), **stand_ins}
-        return called if sight is None else {**called, **self._of_slice(called, sight)}
+        if sight is not None:
+            return {**called, **self._of_slice(called, sight)}
+        return {**called, **transformers.unpacked(self.frame.root, called)} if self.sees else called
 
     def _of_slice(self, called: Mapping[str, Any], sight: Sight) -> dict[str, Any]:
         """Return what tells a forward where the tokens of a slice are in their sequences."""

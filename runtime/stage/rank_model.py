@@ -29,6 +29,7 @@ from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
 from ..comm.control import share_bytes
+from ..examine.eval_mode import eval_mode_warning
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -125,12 +126,10 @@ class RankModel:
             cut_logits=options.cut_logits,
             proved=options.prove != "none",
         )
-        if (
-            self.expert_shares is not None
-            and "; on all ranks alike" in self.expert_shares
-            and self._transport.rank == 0
-        ):
-            _logger.warning("%s", self.expert_shares)
+        shares = self.expert_shares or ""
+        for line in (shares if "; on all ranks alike" in shares else None, eval_mode_warning(self.outlines)):
+            if line and self._transport.rank == 0:
+                _logger.warning("%s", line)
         self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
 
     def _build(self, blocks: Blocks) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError
 
-LENGTH, SAMPLES, IMAGE, SOUND = 8, 2, 64, 2000
+LENGTH, SAMPLES, CHOICES, IMAGE, SOUND = 8, 2, 3, 64, 2000
 """Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""
 
 OUTPUTS = ("logits", "prediction_logits", "text_embeds", "image_embeds", "last_hidden_state")
@@ -34,6 +34,21 @@ def settings(model: Any) -> dict[str, Any]:
     """Return what a forward is called with besides its inputs: no cache."""
     config = model.config
     return {"use_cache": False} if hasattr(config, "use_cache") and not config.is_encoder_decoder else {}
+
+
+def unpacked(model: Any, called: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a forward is called with beside `position_ids`, so that it reads them as it does by itself.
+
+    Without a cache, and without a mask, transformers takes positions that begin again for several sequences in one row.
+    A model that keeps a cache does not; a mask that hides nothing has it not do so here either.
+    """
+    if called.get("position_ids") is None or called.get("attention_mask") is not None:
+        return {}
+    keeps_cache = settings(model) and model.config.use_cache
+    if not keeps_cache or "attention_mask" not in signature(model.forward).parameters:
+        return {}
+    ids = called[model.main_input_name]
+    return {"attention_mask": ids.new_ones(ids.shape[:2], dtype=torch.long)}
 
 
 def require_whole_loss(model: Any) -> None:
@@ -59,8 +74,11 @@ def example(model: Any, *, longer: bool = False) -> dict[str, Tensor]:
     text, length = config.get_text_config(), LENGTH + 5 * longer
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
+    choices = (CHOICES,) if type(model).__name__.endswith("ForMultipleChoice") else ()
+
     def ids(tokens: int) -> Tensor:
-        return torch.randint(min(3, text.vocab_size - 1), text.vocab_size, (samples, tokens), generator=generator)
+        shape = (samples, *choices, tokens)
+        return torch.randint(min(3, text.vocab_size - 1), text.vocab_size, shape, generator=generator)
 
     if name == "input_ids":
         inputs = {name: ids(length)}
@@ -80,7 +98,8 @@ def example(model: Any, *, longer: bool = False) -> dict[str, Tensor]:
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids(length - 2)
     if longer and name == "input_ids" and "attention_mask" in signature(model.forward).parameters:
-        inputs["attention_mask"] = (torch.arange(length) < torch.arange(length, length - samples, -1)[:, None]).long()
+        tokens = torch.arange(length, length - samples, -1).view(-1, *[1 for _ in choices], 1)
+        inputs["attention_mask"] = (torch.arange(length) < tokens).long().expand(samples, *choices, -1)
     return inputs
 
 

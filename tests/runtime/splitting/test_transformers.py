@@ -11,6 +11,9 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, build_model, run_local, split
 
+from ..families.torchvision_ops import declare_missing
+
+declare_missing()
 transformers = pytest.importorskip("transformers")
 
 IDS, LENGTH, SAMPLES, MICROBATCHES = 64, 8, 8, 4
@@ -43,7 +46,7 @@ def batch(length=LENGTH):
     return ids, mask, ids.masked_fill(mask == 0, -100)
 
 
-def plain_losses(model, steps=2, *, mask=None, labels=None):
+def plain_losses(model, steps=2, *, mask=None, labels=None, positions=None):
     ids, _, _ = batch()
     labels = ids if labels is None else labels
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -52,6 +55,7 @@ def plain_losses(model, steps=2, *, mask=None, labels=None):
         weight, total = (labels[:, 1:] != -100).sum(), 0.0
         for rows in torch.arange(SAMPLES).chunk(MICROBATCHES):
             given = {} if mask is None else {"attention_mask": mask[rows]}
+            given |= {} if positions is None else {"position_ids": positions[rows]}
             logits = model(ids[rows], **given).logits[:, :-1]
             loss = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), labels[rows, 1:].flatten(), ignore_index=-100, reduction="sum"
@@ -107,6 +111,17 @@ def test_padded_batches(attention):
     assert as_extra == as_batch == [pytest.approx(expected, rel=1e-9)] * 2
 
 
+@pytest.mark.parametrize("keeps_cache", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_packed_sequences_are_what_the_models_own_forward_makes_of_them(kind, keeps_cache):
+    model = model_of(kind, use_cache=keeps_cache)
+    ids, positions = batch()[0], torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).repeat(SAMPLES, 1)
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=MICROBATCHES)
+    expected = plain_losses(copy.deepcopy(model), positions=positions)
+    found = split_losses(model, plan, lambda engine: engine.step(ids, ids, position_ids=positions))
+    assert found == [pytest.approx(expected, rel=1e-9)]
+
+
 def test_a_window_is_kept_where_sequences_come_in_slices():
     model = model_of("mistral", sliding_window=3, num_key_value_heads=2)
     plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=MICROBATCHES, slices=2)
@@ -149,6 +164,12 @@ KINDS = {
     "albert": ("AutoModelForMaskedLM", {}),
     "mpnet": ("AutoModelForMaskedLM", {}),
     "vit": ("AutoModelForImageClassification", {"image_size": 16, "patch_size": 8}),
+    "electra": ("AutoModelForMultipleChoice", {}),
+    "pvt": (
+        "AutoModelForImageClassification",
+        {"image_size": 32, "depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "num_attention_heads": [1, 2, 2, 4]}
+        | {"sequence_reduction_ratios": [4, 2, 1, 1]},
+    ),
     "t5": ("AutoModelForSeq2SeqLM", {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}),
     "bart": (
         "AutoModelForSeq2SeqLM",
@@ -203,6 +224,13 @@ def built_losses(mesh):
         return [engine.step(ids, ids).loss.item() for _ in range(2)]
 
     return run_local(plan.mesh.size, work)
+
+
+def test_a_layer_that_looks_at_its_numbers_is_built_without_weights():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=IDS, num_local_experts=2)
+    blocks = split(lambda: transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager"))
+    assert len(blocks) == 3
 
 
 def test_a_model_built_without_weights_starts_alike_on_every_mesh():

@@ -1,0 +1,35 @@
+"""Models that come in eval mode, as `from_pretrained` gives them: what they do not do in training is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def eval_mode_warning(blocks: Iterable[nn.Module]) -> str | None:
+    """Return a line on what all blocks, being in eval mode, leave out in training; None where it is nothing."""
+    modules = [module for block in blocks for module in block.modules()]
+    if not modules or any(module.training for module in modules):
+        return None
+    found = [f"{type(m).__name__}, {name}={rate:g}" for m in modules for name, rate in _drop_rates(m)][:1]
+    found += [f"running statistics of {type(m).__name__}" for m in modules if _is_tracking(m)][:1]
+    if not found:
+        return None
+    return (
+        "the model is in eval mode, as from_pretrained gives it, and trains so: without dropout, its batch norms with "
+        f"the statistics that they have ({'; '.join(found)}); call model.train() before it is split to train with them"
+    )
+
+
+def _drop_rates(module: nn.Module) -> Iterable[tuple[str, float]]:
+    """Yield the rates at which a module drops: a dropout's `p`, and what others name so (`attention_dropout`)."""
+    for name, value in vars(module).items():
+        is_rate = "drop" in name or (name == "p" and "drop" in type(module).__name__.lower())
+        if is_rate and isinstance(value, float) and 0 < value <= 1:
+            yield name, value
+
+
+def _is_tracking(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.running_mean is not None

@@ -1,0 +1,50 @@
+"""A model that comes in eval mode is said to train so, once, where that makes a difference."""
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched.runtime import Engine, run_local
+from quintsched.runtime.examine.eval_mode import eval_mode_warning
+
+
+class Attention(nn.Linear):
+    attention_dropout: float
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.attention_dropout = 0.1
+
+
+@pytest.mark.parametrize(
+    ("modules", "said"),
+    [
+        ([nn.Dropout(0.2)], "Dropout, p=0.2"),
+        ([nn.Linear(2, 2), Attention()], "Attention, attention_dropout=0.1"),
+        ([nn.BatchNorm1d(2)], "running statistics of BatchNorm1d"),
+        ([nn.Linear(2, 2), nn.Dropout(0.0), nn.LayerNorm(2)], None),
+        ([nn.BatchNorm1d(2, track_running_stats=False)], None),
+        ([], None),
+    ],
+)
+def test_what_eval_mode_leaves_out_is_named(modules, said):
+    blocks = [nn.Sequential(*modules).eval()]
+    found = eval_mode_warning(blocks)
+    assert found is None if said is None else said in found
+    assert eval_mode_warning([*blocks, nn.Linear(2, 2)]) is None  # some of it trains: frozen by intent
+
+
+def test_one_rank_says_it_once(caplog):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        blocks = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval() for _ in range(2)]
+        engine = Engine(plan, blocks, nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
+        for _ in range(2):
+            engine.step(torch.ones(2, 2), torch.ones(2, 2))
+
+    run_local(2, work)
+    said = [record.message for record in caplog.records if "eval mode" in record.message]
+    assert len(said) == 1
+    assert "call model.train()" in said[0]
