@@ -15,6 +15,7 @@ from textwrap import wrap
 from typing import ParamSpec
 
 from quintsched.errors import UnsoundError, UsageError
+from quintsched.ir.instructions import Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
 from quintsched.ir.zero import Zero
@@ -23,8 +24,9 @@ from quintsched.passes.place_offloads import place_offloads
 from quintsched.passes.spell_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
-from quintsched.schedules import Schedule, Shape
+from quintsched.schedules import Schedule, Shape, find_schedule
 from quintsched.schedules.kit.order import order_of_computation
+from quintsched.schedules.kit.routes import routes_of
 from quintsched.schedules.kit.runs import Runs, find_runs
 from quintsched.simulation.costs import Costs
 from quintsched.user_code import load_schedule, names_file
@@ -128,7 +130,10 @@ def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ..
     if runs is None and len(placed) != len(schedule.placed(pp, request.chunks)):
         return costs
     if blocks and len(blocks) == len(placed):
-        model = sum(blocks) // (2 if schedule.bidirectional else 1)
+        way = routes_of(
+            schedule, Shape(pp, request.microbatches, request.chunks or schedule.min_chunks, placed, slices)
+        )
+        model = sum(blocks[stage] for stage in way[0].stages if stage < len(blocks))
         costs = (costs or Costs()).spread(shares_of(blocks, max(model, 1), pp), slices)
     if costs is None or runs is None:
         return costs
@@ -205,9 +210,11 @@ def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: 
 
 def evaluation_of(plan: Plan) -> Plan:
     """Return the plan that runs forward, only, what `plan` trains: of the same shape, with weights shared out alike."""
-    stages = len(plan.routes[0].stages)
+    first = plan.routes[0].stages
+    in_order = first == tuple(range(len(first)))
+    stages = len(first) if in_order else len(plan.stage_to_pp)
     return compile(
-        "inference",
+        "inference" if in_order else _inference_along(plan),
         mesh=plan.mesh,
         microbatches=plan.schedule.microbatches,
         chunks=plan.schedule.chunks,
@@ -217,6 +224,20 @@ def evaluation_of(plan: Plan) -> Plan:
         losses=plan.losses,
         zero=plan.zero.stage if plan.zero.shards_weights else 0,
     )
+
+
+def _inference_along(plan: Plan) -> Schedule:
+    """Return the schedule of an evaluation along a plan's first route; the others get no microbatches."""
+    first, others = plan.routes[0].stages, plan.routes[1:]
+
+    def order(rank: int, shape: Shape) -> Iterator[Fwd]:
+        stages = (stage for stage in first if plan.stage_to_pp[stage] == rank)
+        return (Fwd(stage, microbatch) for stage in stages for microbatch in range(shape.microbatches))
+
+    def routes(shape: Shape) -> list[tuple[Sequence[int], Sequence[int]]]:
+        return [(first, range(shape.microbatches)), *((route.stages, ()) for route in others)]
+
+    return replace(find_schedule("inference"), order=order, routes=routes)
 
 
 def compiled_again(plan: Plan, **changes: object) -> Plan | None:

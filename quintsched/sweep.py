@@ -6,6 +6,7 @@ pp 1..4 × chunks 1 × microbatches 1..8 ──compile and check each──▶ a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -48,11 +49,11 @@ def prove(
 ) -> Iterator[Outcome]:
     """Yield the outcome of every shape, those with the fewest computations first.
 
-    `chunks` None takes the fewest that the schedule allows; `memory_cap` is that of `check`. A schedule with
-    `overlaps=True` is proved with its pairs side by side as well.
+    `chunks` None takes the fewest that the schedule allows, and the next two; `memory_cap` is that of `check`. A
+    schedule with `overlaps=True` is proved with its pairs side by side as well, one that takes slices with two of them.
     Raises `UsageError` for more than `MAX_SHAPES` shapes.
     """
-    chunks = (schedule.min_chunks,) if chunks is None else chunks
+    chunks = schedule.several_chunks if chunks is None else chunks
     num_shapes = len(pp) * len(chunks) * len(microbatches)
     if num_shapes > MAX_SHAPES:
         raise UsageError(f"{num_shapes} shapes are more than the {MAX_SHAPES} that are proved at once; narrow a range")
@@ -61,11 +62,19 @@ def prove(
 
 
 def _outcome(schedule: Schedule, pp: int, chunks: int, microbatches: int, memory_cap: float | None) -> Outcome:
+    def prove_with(slices: int = 1, *, overlap: bool = False) -> None:
+        mesh = Mesh(pp=pp)
+        plan = compile(schedule, mesh=mesh, microbatches=microbatches, chunks=chunks, slices=slices, overlap=overlap)
+        if memory_cap is not None:
+            plan.check(memory_cap=memory_cap).raise_if_unsound()
+
     try:
-        for overlap in (False, True) if schedule.overlaps else (False,):
-            plan = compile(schedule, mesh=Mesh(pp=pp), microbatches=microbatches, chunks=chunks, overlap=overlap)
-            if memory_cap is not None:
-                plan.check(memory_cap=memory_cap).raise_if_unsound()
+        prove_with()
+        if schedule.overlaps:
+            prove_with(overlap=True)
+        if schedule.max_slices > 1:
+            with suppress(UsageError):  # it may take no two slices, and still the shape
+                prove_with(slices=2)
     except UsageError as refusal:
         return Outcome(pp, chunks, microbatches, Status.REFUSED, str(refusal))
     except UnsoundError as fault:

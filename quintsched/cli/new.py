@@ -39,6 +39,7 @@ def most_activations(rank: int, shape: Shape) -> int:
     bubble="(P-1)(F+I+W)",  # the time beyond M(F+I+W): formulas for people to read
     memory="min(P-r, M)",
     # placement=quintsched.ir.placement.loop, min_chunks=2, …    several stages on each rank
+    # routes=lambda shape: [((0, 1), range(2)), ((2, 3), range(2, 4))]    microbatches that go through other stages
     # constraint=lambda shape: "odd" if shape.microbatches % 2 else None    shapes that you do not take, and why
 )
 def {function}(rank: int, shape: Shape) -> Order:

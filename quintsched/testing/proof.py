@@ -44,7 +44,7 @@ def assert_sound(
     pp: Sizes = range(1, 7),
     microbatches: Sizes = range(1, 13),
     chunks: Sizes | None = None,
-    slices: Sizes = 1,
+    slices: Sizes | None = None,
     memory: Memory | None = None,
     max_examples: int = 200,
 ) -> None:
@@ -54,8 +54,8 @@ def assert_sound(
         schedule: the schedule, or the name of a registered one.
         pp: the numbers of pipeline ranks to try, one or several; likewise the next three.
         microbatches: the numbers of microbatches.
-        chunks: stages per rank; None takes the fewest that the schedule allows.
-        slices: pieces of a microbatch along the sequence.
+        chunks: stages per rank; None takes the fewest that the schedule allows, and the next two.
+        slices: pieces of a microbatch along the sequence; None takes 1, and 2 where the schedule does.
         memory: the bound that the author states: (rank, shape) → the most microbatches' activations.
         max_examples: how many shapes are tried at most; all, where there are no more.
 
@@ -67,8 +67,9 @@ def assert_sound(
     __tracebackhide__ = True  # pytest then shows the message, not this function
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
     trial = _Trial(found, memory)
-    several_chunks = _several(found.min_chunks if chunks is None else chunks)
-    cases = _cases(_several(pp), several_chunks, _several(slices), microbatches, overlaps=found.overlaps)
+    chunks = found.several_chunks if chunks is None else chunks
+    slices = range(1, min(found.max_slices, 2) + 1) if slices is None else slices
+    cases = _cases(_several(pp), _several(chunks), _several(slices), microbatches, overlaps=found.overlaps)
     failure = _explore(trial, cases, max_examples)
     if failure:
         smaller = (trial.failure(case, failure.costs) for case in cases[: cases.index(failure.case)])

@@ -239,6 +239,66 @@ def test_files_that_hold_no_schedule(refused, write, text, target, message):
         assert message in refused(2, *command)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("routes=lambda shape: 3", "its routes at pp=2, 2 microbatches are not pairs of stages and microbatches"),
+        ("routes=lambda shape: [(0, 1)]", "give ((0, 1, …), (0, 1, …)) for each route"),
+        ("routes=lambda shape: [((0, 1), [0.5])]", "are not pairs of stages and microbatches"),
+        ("routes=lambda shape: [((0, 1), (1 // m for m in [0]))]", "mine.py:3: ZeroDivisionError"),
+        ("routes=lambda shape: [((0, 1), [0])] * 10**6", "the routes must hold each of the 2 microbatches once"),
+        ("routes=lambda shape: [((0, 1), range(10**9))]", "the routes must hold each of the 2 microbatches once"),
+        ("routes=lambda shape: [([0], [0, 1])]", "no route visits stage 1"),
+        ("stage_to_part=lambda shape: 'ab'", "its stage_to_part at pp=2 is not whole numbers"),
+        ("stage_to_part=lambda shape: [0, 0]", "route 0 visits the pieces of the model in the order [0, 0]"),
+    ],
+)
+def test_routes_that_cannot_be(refused, write, options, message):
+    target = write(own(options, "yield Fwd(rank, 0)", f", {options}"))
+    assert message in refused(1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)
+
+
+def test_routes_follow_a_placement_and_uneven_stages(cli, refused, root, tmp_path):
+    target = f"{root / 'examples' / 'chimera.py'}:chimera"
+    sizes = ("compile", "--schedule", target, "--mesh", "pp=4", "-m", 8)
+    others = "3,2,1,0,0,1,2,3,1,0,3,2,2,3,0,1"
+    file = tmp_path / "plan.json"
+    assert cli(*sizes, "--stage-to-pp", others, "--stages", ",".join("2131" * 4), "-o", file).code == 0
+    plan = qs.Plan.load(file)
+    assert plan.stage_to_part == (0, 1, 2, 3) * 4
+    assert plan.stage_to_pp == tuple(map(int, others.split(",")))
+    assert "both on pipeline rank 0; twins stand" in refused(2, *sizes, "--stage-to-pp", ",".join(["0,1,2,3"] * 4))
+    assert "it cannot run with stage_to_pp=[0, 1, 2, 3]" in refused(2, *sizes, "--stage-to-pp", "0,1,2,3")
+
+
+def test_without_chunks_the_fewest_and_the_next_two_are_proved(cli, write):
+    body = """
+    for kind, stages in ((Fwd, shape.stages_of(rank)), (Bwd, shape.stages_of(rank)[::-1])):
+        for stage in stages:
+            for m in range(shape.microbatches - (shape.chunks == 4)):
+                yield kind(stage, m)
+    """
+    target = write(own("looped", body, ", placement=qs.ir.placement.loop, min_chunks=2, max_chunks=9"))
+    done = cli("check", target, "--pp", "1..2", "--microbatches", "2")
+    assert done.code == 1
+    assert done.out.startswith("looped: of 6 shapes 4 sound, 0 refused, 2 unsound\n")
+    assert "the smallest shape that fails: pp=1, 4 chunks, 2 microbatches" in done.out
+    assert cli("check", target, "--pp", "1..2", "--microbatches", "2", "--chunks", "2..3").code == 0
+
+
+def test_a_schedule_that_takes_slices_is_proved_with_two(cli, write):
+    body = """
+    for m in range(shape.num_units):
+        yield Fwd(rank, m)
+    for m in range(shape.num_units):
+        yield Bwd(rank, m)
+    """
+    done = cli("check", write(own("sliced", body, ", max_slices=4")), "--pp", "1", "--microbatches", "1")
+    assert done.code == 1, "the backwards of slices come in reverse"
+    even = ", max_slices=4, constraint=lambda shape: None if shape.slices % 2 else 'odd numbers of slices'"
+    assert cli("check", write(own("odd", body, even), "odd.py"), "--pp", "1", "--microbatches", "1").code == 0
+
+
 def test_what_a_file_prints_stays_off_standard_output(cli, write):
     target = write("print('hello')\n" + own("prints", "yield Fwd(rank, 0)\nyield Bwd(rank, 0)"))
     done = cli("check", target, "--pp", "1", "--microbatches", "1", "--json")

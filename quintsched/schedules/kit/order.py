@@ -8,11 +8,11 @@ from itertools import islice
 from quintsched.errors import UnsoundError
 from quintsched.ir.columns import Columns
 from quintsched.ir.instructions import COMPUTATIONS, COMPUTING
-from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
 from quintsched.ir.programs import Programs
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
+from quintsched.schedules.kit.routes import parts_of, routes_of
 from quintsched.schedules.kit.runs import Runs
 from quintsched.schedules.kit.steps import Steps
 
@@ -24,8 +24,7 @@ def order_of_computation(
 
     `runs` says which stages of `shape` each stage of the schedule stands for; None: it is asked with these.
     """
-    stages = range(len(shape.stage_to_pp))
-    half = len(stages) // 2
+    routes = routes_of(schedule, shape)
     asked = {"memory_cap": shape.memory_cap, "overlap": shape.overlap or None}
     options = {name: value for name, value in asked.items() if value is not None}
     return PlanData(
@@ -33,23 +32,11 @@ def order_of_computation(
         schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks, shape.slices, options),
         mesh=mesh,
         stage_to_pp=shape.stage_to_pp,
-        routes=_routes(schedule, shape),
+        routes=routes,
         buckets_per_stage=buckets_per_stage,
         programs=Programs(Columns.stack([*_programs(schedule, shape, runs)])),
-        stage_to_part=tuple(stage % half for stage in stages) if schedule.bidirectional else None,
+        stage_to_part=parts_of(schedule, shape, routes),
         recompute=shape.recompute,
-    )
-
-
-def _routes(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
-    """One route through all stages, or two through half of the stages with half of the microbatches each."""
-    stages, units = range(len(shape.stage_to_pp)), range(shape.num_units)
-    if not schedule.bidirectional:
-        return (Route(tuple(stages), tuple(units)),)
-    half, middle = len(stages) // 2, len(units) // 2
-    return (
-        Route(tuple(stages[:half]), tuple(units[:middle])),
-        Route(tuple(stages[half:]), tuple(units[middle:])),
     )
 
 

@@ -25,6 +25,8 @@ from quintsched.simulation.costs import Costs
 Order = Iterable[Compute | Overlap]
 Placement = Callable[[int, int], tuple[int, ...]]
 
+Routing = Callable[["Shape"], Iterable[tuple[Iterable[int], Iterable[int]]]]
+
 MAX_MICROBATCHES = 2**20
 MAX_CHUNKS = 2**12
 MAX_SLICES = 2**12
@@ -97,6 +99,11 @@ class Schedule:
     """Whether the order depends on costs and a memory cap."""
     bidirectional: bool = False
     """Whether half of the microbatches go the other way: each piece of the model is then held twice."""
+    routes: Routing | None = None
+    """The routes of the microbatches of a shape, where these are others: (stages, microbatches) for each, microbatches
+    as instructions count them. A piece of the model that is on several routes is held once for each."""
+    stage_to_part: Callable[[Shape], Iterable[int]] | None = None
+    """Which piece of the model each stage holds; None takes its place on a route."""
     any_placement: bool = False
     """Whether the order runs wherever the stages lie: it is then asked with any placement of the user's as it is."""
     overlaps: bool = False
@@ -107,6 +114,11 @@ class Schedule:
     def built_in(self) -> bool:
         """Whether it is one of ours."""
         return self.order.__module__.startswith("quintsched.schedules.")
+
+    @property
+    def several_chunks(self) -> range:
+        """The fewest chunks that it takes, and the next two that it does: what is proved where nothing is asked for."""
+        return range(self.min_chunks, min(self.max_chunks, self.min_chunks + 2) + 1)
 
     @property
     def chunks_text(self) -> str:
@@ -206,6 +218,8 @@ def schedule(
     max_slices: int = 1,
     searches: bool = False,
     bidirectional: bool = False,
+    routes: Routing | None = None,
+    stage_to_part: Callable[[Shape], Iterable[int]] | None = None,
     any_placement: bool = False,
     overlaps: bool = False,
     constraint: Callable[[Shape], str | None] = lambda _shape: None,
@@ -230,6 +244,8 @@ def schedule(
             max_slices=max_slices,
             searches=searches,
             bidirectional=bidirectional,
+            routes=routes,
+            stage_to_part=stage_to_part,
             any_placement=any_placement,
             overlaps=overlaps,
             constraint=constraint,

@@ -114,9 +114,9 @@ def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...])
     """Return how a placement follows the schedule's `own`; None where the schedule is to be asked with it as it is.
 
     That is so where it does not follow, where each rank holds as many stages as in its own, and for schedules that run
-    with any placement.
+    with any placement or give routes of their own.
     """
-    if schedule.any_placement or wanted == own or Counter(own) == Counter(wanted):
+    if schedule.any_placement or schedule.routes or wanted == own or Counter(own) == Counter(wanted):
         return None
     ways = 2 if schedule.bidirectional else 1
     half, rest = divmod(len(wanted), ways)

@@ -1,0 +1,89 @@
+"""Schedules with routes of their own, any number, through stages in any order, train and evaluate as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.schedules import Order, Schedule, Shape
+from quintsched.user_code import load_schedule
+
+from .toys import Task, sgd, share, tiny_vit, train_plainly
+
+Ways = Sequence[Sequence[int]]
+
+CHIMERA = load_schedule(f"{Path(__file__).parents[2] / 'examples' / 'chimera.py'}:chimera")
+MICROBATCHES = 8
+
+
+def along(placed: Sequence[int], ways: Ways, *, parts: Sequence[int] | None = None) -> Schedule:
+    """Return a schedule with a route along each way, whose microbatches come in turn: GPipe, in order of time."""
+
+    def routes(shape: Shape) -> Iterator[tuple[Sequence[int], range]]:
+        return ((way, range(number, shape.microbatches, len(ways))) for number, way in enumerate(ways))
+
+    def order(rank: int, shape: Shape) -> Order:
+        steps = [
+            (place, kind(stage, microbatch))
+            for stages, microbatches in routes(shape)
+            for kind, way in ((Fwd, stages), (Bwd, stages[::-1]))
+            for place, stage in enumerate(way, start=100 * (kind is Bwd))
+            for microbatch in microbatches
+            if placed[stage] == rank
+        ]
+        return (step for _, step in sorted(steps, key=lambda one: one[0]))
+
+    return Schedule(
+        "along", order, "", "", "", placement=lambda pp, chunks: tuple(placed), routes=routes,
+        stage_to_part=None if parts is None else lambda shape: parts,
+    )  # fmt: skip
+
+
+CASES = {
+    "chimera": (CHIMERA, "pp=4"),
+    "chimera and replicas": (CHIMERA, "dp=2,pp=4"),
+    "one route": (along([0, 1, 2], [[0, 1, 2]]), "pp=3"),
+    "one route in another order": (along([0, 1, 2], [[2, 0, 1]]), "pp=3"),
+    "the first goes up": (along([0, 1, 1, 0], [[1, 0], [3, 2]]), "pp=2"),
+    "the first has the later stages": (along([0, 1, 1, 0], [[2, 3], [0, 1]], parts=[0, 1, 0, 1]), "pp=2"),
+    "stages by turns": (along([0, 1, 1, 2, 2, 0], [[0, 2, 4], [1, 3, 5]]), "pp=3"),
+    "three routes": (along([0, 1, 1, 2, 2, 0], [[1, 0], [3, 2], [5, 4]]), "pp=3"),
+    "a piece in common": (along([0, 1, 0, 2], [[0, 1, 2], [0, 3, 2]]), "pp=3"),
+    "the same way twice": (along([0, 1], [[0, 1], [0, 1]]), "dp=2,pp=2"),
+}
+
+
+@cache
+def plain(microbatches: int, steps: int) -> tuple[Task, list[float], dict[str, torch.Tensor]]:
+    task = Task.make(3, 2 * microbatches, torch.float64)
+    part = Task(task.inputs[:steps], task.targets[:steps])
+    found = train_plainly(part, tiny_vit(6), microbatches, dtype=torch.float64)
+    return task, found.losses, found.weights
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("case", CASES)
+def test_routes_train_and_evaluate_as_one_process(case: str) -> None:
+    schedule, mesh = CASES[case]
+    plan = qs.compile(schedule, mesh=mesh, microbatches=MICROBATCHES)
+    task, losses, _ = plain(MICROBATCHES * plan.mesh.axis_size("dp"), 3)
+    weights = plain(MICROBATCHES * plan.mesh.axis_size("dp"), 2)[2]
+
+    def run(transport: Transport) -> tuple[list[float], dict[str, torch.Tensor]]:
+        engine = Engine(plan, tiny_vit(6), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+        batches = [share(engine, *batch) for batch in zip(task.inputs, task.targets, strict=True)]
+        found = [engine.evaluate(*batches[0]), engine.step(*batches[0]), engine.step(*batches[1])]
+        return [step.loss.item() for step in (*found, engine.evaluate(*batches[2]))], engine.full_weights()
+
+    for found, held in run_local(plan.mesh.size, run, timeout_s=60, rules="nccl"):
+        assert found == pytest.approx([losses[0], *losses], rel=1e-12)
+        assert all(torch.allclose(weight, weights[name], rtol=0, atol=1e-12) for name, weight in held.items())
