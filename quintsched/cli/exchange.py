@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """A format that a plan can be written in: its text, and which options of `export` it takes."""
+    """A format that a plan can be written in: its text, what that leaves out, and the options of `export` it takes."""
 
     text: Callable[..., str]
+    left_out: Callable[[Plan], Iterable[str]]
     options: tuple[str, ...] = ()
 
 
@@ -30,6 +31,12 @@ def _torch_csv(plan: Plan, **options: Any) -> str:
     return torch_csv.dumps(plan, **options)
 
 
+def _torch_csv_leaves_out(plan: Plan) -> Iterable[str]:
+    from quintsched.torch_csv import left_out
+
+    return left_out(plan)
+
+
 def _promela(plan: Plan, **options: Any) -> str:
     from quintsched.formats.promela import to_promela
 
@@ -37,8 +44,8 @@ def _promela(plan: Plan, **options: Any) -> str:
 
 
 FORMATS = {
-    "torch-csv": Format(_torch_csv, ("compute_only", "waits")),
-    "promela": Format(_promela, ("profile", "buffer")),
+    "torch-csv": Format(_torch_csv, _torch_csv_leaves_out, ("compute_only", "waits")),
+    "promela": Format(_promela, lambda _: (), ("profile", "buffer")),
 }
 """The formats a plan can be written in."""
 
@@ -82,9 +89,11 @@ def export(
     text = FORMATS[to].text(found, **given)
     if output is None:
         typer.echo(text, nl=False)
-        return
-    write_whole(output, text, "the file")
-    say(f"{output}: {found.title}")
+    else:
+        write_whole(output, text, "the file")
+        say(f"{output}: {found.title}")
+    for line in FORMATS[to].left_out(found):
+        note(f"{output or to}: the file does not say {line}")
 
 
 def import_(

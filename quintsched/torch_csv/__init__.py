@@ -9,6 +9,6 @@ way. Imports `passes`, `verify` and below.
 
 from quintsched.torch_csv.cells import MAX_CHARACTERS
 from quintsched.torch_csv.reader import Imported, loads
-from quintsched.torch_csv.writer import dumps
+from quintsched.torch_csv.writer import dumps, left_out
 
-__all__ = ["MAX_CHARACTERS", "Imported", "dumps", "loads"]
+__all__ = ["MAX_CHARACTERS", "Imported", "dumps", "left_out", "loads"]

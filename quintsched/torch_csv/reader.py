@@ -65,7 +65,8 @@ def loads(
 
     Args:
         text: the file.
-        mesh: the mesh that the plan is for; its pp is the number of lines. None takes just these pipeline ranks.
+        mesh: the mesh that the plan is for; its pp is the number of lines. None takes just these pipeline ranks, and a
+            note says so.
         zero: what replicas share out; with 3, weights too, the file's `UNSHARD` and `RESHARD` say when they are
             gathered and freed.
         profile: the transport profile under which the plan must be free of deadlock.
@@ -82,6 +83,9 @@ def loads(
     lines = cells[-1].rank + 1
     if mesh is not None and mesh.pp != lines:
         raise UsageError(f"the mesh {mesh} has {mesh.pp} pipeline ranks, but the file has {lines} lines, one for each")
+    assumed = (
+        [] if mesh else [f"no mesh is given: the plan has no replicas; for two of them write mesh dp=2,pp={lines}"]
+    )
     mesh = mesh or Mesh(pp=lines)
     shared = _zero(zero, mesh)
     kept = _words_kept(cells, shared)
@@ -91,7 +95,7 @@ def loads(
     plan = lower(plan, [step for step in TRAIN_PASSES if not _already_done(step.name, kept)])
     verdict = check(plan, profile=profile)
     _raise_if_unsound(verdict, cells)
-    return Imported(verdict, tuple(_notes(cells, kept, plan)))
+    return Imported(verdict, (*_notes(cells, kept, plan), *assumed))
 
 
 def _words_kept(cells: Cells, zero: Zero) -> set[Word]:

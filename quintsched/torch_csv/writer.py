@@ -29,7 +29,7 @@ from quintsched.ir.instructions import (
     SendGrad,
     ShareMetrics,
 )
-from quintsched.ir.plan_data import PlanData
+from quintsched.ir.plan_data import PlanData, listed
 from quintsched.torch_csv.cells import written
 from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.verify.soundness import check
@@ -54,6 +54,18 @@ def dumps(plan: PlanData, *, compute_only: bool = False, waits: bool = False) ->
         raise UsageError(f"torch's pipeline runtime cannot run this plan: {fault}")
     write = _computations if compute_only else _with_waits if waits else _with_communication
     return "".join(",".join(write(program)) + "\n" for program in plan.programs)
+
+
+def left_out(plan: PlanData) -> Iterator[str]:
+    """Yield what a plan's file does not say, and how to say it where it is read."""
+    if plan.mesh.size > plan.mesh.pp:
+        yield f"the mesh; import it with --mesh {plan.mesh}"
+    if plan.zero.stage:
+        yield f"that replicas share out weights; import it with --zero {plan.zero.stage}"
+    if plan.blocks_per_stage:
+        yield f"that its stages have {listed(plan.blocks_per_stage)} blocks; a run of what is imported chooses itself"
+    if plan.buckets_per_stage > 1:
+        yield f"that a stage has {plan.buckets_per_stage} buckets; what is imported has one"
 
 
 def _computations(program: Sequence[Instruction]) -> Iterator[str]:

@@ -26,7 +26,8 @@ def test_there_and_back(cli, plan_file, tmp_path):
 
 def test_standard_output_and_input(cli, plan_file, tmp_path, monkeypatch):
     done = cli("export", plan_file, "--to", "torch-csv", "--compute-only")
-    assert (done.out, done.err) == ("0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n", "")
+    assert done.out == "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
+    assert done.err == "torch-csv: the file does not say the mesh; import it with --mesh dp=2,pp=2,tp=2\n"
     (tmp_path / "order.csv").write_text(done.out)
     with (tmp_path / "order.csv").open() as stream:
         monkeypatch.setattr("sys.stdin", stream)
@@ -44,7 +45,7 @@ def test_what_is_left_out_is_said(cli):
     data = cli("import", EXAMPLE, "-o", "plan.json", "--json").data
     assert data["sound"] is True
     assert [name for name, free in data["profiles"].items() if free] == ["channel", "tagged"]
-    assert len(data["notes"]) == 1
+    assert data["notes"][1:] == ["no mesh is given: the plan has no replicas; for two of them write mesh dp=2,pp=2"]
 
 
 def test_gatherings_of_weights_come_in_and_go_out(cli):
@@ -81,6 +82,30 @@ def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path
 def test_what_is_refused_on_the_way_in(refused, tmp_path, text, code, message, options):
     (tmp_path / "in.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert message in refused(code, "import", "in.csv", *options)
+
+
+def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_path):
+    plan = qs.compile(
+        "1f1b", mesh="dp=2,pp=2", microbatches=4, zero=3, zero_every=4, stages=(2, 1), buckets_per_stage=2
+    )
+    plan.save(tmp_path / "plan.json")
+    lines = cli("export", "plan.json", "--to", "torch-csv", "-o", "out.csv").err.splitlines()
+    assert lines == [
+        "out.csv: the file does not say the mesh; import it with --mesh dp=2,pp=2",
+        "out.csv: the file does not say that replicas share out weights; import it with --zero 3",
+        "out.csv: the file does not say that its stages have 2,1 blocks; a run of what is imported chooses itself",
+        "out.csv: the file does not say that a stage has 2 buckets; what is imported has one",
+    ]
+    back = cli("import", "out.csv", "--mesh", "dp=2,pp=2", "--zero", "3", "-o", "back.json")
+    assert back.err == ""
+    assert (qs.Plan.load(tmp_path / "back.json").mesh, qs.Plan.load(tmp_path / "back.json").zero) == (
+        plan.mesh,
+        plan.zero,
+    )
+    assert cli("import", "out.csv", "-o", "alone.json").err.endswith("for two of them write mesh dp=2,pp=2\n")
+    assert qs.Plan.load(tmp_path / "alone.json").mesh == qs.Mesh(pp=2)
+    qs.compile("1f1b", mesh="pp=2", microbatches=4).save(tmp_path / "plain.json")
+    assert cli("export", "plain.json", "--to", "torch-csv", "-o", "plain.csv").err == ""
 
 
 def test_what_is_refused_on_the_way_out(refused, plan_file, tmp_path):

@@ -22,7 +22,7 @@ def computed(program: Sequence[Instruction]) -> list[Instruction]:
 
 
 def test_a_forward_and_a_backward_in_one_cell_run_side_by_side():
-    imported = torch_csv.loads(IN_ONE_CELL)
+    imported = torch_csv.loads(IN_ONE_CELL, mesh="pp=1")
     assert computed(imported.plan.programs[0])[2:5] == [Fwd(0, 1), Overlap((1, 1), (1, 0)), Bwd(1, 1)]
     assert imported.notes == ()
     assert equivalence(imported.plan).holds
@@ -60,7 +60,7 @@ def test_published_pairs_are_ours_but_for_the_first_of_the_last_rank():
     ],
 )
 def test_beside_an_input_half_a_forward_keeps_its_place(pair, parts):
-    imported = torch_csv.loads(IN_ONE_CELL.replace("(1F1;1B0)OVERLAP_F_B", pair))
+    imported = torch_csv.loads(IN_ONE_CELL.replace("(1F1;1B0)OVERLAP_F_B", pair), mesh="pp=1")
     assert computed(imported.plan.programs[0])[3:5] == parts
     assert imported.notes == (
         "took 1 OVERLAP_F_B one part after the other, the first in line 1, cell 4 (rank 0, step 3): side by side run a "
