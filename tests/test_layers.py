@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("layers")  # files are parsed once
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "matplotlib", "safetensors", "sklearn"}
 LAYERS = {"quintsched.runtime": ROOT / "runtime", "quintsched.viz": ROOT / "viz", "quintsched": ROOT / "quintsched"}
@@ -104,6 +106,12 @@ ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
 MOST_FILES, MOST_LINES = 15, 400
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def sources(layer: str) -> list[Path]:
     links = {ROOT / "quintsched" / "runtime", ROOT / "quintsched" / "viz"} if layer == "quintsched" else set()
     return [path for path in sorted(LAYERS[layer].rglob("*.py")) if not links.intersection(path.parents)]
@@ -114,9 +122,14 @@ def module_of(path: Path, layer: str) -> str:
     return ".".join((layer, *(part for part in parts if part != "__init__")))
 
 
-def imports(path: Path, layer: str) -> Iterator[tuple[str, bool]]:
-    """Yield each imported module or name, with whether a function imports it."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def imports(path: Path, layer: str) -> tuple[tuple[str, bool], ...]:
+    """Return each imported module or name, with whether a function imports it."""
+    return tuple(_imports(path, layer))
+
+
+def _imports(path: Path, layer: str) -> Iterator[tuple[str, bool]]:
+    tree = tree_of(path)
     inside = {
         id(node)
         for function in ast.walk(tree)
@@ -214,7 +227,7 @@ def test_rooms_and_files_are_small(layer):
 @pytest.mark.parametrize("layer", ORDERED)
 def test_every_room_says_what_lives_there_and_what_it_may_import(layer):
     for folder in {path.parent for path in sources(layer)} - {LAYERS[layer]}:
-        says = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        says = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
         lines, place = [line for line in says.splitlines() if line], folder.relative_to(ROOT)
         assert (1 if folder.parent != LAYERS[layer] else 2) <= len(lines) <= 8, f"{place}: about five lines"
         assert re.search(r"\bimports?\b", says, re.IGNORECASE), f"{place} does not say what it may import"
@@ -227,7 +240,7 @@ def test_kinds_of_accelerators_are_known_in_one_file():
     for path in sources("quintsched.runtime"):
         if path == ROOT / "runtime" / "comm" / "device.py":
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         for node in ast.walk(tree):
             where = f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 0)}: ask comm.device"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
@@ -267,7 +280,7 @@ def test_importing_needs_no_unix(layer):
     for path in sources(layer):
         found = {module for module, lazily in imports(path, layer) if not lazily}
         assert not found & {"fcntl", "resource", "pwd", "grp", "termios", "pty", "posix", "syslog"}, path
-        for node in at_import(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in at_import(tree_of(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 where = f"{path.relative_to(ROOT)}, line {node.lineno}: {node.value.id}.{node.attr}"
                 assert node.attr not in UNIX.get(node.value.id, ()), where
@@ -276,7 +289,7 @@ def test_importing_needs_no_unix(layer):
 @pytest.mark.parametrize("layer", ["quintsched.runtime", "quintsched.viz"])
 def test_siblings_are_imported_relatively(layer):
     for path in sources(layer):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 assert not within(node.module or "", layer), f"{path.relative_to(ROOT)} names itself as {node.module}"
 
@@ -290,7 +303,7 @@ def test_the_command_line_imports_nothing_heavy_at_the_top():
         "quintsched.ir.communication",
     )
     for path in (ROOT / "quintsched" / "cli").glob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ImportFrom) and within(node.module or "", "quintsched"):
                 assert any(within(node.module or "", module) for module in light), f"{path.name}: {node.module}"
 
