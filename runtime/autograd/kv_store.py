@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class Store:
@@ -72,6 +72,7 @@ class _Extend(torch.autograd.Function):
         return row.whole.data[..., : ctx.end, :]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
         row: Row = ctx.row  # type: ignore[attr-defined]
         start, end = ctx.start, ctx.end  # type: ignore[attr-defined]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from quintsched.errors import MisfitError
+
 from ..comm.device import fork_generators, generator_states, restore_generators
 from .run_backward import run_backward
 
@@ -35,13 +37,22 @@ class Rerun:
         self._extras = extras
         self._generators = generator_states(given[0].device)
         self._outputs: tuple[Tensor, ...] = ()
+        self._count: int | None = None
         self.has_auxiliary = False
 
     def flat(self) -> tuple[Tensor, ...]:
         """Run it and return outputs and auxiliary loss in one row."""
         outputs, auxiliary = self._run(self._given, self._extras)
         self.has_auxiliary = auxiliary is not None
-        return outputs if auxiliary is None else (*outputs, auxiliary)
+        row = outputs if auxiliary is None else (*outputs, auxiliary)
+        if self._count not in (None, len(row)):
+            raise MisfitError(
+                f"blocks that are recomputed gave {self._count} tensors at first, and {len(row)} when run again with "
+                "gradients: what they give must not depend on torch.is_grad_enabled(); ask self.training, or compile "
+                "the plan with recompute=0"
+            )
+        self._count = len(row)
+        return row
 
     def again(self) -> None:
         """Run it again with the same random numbers, recording for the backward; buffers count the first run only."""

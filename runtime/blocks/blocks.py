@@ -63,6 +63,8 @@ class Parcel:
     """Whether some of it is a weight or a buffer, which may change or be freed while it travels."""
     changes: tuple[Change, ...] = ()
     """Which tensors that the block was given change in place, by it or by a block after it."""
+    records: bool = False
+    """Whether the block differentiates in its forward what it is given, and has to be run with a graph."""
 
     @property
     def width(self) -> int:

@@ -3,7 +3,8 @@
 linear         (…, in) by (out, in)        ──▶ (…, out)
 layer norm, GELU, sums of two alike        ──▶ as what they are given
 
-Only for dense tensors that lie in memory in order, and fit. All else goes its usual way, errors as well.
+Only for dense tensors that lie in memory in order, and fit, where no graph is recorded. All else goes its usual way,
+errors as well.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class QuickShapes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        rule = _RULES.get(func)
+        rule = None if torch.is_grad_enabled() else _RULES.get(func)
         found = None if rule is None else rule(*args, **given)
         return func(*args, **given) if found is None else found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from ..comm import Group
 from ..comm.control import first_said
 from ..comm.device import draws_undone
 from .blame import place_of
-from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result, typed
+from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, typed
 from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .quick_shapes import QuickShapes
 from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
-from .untouched import attributes_untouched
+from .untouched import Result, attributes_untouched, run_block
 
 
 def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torch.device) -> TreeSpec:
@@ -90,13 +91,13 @@ def trace_shapes(
     inputs: TreeSpec,
     extras: Mapping[str, TreeSpec],
     dtype: torch.dtype | None = None,
-    results: Sequence[object] = (),
+    results: Sequence[Result] = (),
 ) -> list[Parcel]:
     """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
 
-    `dtype` is that of the weights; None leaves them as they are built. `results`, where there are any, are what blocks
-    have given when they ran, on the meta device. Raises `MisfitError` that names the block that cannot take what the
-    one before gives.
+    `dtype` is that of the weights; None leaves them as they are built. `results`, where there are any, are what
+    `run_block` gave of the blocks, on the meta device. Raises `MisfitError` that names the block that cannot take what
+    the one before gives.
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
@@ -109,14 +110,14 @@ def trace_shapes(
         bare = before_fully_shard(module)
         weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
+        run = partial(_run, bare, weights)
         try:
-            with torch.no_grad(), draws_undone(), attributes_untouched(module), QuickShapes():
-                result = results[number] if results else _run(bare, weights, given, taken)
+            with draws_undone(), attributes_untouched(module):
+                (given, fresh, auxiliary), records = results[number] if results else run_block(run, given, taken)
         except Exception as error:
             raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
         watch.note(number)
-        given, fresh, auxiliary = split_result(result)
-        left.append(_Left(_spec_of_output(number, module, given), auxiliary is not None))
+        left.append(_Left(_spec_of_output(number, module, given), auxiliary is not None, records))
         for name, tensor in fresh.items():
             if name in beside or name in riders or name == TARGETS:
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
@@ -133,6 +134,7 @@ def trace_shapes(
             leaves.has_loss,
             leaves.is_resident,
             watch.changes(number),
+            leaves.records,
         )
         for number, leaves in enumerate(left)
     ]
@@ -158,7 +160,8 @@ def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Ma
 def _run(module: nn.Module, weights: Mapping[str, Tensor], given: Any, taken: Mapping[str, Any]) -> Any:
     """Run a block on the meta device; where it makes tensors on the CPU that meet others, these are made there too."""
     try:
-        return torch.func.functional_call(module, dict(weights), (given,), dict(taken), tie_weights=False)
+        with QuickShapes():
+            return torch.func.functional_call(module, dict(weights), (given,), dict(taken), tie_weights=False)
     except (RuntimeError, ValueError) as error:
         if "meta" not in str(error):
             raise
@@ -223,4 +226,5 @@ class _Left:
 
     output: TreeSpec
     has_loss: bool
+    records: bool
     is_resident: bool = False

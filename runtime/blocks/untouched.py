@@ -3,14 +3,17 @@
 attributes    self.calls += 1, self.table = …, self.cache["cos"] = …       as before, in the same containers
 tensors       buffers and weights, and tensors in attributes               the numbers from before
 generators    torch's, Python's, numpy's                                    as before
+graphs        none, but while a block runs that differentiates in its forward, as gradient penalties and forces do:
+
+    slope, = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)   "does not require grad" without one
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..comm.device import AllGenerators, draws_undone
+from .blocks import split_result
+from .trees import DIFFERENTIABLE, map_tensors
 
 Undo = Callable[[], None]
+
+Found = TypeVar("Found")
+
+Result = tuple[tuple[Any, dict[str, Tensor], Tensor | None], bool]
+"""What a block gave (see `split_result`), without a graph, and whether it wanted one."""
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -134,3 +144,38 @@ def _remember_numbers(tensor: Tensor, undo: list[Undo]) -> None:
             tensor.detach().copy_(before)
 
     undo.append(restore)
+
+
+def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any]) -> Result:
+    """Run a block of which no gradients are needed; with a graph if it asks for one."""
+    return run_alone(lambda arguments: split_result(run(*arguments)), (given, dict(taken)))
+
+
+def run_alone(run: Callable[[Any], Found], given: Any) -> tuple[Found, bool]:
+    """Return what a call gives of which no gradients are needed, without a graph, and whether it asked for one.
+
+    Where graphs are switched off around it, it is for who has done that to run it again.
+    """
+    may_have_one = torch.is_grad_enabled()
+    try:
+        with torch.no_grad():
+            return run(given), False
+    except Exception as error:
+        if not (may_have_one and asks_for_graph(error)):
+            raise
+    return detached(run(as_leaves(given))), True
+
+
+def asks_for_graph(error: Exception) -> bool:
+    """Whether a call may have failed only since no graph was recorded."""
+    return "grad" in str(error) or isinstance(error, AssertionError)
+
+
+def as_leaves(tree: Any) -> Any:
+    """Return a tree whose tensors can be differentiated by, as far as their types can."""
+    return map_tensors(lambda t: t.detach().requires_grad_() if t.dtype in DIFFERENTIABLE else t, tree)
+
+
+def detached(tree: Any) -> Any:
+    """Return a tree whose tensors have no graph."""
+    return map_tensors(Tensor.detach, tree)

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from quintsched.errors import MisfitError
 
-from ..blocks.untouched import untouched
+from ..blocks.untouched import run_alone, untouched
 from .building import BlockBuilder
 from .frame import Frame, Walk
 
@@ -159,7 +159,15 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any]) -> Flow:
     """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer."""
     walk = _Capture(frame, model, torch.device("cpu"))
     frame.set_training(True)  # code between layers that drops out makes something else of a hidden state
-    walk.run(inputs)
+    try:
+        walk.run(inputs)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise MisfitError(
+            f"the forward of {type(frame.root).__name__} differentiates through its layers ({error}), which lie on "
+            "several ranks; let one block have the gradient and all that it is of: split(model, blocks=[…])"
+        ) from error
     frame.set_training(False)
     if not walk.flow.calls:
         raise MisfitError(f"the forward of {type(frame.root).__name__} calls none of {', '.join(frame.layers[:4])}")
@@ -225,8 +233,7 @@ class _Capture(Walk):
         leaves, spec = tree_flatten(call)
         given = [leaf.to(device).nan_to_num(0.1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(given, spec)
-        with torch.no_grad():
-            return layer(*args, **kwargs), given
+        return run_alone(lambda call: layer(*call[0], **call[1]), (args, kwargs))[0], given
 
     def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = self.flow.beside[self.calls]

@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
+from ..blocks.untouched import run_alone
+
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
 
@@ -151,9 +153,7 @@ class Walk:
 
     def on_meta(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module on the meta device."""
-        args, kwargs = tree_map(_to_meta, (args, kwargs))
-        with torch.no_grad():
-            return module(*args, **kwargs)
+        return run_alone(lambda call: module(*call[0], **call[1]), tree_map(_to_meta, (args, kwargs)))[0]
 
     def filled(self, tree: Any) -> Any:
         """Return a tree of tensors like those of `tree`, on the walk's device."""

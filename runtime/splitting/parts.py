@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..blocks.blocks import Carry
+from ..blocks.untouched import asks_for_graph
 from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
 from .frame import Frame
@@ -41,8 +42,9 @@ class _LayerBlock:
             args, kwargs = origin.arguments(self._number, hidden, given, sight, training=self.training)
             try:
                 made = super().forward(*args, **kwargs)  # type: ignore[misc]
-            except Exception:
-                if hidden.is_meta and origin.flow.keeps[call]:  # a layer that looks at its numbers
+            except Exception as error:
+                looks_at_numbers = hidden.is_meta and not asks_for_graph(error)
+                if looks_at_numbers and origin.flow.keeps[call]:
                     return torch.empty_like(hidden)
                 raise
         return hidden_of(origin.flow.results[call], made)

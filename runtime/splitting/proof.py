@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from quintsched.errors import MisfitError
 
 from ..blocks.blocks import accepted_extras, split_result
-from ..blocks.untouched import untouched
+from ..blocks.untouched import run_alone, untouched
 
 TOLERANCE = 1e-5
 """Of the largest number; the same operations run, so there is no rounding to speak of."""
@@ -41,10 +40,10 @@ def require_equal(
 
 def _tried(run: Callable[[Any], Any], modules: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
     """Return what a run of the inputs gives: from the same state of modules and generators each time."""
-    with untouched(nn.ModuleList(modules)), torch.no_grad():
+    with untouched(nn.ModuleList(modules)):
         for module in modules:
             module.eval()
-        return tree_map(_copied, run(tree_map(_copied, dict(inputs))))
+        return run_alone(lambda given: tree_map(_copied, run(tree_map(_copied, given))), dict(inputs))[0]
 
 
 def _copied(leaf: Any) -> Any:

@@ -98,6 +98,12 @@ class _Tracer(fx.Tracer):
         constants = {n: t for n, t in vars(self.root).items() if n.startswith("_tensor_constant")}
         return Traced(self.graph, constants)
 
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Make a step; differentiating is none, since it takes the graph of those before it, which may be elsewhere."""
+        if target in (torch.autograd.grad, torch.autograd.backward, "backward"):
+            raise TraceError("the forward differentiates")
+        return super().create_node(kind, target, *args, **kwargs)
+
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one step of a call, or those inside."""
         name = self.names[id(module)]

@@ -21,6 +21,7 @@ from quintsched.errors import MisfitError
 from ..autograd.recompute import Rerun, run_dropped
 from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
 from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
+from ..blocks.untouched import as_leaves, detached
 from ..comm import Group
 from ..parallel.dropout import Masks
 from .in_place import NOTHING_COPIED, Copied, copied_in
@@ -182,6 +183,8 @@ class StageForward:
                 copied=copied_in(range(first, end), parcels, arriving, skips),
             )
             made = self.draws.keyed(chain_of(compiled=False), chain_of(compiled=True) if compiled else None)
+            if any(parcels[number].records for number in some):
+                made = partial(_run_recorded, made)
             if dropped and end == len(parcels):
                 made = self._final = Whole(made)
             return made, partial(_buffers, modules) if dropped else None
@@ -207,6 +210,15 @@ class StageForward:
         tensors = (t for module in self.blocks.values() for t in (*module.parameters(), *module.buffers()))
         held = {tensor.untyped_storage()._cdata for tensor in tensors}
         return tuple([o.clone() if o.untyped_storage()._cdata in held else o for o in outputs])
+
+
+def _run_recorded(chain: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+    """Run blocks that differentiate in their forwards, with a graph that is gone behind them if nobody records one."""
+    if torch.is_grad_enabled():
+        return chain(given, extras)
+    with torch.enable_grad():
+        outputs, auxiliary = chain(as_leaves(given), extras)
+    return detached(outputs), detached(auxiliary)
 
 
 def _tree_of(parcel: Parcel) -> Tree:

@@ -13,19 +13,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
 from ..autograd.kv_store import Past, Store
-from ..blocks.blocks import TARGETS, Carry, Parcel, accepted_extras, split_result
+from ..blocks.blocks import TARGETS, Parcel, accepted_extras
 from ..blocks.shapes import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec, map_tensors, tensors_of
-from ..blocks.untouched import untouched
+from ..blocks.untouched import Result, run_block, untouched
 from ..comm import Group
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
@@ -54,7 +55,7 @@ class Trial:
 
         Raises `MisfitError` on all ranks for a block that cannot take what it is given.
         """
-        model, results = self._model, list[object]()
+        model, results = self._model, list[Result]()
         if model.pads_over_experts:
             raise MisfitError(
                 "experts with pad_to_capacity over ep want shapes that all ranks know, but those of this model's "
@@ -83,20 +84,21 @@ class Trial:
         """Run the blocks of a stage, and tell the others what they gave."""
         (given, riders), found, announcer = carried, list[Any](), Announcer(self._pipeline, holder, width=0)
         blocks = self._model.stages[stage].blocks
-        with self._gathered(stage), torch.no_grad():
+        with self._gathered(stage):
             for number, block in blocks.items():
                 accepts = accepted_extras(block)
                 taken = {name: extra for name, extra in {**extras, **riders}.items() if accepts(name)}
                 try:
                     with untouched(block):
-                        given, fresh, auxiliary = split_result(block(given, **taken))
+                        run = partial(_call, block)
+                        (given, fresh, auxiliary), records = run_block(run, given, taken)
                 except Exception as error:
                     words = f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {type(block).__name__})"
                     announcer.refuse(MisfitError(words))
                     raise MisfitError(words) from error
                 riders = {**riders, **fresh}
                 of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in fresh.items()}
-                found.append([to_words(TreeSpec.of(given)), of_riders, auxiliary is not None])
+                found.append([to_words(TreeSpec.of(given)), of_riders, auxiliary is not None, records])
         given, riders = map_tensors(Tensor.contiguous, given), {n: rider.contiguous() for n, rider in riders.items()}
         of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in riders.items()}
         announcer.announce([], json.dumps([found, to_words(TreeSpec.of(given)), of_riders]))
@@ -119,7 +121,11 @@ def _empty(words: str, group: Group) -> Any:
     return from_words(words).empty(group.device)
 
 
-def _on_meta(output: str, riders: Mapping[str, str], has_loss: bool) -> object:
+def _call(block: nn.Module, given: Any, taken: Mapping[str, Any]) -> Any:
+    return block(given, **taken)
+
+
+def _on_meta(output: str, riders: Mapping[str, str], has_loss: bool, records: bool) -> Result:
     """Return what a block gave, without data."""
-    carry = Carry(from_words(output).empty("meta"), **{n: from_words(w).empty("meta") for n, w in riders.items()})
-    return (carry, torch.zeros((), device="meta")) if has_loss else carry
+    fresh = {name: from_words(words).empty("meta") for name, words in riders.items()}
+    return (from_words(output).empty("meta"), fresh, torch.zeros((), device="meta") if has_loss else None), records

@@ -25,7 +25,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...autograd.deferred_weight_grads import bias_gradient, defer, linear, weight_gradient
@@ -37,6 +36,8 @@ from ...comm.autograd_collectives import (
     begin_all_reduce,
     begin_reduce_scatter,
     copy_to_group,
+    reduce_from_group,
+    reduce_scatter,
 )
 from ..column_row import ColumnRowPair
 
@@ -85,7 +86,7 @@ def _enter(group: Group, entry: Entry, x: Tensor) -> Tensor:
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether an ordinary backward of the first order follows, on tensors as they are."""
+    """Whether an ordinary backward follows, on tensors as they are."""
     is_recorded = torch.is_grad_enabled() and weight.requires_grad and not x.is_meta
     is_bare = not _is_any_autocast_enabled() and not _are_functorch_transforms_active()
     return is_recorded and is_bare and x.dtype is weight.dtype
@@ -105,8 +106,9 @@ class _ColumnProduct(torch.autograd.Function):
         )  # a view could not be changed in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            return _recorded_backward(ctx, gradient)
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         coming = begin_all_gather(x, ctx.group, TOKENS) if ctx.gathers and needs_weight else None
@@ -121,3 +123,13 @@ class _ColumnProduct(torch.autograd.Function):
         if needs_bias:
             of_bias = None if defer(ctx.bias, bias_gradient, (gradient,)) else bias_gradient(gradient)
         return None if going is None else going.wait(), of_weight, of_bias, None, None
+
+
+def _recorded_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    """Do the same by what can be differentiated once more, one after the other."""
+    x, weight = ctx.saved_tensors
+    of_x = gradient.mm(weight).view(ctx.shape)
+    of_x = reduce_scatter(of_x, ctx.group, TOKENS) if ctx.gathers else reduce_from_group(of_x, ctx.group)
+    entered = _enter(ctx.group, "gather" if ctx.gathers else "copy", x)
+    of_weight = weight_gradient(gradient, entered.reshape(-1, x.shape[-1]))
+    return of_x, of_weight, None if ctx.bias is None else bias_gradient(gradient), None, None
