@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from quintsched.graph.event_graph import EventGraph
-from quintsched.graph.plan_events import Ends, Events, shrunk
+from quintsched.graph.plan_events import NO_GROUP, Ends, Events, shrunk
 from quintsched.graph.profiles import COMPUTE_QUEUE, FIRST_GROUP_QUEUE, NO_QUEUE, Profile
 from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.dataflow import Flows
@@ -39,8 +39,8 @@ ISSUED = (Send, Recv, HostCopy, ShareMetrics, SyncTied)
 def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
     """Return the event graph of a plan under a transport profile; with `one_host`, as a rank's host adds to it.
 
-    That is the graph of a proof. Without, it is the one that is timed: of queues and data alone. Under `blocking` a
-    rank's one queue is its program order already.
+    That is the graph of a proof; without tags it has the launch order of collectives as well. Without a host, it is the
+    one that is timed: of queues and data alone. Under `blocking` a rank's one queue is its program order already.
 
     A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
     without messages, as a schedule yields it, has the right edges too.
@@ -50,7 +50,7 @@ def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: boo
     if not profile.one_queue:
         parts += [data_edges(events, flows, queues), room_edges(events, queues)]
         if one_host:
-            parts.append(host_edges(events, profile))
+            parts += [host_edges(events, profile), *([] if profile.matches_by_tag else [launch_edges(events)])]
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
     return EventGraph(events.num_events, sources, targets, ranks)
 
@@ -74,6 +74,20 @@ def host_edges(events: Events, profile: Profile) -> Edges:
     targets.append(later[same])
     rows = np.concatenate(sources)
     return events.of[rows], events.of[np.concatenate(targets)], columns.rank[rows]
+
+
+def launch_edges(events: Events) -> Edges:
+    """Return the edges from every collective of a rank to the next one, whatever their groups.
+
+    NCCL may run the collectives of a GPU one at a time, in the order of their launch: one whose group is not complete
+    holds up all behind it. So ranks that share two groups issue their collectives in one order, and no circle leads
+    through three groups or more.
+    """
+    columns = events.columns
+    rows = np.flatnonzero(events.groups != NO_GROUP)
+    earlier, later = rows[:-1], rows[1:]
+    same = columns.rank[earlier] == columns.rank[later]
+    return events.of[earlier[same]], events.of[later[same]], columns.rank[later[same]]
 
 
 def queue_edges(events: Events, queues: Ints) -> Edges:

@@ -6,7 +6,8 @@
     channel         ▶ computation ▶     ▶ to 1 ▶  ▶ from 1 ▶  ▶ to 2 ▶  …   ▶ each group ▶
     tagged          ▶ computation ▶     messages are in no order             ▶ each group ▶
 
-Copies to the host's memory and back have a queue each, under all but the first.
+Copies to the host's memory and back have a queue each, under all but the first. The proof has collectives of different
+groups wait for each other too, in the order in which a rank launches them, except under `tagged`: see `edges`.
 
 Each relaxes the one before it, so a plan that is free of deadlock under one is free under all that follow.
 """

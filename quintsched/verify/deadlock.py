@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import stretches
-from quintsched.graph.plan_events import Events
+from quintsched.graph.plan_events import NO_GROUP, Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
 from quintsched.ir.diagnostics import Finding, Point
@@ -49,10 +49,11 @@ def _describe_cycle(plan: PlanData, events: Events, cycle: Sequence[tuple[int, i
         here, there = events.member(event, rank), events.member(following, rank)
         message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
         lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(here)[1]))
+    meets = any(events.groups[events.first_rows[event]] != NO_GROUP for event, _ in cycle)
     head = Finding(
         Point.DEADLOCK,
         f"under the transport profile {name!r} {len(lines)} waits close a circle; a message ends only when "
-        "both its ends have begun:",
+        f"both its ends have begun{', a collective when all its ranks have' if meets else ''}:",
     )
     return [head, *lines]
 

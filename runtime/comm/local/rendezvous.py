@@ -6,15 +6,19 @@
 What a member brings is neither copied nor read until the last one comes, so a tensor that is changed too early gives
 a wrong result, as on a real wire; results are bitwise the same on all ranks and from run to run.
 
-NCCL wants collectives of several communicators launched in one order by all ranks that are in them. Counting finds out:
-when a rank issues the k-th collective of a group, it must have issued as many of another group as every other
-rank that is in both.
+NCCL may run the collectives of a rank one at a time, whatever their communicators:
+
+    rank 0   launched  a, b ──▶ a waits for rank 1 ┐
+    rank 1   launched  b, c ──▶ b waits for rank 0 ┘ and so none is ever held
+
+Under its rules a meeting is held when all its members are there and have none before it; a circle of meetings that
+wait for each other is refused as soon as it closes, be it through two groups or through more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -57,27 +61,44 @@ Distribute = Callable[[list[Collective]], Sequence[Tensor]]
 """What all members brought → the result of each."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Meeting:
-    """The `number`-th collective of a group: what its members brought, and where they want the result."""
+    """The `number`-th collective of a group: what its members brought, and where they want the result.
+
+    `after` says of a member which meeting has to be held before this one, `then` which one after it.
+    """
 
     group: GroupKey
     number: int
     first: tuple[int, Collective]
+    distribute: Distribute
     brought: dict[int, tuple[Collective, Tensor]] = field(default_factory=dict)
-    launched: dict[GroupKey, tuple[int, int]] = field(default_factory=dict)
+    after: dict[int, Meeting] = field(default_factory=dict)
+    then: dict[int, Meeting] = field(default_factory=dict)
     arrival_s: float | None = None
 
-    def hold(self, distribute: Distribute, arrival_s: float) -> None:
+    @property
+    def may_be_held(self) -> bool:
+        """Whether all members are there, and none has another meeting before this one."""
+        return len(self.brought) == len(self.group[1]) and not self.after
+
+    def hold(self, arrival_s: float) -> None:
         """Combine what all members brought and give each its result, which is there at a time of `now_s`."""
         members = [self.brought[rank] for rank in self.group[1]]
-        for (_, output), result in zip(members, distribute([collective for collective, _ in members]), strict=True):
+        for (_, output), result in zip(
+            members, self.distribute([collective for collective, _ in members]), strict=True
+        ):
             output.copy_(result)
         self.brought.clear()
         self.arrival_s = arrival_s
 
     def finish(self) -> None:
         """Nothing is left to do: the last member to come wrote all results."""
+
+    @property
+    def name(self) -> str:
+        """Which one of its group it is."""
+        return f"collective {self.number} of ranks {list(self.group[1])}"
 
     def describe_to(self, rank: int) -> str:
         """Say which collective this is."""
@@ -87,8 +108,8 @@ class Meeting:
 class Meetings:
     """All meetings of a world that have begun and not ended. Calls are made with the world's lock held.
 
-    With `one_order`, ranks with two groups in common must issue their collectives in the same order. A collective takes
-    `collective_s` seconds from when the last member brings its tensor; a group does one at a time.
+    With `one_order`, the collectives of a rank are held in the order in which it issued them; otherwise those of one of
+    its groups. A collective takes `collective_s` seconds from when it is held; a group does one at a time.
     """
 
     def __init__(self, one_order: bool, collective_s: float) -> None:
@@ -96,6 +117,7 @@ class Meetings:
         self._free_s: dict[GroupKey, float] = {}
         self._open: dict[tuple[GroupKey, int], Meeting] = {}
         self._issued: defaultdict[int, dict[GroupKey, int]] = defaultdict(dict)
+        self._latest: dict[int, Meeting] = {}
 
     @property
     def num_open(self) -> int:
@@ -108,28 +130,48 @@ class Meetings:
 
     def join(
         self, rank: int, group: GroupKey, collective: Collective, output: Tensor, distribute: Distribute
-    ) -> Meeting:
-        """Bring a tensor to the next meeting of the group, and hold it if all members are there.
+    ) -> tuple[Meeting, list[Meeting]]:
+        """Bring a tensor to the next meeting of the group; return it, and the meetings that can be held by that.
 
         Raises:
-            MisfitError: the members issue different collectives, or those of two groups in different orders.
+            MisfitError: the members issue different collectives, or those of several groups in a circle.
         """
         issued = self._issued[rank]
         number = issued[group]
         meeting = self._open.get((group, number))
         if meeting is None:
-            meeting = self._open[group, number] = Meeting(group, number, (rank, collective))
+            meeting = self._open[group, number] = Meeting(group, number, (rank, collective), distribute)
         other, expected = meeting.first
         if not collective.fits(expected):
             raise MisfitError(f"collective {number}: rank {other} issued {expected}, rank {rank} {collective}")
         if self._one_order:
-            _require_one_order(meeting, rank, issued)
+            self._queue(rank, meeting)
         issued[group] = number + 1
         meeting.brought[rank] = (collective, output)
-        if len(meeting.brought) == len(group[1]):
-            del self._open[group, number]
-            meeting.hold(distribute, self._arrival_s(group))
-        return meeting
+        return meeting, list(self._hold(meeting))
+
+    def _queue(self, rank: int, meeting: Meeting) -> None:
+        """Put a meeting behind the latest of the rank that is not held yet; raises `MisfitError` for a circle."""
+        latest, self._latest[rank] = self._latest.get(rank), meeting
+        if latest is None or latest.arrival_s is not None:
+            return
+        meeting.after[rank], latest.then[rank] = latest, meeting
+        if circle := _circle(meeting) if meeting.then else ():
+            steps = [f"rank {step} issued {earlier.name} before {later.name}" for step, earlier, later in circle]
+            raise MisfitError(f"{'; '.join(steps)}; NCCL wants one launch order on all ranks")
+
+    def _hold(self, meeting: Meeting) -> Iterator[Meeting]:
+        """Hold a meeting, if that may be, and those that wait for it alone."""
+        ready = [meeting]
+        for held in ready:
+            if held.may_be_held:
+                del self._open[held.group, held.number]
+                held.hold(self._arrival_s(held.group))
+                for rank, following in held.then.items():
+                    del following.after[rank]
+                ready += held.then.values()
+                held.then.clear()
+                yield held
 
     def _arrival_s(self, group: GroupKey) -> float:
         """Return when a collective is done that begins now; 0 where that takes no time."""
@@ -139,13 +181,15 @@ class Meetings:
         return self._free_s[group]
 
 
-def _require_one_order(meeting: Meeting, rank: int, issued: dict[GroupKey, int]) -> None:
-    """Compare how far `rank` is in its other groups with the first member of this meeting that is in them too."""
-    for group, count in issued.items():
-        if group == meeting.group:
-            continue
-        other, expected = meeting.launched.setdefault(group, (rank, count))
-        if count != expected:
-            name = f"collective {meeting.number} of ranks {list(meeting.group[1])}"
-            counts = f"rank {other} issued it after {expected} of ranks {list(group[1])}, rank {rank} after {count}"
-            raise MisfitError(f"{name}: {counts}; NCCL wants one launch order on all ranks")
+def _circle(meeting: Meeting) -> Sequence[tuple[int, Meeting, Meeting]]:
+    """Return the shortest way on which a meeting waits for itself, as (rank, earlier, later); none if it does not."""
+    ways: dict[Meeting, list[tuple[int, Meeting, Meeting]]] = {meeting: []}
+    reached = [meeting]
+    for later in reached:
+        for rank, earlier in later.after.items():
+            if earlier is meeting:
+                return [(rank, earlier, later), *ways[later]]
+            if earlier not in ways:
+                ways[earlier] = [(rank, earlier, later), *ways[later]]
+                reached.append(earlier)
+    return ()

@@ -131,10 +131,9 @@ class LocalGroup(Group):
 
     def _meet(self, collective: Collective, output: Tensor, distribute: Distribute) -> Work:
         with self._world.lock:
-            meeting = self._world.meetings.join(self._rank, self._key, collective, output, distribute)
-            if meeting.arrival_s is not None:
-                for rank in self.ranks:
-                    self._world.wake(rank)
+            meeting, held = self._world.meetings.join(self._rank, self._key, collective, output, distribute)
+            for rank in (rank for other in held for rank in other.group[1]):
+                self._world.wake(rank)
         return _LocalWork(self._world, self._rank, meeting, self.wait_cell, self.wait_code)
 
 

@@ -15,7 +15,7 @@ from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import Overlap, SendAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
-from tests.planner.verify.mutants import mutant, with_program
+from tests.planner.verify.mutants import mutant, reordered, with_program
 from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, plans_up_to
 from tests.planner.verify.test_host_order import held_back
 
@@ -96,6 +96,19 @@ def test_spin_and_checker_agree_on_mutants_under_other_profiles(profile, tmp_pat
         if plan.check().profiles:
             seen.append(assert_spin_agrees(plan, profile, tmp_path))
     assert not all(seen)
+
+
+@needs_spin
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", PROFILES)
+def test_spin_and_checker_agree_on_orders_of_collectives_across_groups(profile, tmp_path):
+    plan, random = (
+        qs.compile("gpipe", mesh="pp=3", microbatches=1, tied={"a": (0, 1), "b": (1, 2), "c": (0, 2)}),
+        Random(0),
+    )
+    judged = [assert_spin_agrees(reordered(plan, random), profile, tmp_path) for _ in range(5)]
+    assert any(judged) == (profile != "tagged")
+    assert not all(judged)
 
 
 @needs_spin

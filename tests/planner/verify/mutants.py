@@ -2,8 +2,8 @@
 
 A mutant is one of the `small_plans` with changes of its programs: instructions swapped, moved, dropped or doubled,
 messages sent to another rank, microbatches, stages and buckets renumbered, forwards and backwards put side by side
-(`overlap_edits`). `any_mutant` changes its head and its spelled-out collectives as well (`head_edits`), in 1 to 4
-places. Some do no harm.
+(`overlap_edits`), the sums over several groups of ranks issued in other orders. `any_mutant` changes its head and its
+spelled-out collectives as well (`head_edits`), in 1 to 4 places. Some do no harm.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from quintsched.ir.instructions import (
     OptStep,
     Overlap,
     ReduceScatterBucket,
+    ShareMetrics,
     SyncTied,
 )
 from quintsched.plan import Plan
@@ -48,6 +49,19 @@ def any_mutant(plan: Plan, random: Random) -> Plan:
     """Return the plan with 1 to 4 changes of any kind."""
     for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4))):
         plan = (edit_head if random.random() < 0.3 else edit_program)(plan, random)
+    return reordered(plan, random) if plan.tied and random.random() < 0.2 else plan
+
+
+def reordered(plan: Plan, random: Random) -> Plan:
+    """Return the plan with its collectives over pipeline ranks in another order: in one on all ranks, or on some."""
+    ranks, salt, in_one_order = range(len(plan.programs)), random.random(), random.random() < 0.4
+    for rank in ranks if in_one_order else random.sample(ranks, random.randint(1, len(ranks))):
+        program = list(plan.programs[rank])
+        places = [index for index, i in enumerate(program) if isinstance(i, SyncTied | ShareMetrics)]
+        drawn = {program[at]: Random(f"{salt} {program[at]} {in_one_order or rank}").random() for at in places}
+        for index, i in zip(places, sorted((program[at] for at in places), key=drawn.__getitem__), strict=True):
+            program[index] = i
+        plan = with_program(plan, rank, program)
     return plan
 
 

@@ -183,10 +183,25 @@ def _uneven() -> Iterator[Recipe]:
         yield Recipe(find_schedule(name), shape | more)
 
 
-SMALL, SPELLED, OFFLOADED, OVERLAPPING, UNEVEN = (
-    tuple(recipes) for recipes in (_small(), _spelled(), _offloaded(), _overlapping(), _uneven())
+def _tied() -> Iterator[Recipe]:
+    """Yield plans with sums over several groups of ranks, of which some share a rank and some share more."""
+    shapes: list[tuple[str, str, int, Sequence[tuple[int, ...]]]] = [
+        ("1f1b", "pp=3", 3, [(0, 1), (1, 2), (0, 2)]),
+        ("zb-h1", "pp=3", 3, [(0, 1), (0, 1, 2), (1, 2)]),
+        ("gpipe", "pp=4", 2, [(0, 1, 3), (1, 2), (2, 3)]),
+        ("interleaved-1f1b", "pp=3", 3, [(0, 4), (2, 4), (2, 3)]),
+        ("zbv", "pp=2", 3, [(0, 1), (0, 3), (2, 3)]),
+        ("1f1b", "dp=2,pp=3", 3, [(0, 2), (1, 2), (0, 1)]),
+    ]
+    for name, mesh, microbatches, groups in shapes:
+        tied = dict(zip(("embedding", "more", "bias"), groups, strict=True))
+        yield Recipe(find_schedule(name), {"mesh": mesh, "microbatches": microbatches, "tied": tied})
+
+
+SMALL, SPELLED, OFFLOADED, OVERLAPPING, UNEVEN, TIED = (
+    tuple(recipes) for recipes in (_small(), _spelled(), _offloaded(), _overlapping(), _uneven(), _tied())
 )
-RARE = (*SPELLED, *OVERLAPPING, *UNEVEN, *OFFLOADED)
+RARE = (*SPELLED, *OVERLAPPING, *UNEVEN, *OFFLOADED, *TIED)
 EACH = (*SMALL, *RARE)
 DRAWN = (*SMALL, *RARE * 4)
 """All of them; those that are few come up oftener where plans are drawn by chance."""

@@ -1,7 +1,6 @@
 """Plans whose queues are free of deadlock, but not where a host issues each rank's program in order: `check` refuses.
 
-A second opinion walks the programs as hosts do. A message or a sum is only issued; a computation waits for what it
-takes; the gradient norm waits for all ranks. Where messages have tags, those stand for issued when their value is made.
+A second opinion, `Hosts`, walks the programs as hosts do.
 """
 
 from __future__ import annotations
@@ -17,25 +16,21 @@ import quintsched as qs
 from quintsched.graph.edges import build_graph
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import find_profile
-from quintsched.ir.dataflow import Value, flow
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import (
     AllReduceBucket,
     Bwd,
-    ClipGrad,
     Fwd,
     Instruction,
     Message,
-    Recv,
     RecvAct,
     RecvGrad,
-    Send,
     SendAct,
     SendGrad,
-    ShareMetrics,
     SyncTied,
 )
 from quintsched.plan import Plan
+from tests.planner.verify.judge_hosts import Hosts
 
 PROFILES = ("channel", "tagged")
 PLANS = [
@@ -101,64 +96,6 @@ def test_every_schedule_can_be_issued_in_order(profile: str) -> None:
         plan = qs.compile(schedule, mesh="pp=4", microbatches=8)
         assert plan.check(profile=profile).sound
         assert Hosts(plan, profile).finish()
-
-
-class Hosts:
-    """The ranks' hosts, each with a program counter; a plan's data flow must be sound."""
-
-    def __init__(self, plan: Plan, profile: str) -> None:
-        self.programs = plan.programs
-        self.flows = [[flow(i, plan.layout, rank) for i in program] for rank, program in enumerate(plan.programs)]
-        self.made = [
-            {value: index for index, made in enumerate(flows) for value in made.produces} for flows in self.flows
-        ]
-        self.stage_to_pp = plan.stage_to_pp
-        self.tagged = profile == "tagged"
-        self.counters = [0] * len(plan.programs)
-
-    def finish(self) -> bool:
-        """Let all go on until nobody can; return whether all have come to the end."""
-        while any(self._advance(rank) for rank in self._ranks()):
-            pass
-        return all(at == len(program) for at, program in zip(self.counters, self.programs, strict=True))
-
-    def _advance(self, rank: int) -> bool:
-        begin = self.counters[rank]
-        while self.counters[rank] < len(self.programs[rank]) and self._may_pass(rank, self.counters[rank]):
-            self.counters[rank] += 1
-        return self.counters[rank] > begin
-
-    def _may_pass(self, rank: int, index: int) -> bool:
-        instruction, uses = self.programs[rank][index], self.flows[rank][index]
-        if isinstance(instruction, Message | ShareMetrics | SyncTied):
-            return True
-        if isinstance(instruction, ClipGrad) and not all(self._reached(other, ClipGrad()) for other in self._ranks()):
-            return False
-        return all(self._is_there(rank, value) for value in (*uses.consumes, *uses.reads))
-
-    def _ranks(self) -> range:
-        return range(len(self.counters))
-
-    def _reached(self, rank: int, instruction: Instruction) -> bool:
-        return self.counters[rank] >= self.programs[rank].index(instruction)
-
-    def _issued(self, rank: int, instruction: Instruction) -> bool:
-        return self.counters[rank] > self.programs[rank].index(instruction)
-
-    def _is_there(self, rank: int, value: Value) -> bool:
-        maker = self.programs[rank][self.made[rank][value]]
-        if isinstance(maker, ShareMetrics):
-            return all(self._issued(other, maker) for other in self._ranks())
-        if isinstance(maker, SyncTied):
-            return all(self._issued(self.stage_to_pp[stage], maker) for stage in maker.stages)
-        return self._is_sent(maker.peer, value) if isinstance(maker, Recv) else True
-
-    def _is_sent(self, rank: int, value: Value) -> bool:
-        if self.tagged:
-            return self.counters[rank] > self.made[rank][value]
-        taken = (value in uses.consumes for uses in self.flows[rank])
-        send = next(i for i, takes in zip(self.programs[rank], taken, strict=True) if takes and isinstance(i, Send))
-        return self._issued(rank, send)
 
 
 def moved(plan: Plan, profile: str, random: Random) -> Plan:

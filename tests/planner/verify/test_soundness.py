@@ -18,8 +18,9 @@ from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.equivalence import equivalence
 from quintsched.verify.soundness import Point
 from tests.planner.verify.judge import Judge
-from tests.planner.verify.mutants import any_mutant, with_program
-from tests.planner.verify.small_plans import DRAWN, EACH, OVERLAPPING, any_plan, plans_up_to
+from tests.planner.verify.judge_hosts import Hosts
+from tests.planner.verify.mutants import any_mutant, reordered, with_program
+from tests.planner.verify.small_plans import DRAWN, EACH, OVERLAPPING, TIED, any_plan, plans_up_to
 
 PIPELINES = [recipe for recipe in DRAWN if recipe.mesh.pp > 1]
 PARTS = 32
@@ -34,7 +35,8 @@ def mutants(draw: st.DrawFn) -> Plan:
 def assert_agreement(plan: Plan) -> None:
     """The verdict and the run agree on soundness, and on deadlock wherever the checker says anything about it.
 
-    What is sound computes the sequential gradient, as algebra has it.
+    So do hosts that launch collectives, on NCCL and on gloo. What is sound computes the sequential gradient, as algebra
+    has it.
     """
     verdict, run = plan.check(profile="blocking"), Judge(plan)
     assert verdict.sound == run.good, (verdict.explain(), run.finished, run.faults)
@@ -46,6 +48,8 @@ def assert_agreement(plan: Plan) -> None:
     if not any(finding.point is Point.DATA_FLOW for finding in verdict.findings) and verdict.profiles:
         free = list(verdict.profiles.values())
         assert free == sorted(free), "a stricter transport is free where a laxer one is not"
+        for profile in ("channel", "tagged"):
+            assert verdict.profiles[profile] == Hosts(plan, profile).finish(), verdict.explain()
 
 
 @settings(max_examples=500)
@@ -74,6 +78,15 @@ def test_checker_and_run_agree_on_twenty_thousand_mutants_of_pairs(seed):
         if plan.check(profile="blocking").sound:
             sound[len(plan.columns.rows_where(Overlap)) > 0] += 1
     assert sound[True] > 200, sound
+
+
+def test_checker_and_run_agree_on_orders_of_collectives_across_groups():
+    random, free = Random(0), Counter[bool]()
+    for _ in range(60):
+        plan = reordered(any_plan(TIED, random), random)
+        assert_agreement(plan)
+        free[plan.check().profiles.get("channel", False)] += 1
+    assert min(free[True], free[False]) > 10, free
 
 
 def test_checker_and_run_agree_on_every_pair_of_a_small_plan():

@@ -2,15 +2,23 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import permutations, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quintsched as qs
 from quintsched.errors import MisfitError, StallError, UsageError
+from quintsched.ir.instructions import ShareMetrics, SyncTied
 from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, Rules, Transport, Work, run_local
 from quintsched.runtime.comm.local.wire import Wire
+
+from ...planner.verify.judge import Judge
+from ...planner.verify.judge_hosts import Hosts
 
 BOTH_WAYS = [(0, 1), (1, 0)]
 STRICT: tuple[Rules, ...] = ("rendezvous", "nccl")
@@ -198,7 +206,11 @@ def test_collectives_of_two_groups_in_opposite_orders_are_refused() -> None:
         return "ab" if rank == 0 else "ba"
 
     assert launch(order, "rendezvous") == [4, 4]
-    with pytest.raises(MisfitError, match=r"rank . issued it after . .*, rank . after .; NCCL wants one launch order"):
+    name = r"collective 0 of ranks \[0, 1\]"
+    said = (
+        rf"rank (.) issued {name} before {name}; rank (?!\1). issued {name} before {name}; NCCL wants one launch order"
+    )
+    with pytest.raises(MisfitError, match=said):
         launch(order, "nccl")
 
 
@@ -216,6 +228,62 @@ def test_only_ranks_that_share_two_groups_must_agree() -> None:
     assert launch(lambda rank: "pab" if rank < 2 else "abp", "nccl", ranks=4) == [10] * 4
     with pytest.raises(MisfitError, match="one launch order"):
         launch(lambda rank: "pab" if rank != 3 else "abp", "nccl", ranks=4)
+
+
+GROUPS = {"a": (0, 1), "b": (1, 2), "c": (0, 2)}
+TIED = qs.compile("1f1b", mesh="pp=3", microbatches=1, tied=GROUPS)
+
+
+def issue(plan: qs.Plan) -> None:
+    """Issue the sums of ties and the metrics of a plan, in its order, and nothing else; then wait for all of them."""
+
+    def body(t: Transport) -> None:
+        groups = [t.make_group([ranks, *((r,) for r in range(3) if r not in ranks)]) for ranks in GROUPS.values()]
+        found = dict(zip(GROUPS, groups, strict=True))
+        issued = [i for i in plan.programs[t.rank] if isinstance(i, SyncTied | ShareMetrics)]
+        places = [found[i.params] if isinstance(i, SyncTied) else t.world_group() for i in issued]
+        for work in [group.all_reduce(torch.ones(1)) for group in places]:
+            work.wait()
+
+    run_local(3, body, rules="nccl")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("first", [*permutations(["a", "c", ""])])
+def test_the_proof_the_judge_and_this_wire_ask_for_one_order_of_all_groups(first: tuple[str, ...]) -> None:
+    """Two groups that share two ranks, and three that share one each, in every order."""
+    free = 0
+    for orders in product([first], permutations(["a", "b", ""]), permutations(["b", "c", ""])):
+        sums = {i.params: i for p in TIED.programs for i in p if isinstance(i, SyncTied)} | {"": ShareMetrics()}
+        kept = [[i for i in p if not isinstance(i, SyncTied | ShareMetrics)] for p in TIED.programs]
+        programs = [(*p[:-2], *(sums[name] for name in o), *p[-2:]) for p, o in zip(kept, orders, strict=True)]
+        plan = replace(TIED, programs=tuple(programs))
+        assert Judge(plan).good == Hosts(plan, "channel").finish() == plan.check(profile="channel").sound
+        assert plan.check(profile="tagged").sound
+        free += plan.check().sound
+        with nullcontext() if plan.check().sound else pytest.raises(MisfitError, match="one launch order"):
+            issue(plan)
+    assert 0 < free < 18
+
+
+def test_what_waits_for_a_collective_behind_another_one_waits_for_both() -> None:
+    """Rank 0 holds up its first collective till it hears from rank 1, which waits for the second before it speaks."""
+
+    def body(t: Transport) -> None:
+        everyone, pair = t.world_group(), t.make_group([(1, 2), (0,)])
+        t.open_channels([(1, 0)])
+        if t.rank == 0:
+            t.recv(torch.zeros(2), 1, 0).wait()
+        works = [everyone.all_reduce(torch.ones(1)), pair.all_reduce(torch.ones(1))]
+        if t.rank == 1:
+            works[1].wait()
+            t.send(torch.zeros(2), 0, 0).wait()
+        for work in works:
+            work.wait()
+
+    run_local(3, body, rules="rendezvous")
+    with pytest.raises(StallError, match="deadlock: nothing that is waited for can come"):
+        run_local(3, body, rules="nccl")
 
 
 def timed(work: Work) -> float:
