@@ -2,6 +2,9 @@
 
     in a wait for a message     ┬─ torch raised it           frames of ours and of torch.distributed: a peer is gone
                                 └─ a signal's handler did    a frame of somebody else's: this rank's own error
+    in the user's code          ┬─ a `raise` of that code    its own error, whatever it says
+                                ├─ torch.distributed did     a peer may be gone; its own error, where none is
+                                └─ a call into C did         the same, if it is an error of torch's wires
 
 A signal's handler (torch's for a DataLoader worker that died, a time limit of the user's) runs wherever Python is, so
 also inside of what catches errors of the same kind.
@@ -13,12 +16,14 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from dis import opname
+from itertools import takewhile
 from types import TracebackType
 
 from quintsched.errors import MisfitError, QuintschedError, StallError, printable
 
 _WORDS_OF_WIRES = re.compile(r"gloo/|\bNCCL\b|TCPStore|ProcessGroup|Connection (closed|reset) by peer")
-"""What torch's errors say that are raised where a user's code calls it directly."""
+"""What torch's errors say that calls into C raise in the user's own frames, as `work.wait()` does."""
 
 _WIRE_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 """Kinds of torch's."""
@@ -92,13 +97,19 @@ class Suppressed:
 
 
 def _is_of_wires(error: BaseException) -> bool:
-    """Whether torch raised an error since a peer is gone or late."""
-    if not isinstance(error, RuntimeError):
+    """Whether torch raised an error as ranks communicate, so that a peer may be gone or late."""
+    is_wires_kind = type(error).__name__ in _WIRE_ERRORS
+    if type(error) is not RuntimeError and not is_wires_kind:
         return False
-    last = list(_modules(error))[-1:]
-    is_torchs = any(name == "torch.distributed" or name.startswith("torch.distributed.") for name in last)
-    is_plain = type(error) is RuntimeError and _WORDS_OF_WIRES.search(message_of(error)) is not None
-    return is_torchs or is_plain or type(error).__name__ in _WIRE_ERRORS
+    if any(name.startswith("torch.distributed") for name in takewhile(_is_torchs, reversed([*_modules(error)]))):
+        return True
+    return not _was_raised_in_python(error) and (is_wires_kind or _WORDS_OF_WIRES.search(message_of(error)) is not None)
+
+
+def _was_raised_in_python(error: BaseException) -> bool:
+    """Whether a `raise` statement raised an error, and no call into C."""
+    last = list(_entries(error))[-1:]
+    return any(opname[entry.tb_frame.f_code.co_code[entry.tb_lasti]] == "RAISE_VARARGS" for entry in last)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -113,15 +124,23 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _modules(error: BaseException) -> Iterator[str]:
     """Yield the names of the modules whose frames an error has passed, the last one raised it."""
+    return (str(entry.tb_frame.f_globals.get("__name__", "")) for entry in _entries(error))
+
+
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    """Yield the entries of an error's traceback, the last is where it was raised."""
     trace = error.__traceback__
     while trace is not None:
-        yield str(trace.tb_frame.f_globals.get("__name__", ""))
+        yield trace
         trace = trace.tb_next
 
 
 def _is_known(name: str) -> bool:
-    """Whether a module is ours, torch's or Python's; torch's handler of signals counts as the user's."""
+    """Whether a module is ours, torch's or Python's."""
     root = name.partition(".")[0]
-    if root == "torch":
-        return not name.startswith("torch.utils.data")
-    return root == "quintsched" or root in sys.stdlib_module_names
+    return _is_torchs(name) if root == "torch" else root == "quintsched" or root in sys.stdlib_module_names
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether a module is torch's; its handler of signals counts as the user's, for it speaks of the user's loaders."""
+    return name.partition(".")[0] == "torch" and not name.startswith("torch.utils.data")

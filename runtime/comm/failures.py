@@ -58,7 +58,7 @@ def as_stall(error: Exception, publisher: Publisher) -> Exception:
     """
     if is_own(error) or lost_peer(error):
         return error
-    verdict = publisher.explain(headline(error))
+    verdict = publisher.explain(headline(error), in_code=True)
     if verdict is None or not verdict.message or verdict.message.startswith(NOBODY):
         return error
     stall = StallError(verdict.message)

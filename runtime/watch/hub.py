@@ -36,7 +36,7 @@ from .judge import SETTLE_S, Judge, Ruling, is_silent
 from .process import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
 from .roster import Member
-from .verdict import Plans, Verdict, make_verdict
+from .verdict import Plans, Verdict, make_verdict, own_errors
 
 TICK_S = 0.1
 HURRY_S = 0.01
@@ -244,7 +244,7 @@ class Hub:
                 for connection in self._by_rank.values():
                     connection.send({"ask": 1})
             case Ruling.JUDGE:
-                self._make_verdict()
+                self._rule()
             case Ruling.OVER:
                 errors = {member.error for member in self._members}
                 for connection in self._by_rank.values():
@@ -275,10 +275,20 @@ class Hub:
             else:
                 member.closed_s = None
 
-    def _make_verdict(self) -> None:
+    def _rule(self) -> None:
+        """Make the verdict; not yet where ranks are told that their own code failed, which they say first."""
         now, still_s = now_s(), max(self._progress.still_s / 2, SETTLE_S)
         for member in self._members:
             member.is_silent = is_silent(member, now)
+        own = own_errors(self._members, self._plans, now, still_s=still_s)
+        for member in own:
+            member.own_up()
+            if member.rank in self._by_rank:
+                self._by_rank[member.rank].send({"own": 1})
+        if not own:
+            self._make_verdict(now, still_s)
+
+    def _make_verdict(self, now: float, still_s: float) -> None:
         self.verdict = make_verdict(self._members, self._plans, self._report, now, still_s=still_s)
         for connection in self._by_rank.values():
             self._announce(connection)

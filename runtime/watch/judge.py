@@ -6,7 +6,9 @@ a rank's own code raised                       when its process has ended, so th
 all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
 some refuse                                    4 s later; 8 s while others have not connected, who may find the same;
                                                0.3 s after another one's wait for them has failed
-a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
+a rank's wait for others failed                as soon as the cause is known, 2 s later in any case; where it was the
+                                               user's code that waited, and nobody else is to blame, that rank first
+                                               says the error, as its own
 nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
 a rank of another machine does not answer      the last two wait for whether it is cut off, 15 s at most
 """
@@ -99,7 +101,7 @@ class Judge:
         is_awaited = any(member.lives and member.place.wait != NOTHING for member in self._members)
         ends = (member for member in self._members if is_bad_end(member))
         due = [self._due_of_end(member) for member in ends if is_awaited or not is_quiet(member)]
-        raised = (member for member in self._members if member.error is not None and member.error[0] != "stall")
+        raised = (member for member in self._members if member.error is not None and not member.complains)
         due += [self._first_s.setdefault(f"error {one.rank}", now_s) + self._patience(one) for one in raised]
         if due and self._all_refuse():
             return None
@@ -118,10 +120,11 @@ class Judge:
         return member.fate_s + (QUIET_S if is_quiet(member) else SETTLE_S)
 
     def _complaint(self, now_s: float) -> float | None:
-        if not any(member.error is not None and member.error[0] == "stall" for member in self._members):
+        began = [self._first_s.setdefault(f"complaint {one.rank}", now_s) for one in self._members if one.complains]
+        if not began:
             return None
         is_explained = any(not member.lives or _refuses(member) for member in self._members)
-        return self._first_s.setdefault("complaint", now_s) + (SETTLE_S if is_explained else COMPLAINT_S)
+        return min(began) + (SETTLE_S if is_explained else COMPLAINT_S)
 
     def _all_refuse(self) -> bool:
         """Whether all ranks that have not ended as they should say, by themselves, why they cannot go on."""

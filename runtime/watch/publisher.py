@@ -46,8 +46,11 @@ class Listener(Protocol):
     def tell_error(self, error: BaseException) -> None:
         """Pass on why this rank ends."""
 
-    def ask(self, words: str) -> Answer | None:
-        """Pass on that a wait for other ranks failed, in `words`; return the verdict, None where there is none."""
+    def ask(self, words: str, *, in_code: bool = False) -> Answer | None:
+        """Pass on that a wait for other ranks failed, in `words`; return the verdict, None where there is none.
+
+        `in_code`: it was the user's code that waited, and may have failed by itself; the message is empty then.
+        """
 
     def has_said(self, error: BaseException) -> bool | None:
         """Return whether the hub has told the user of an error that was passed on; waits for its verdict.
@@ -177,12 +180,13 @@ class Publisher:
         """
         return None if self._listener is None else self._listener.has_said(error)
 
-    def explain(self, said: str) -> Answer | None:
+    def explain(self, said: str, *, in_code: bool = False) -> Answer | None:
         """Say that a wait for other ranks failed, and return whose fault it was; None: nobody says.
 
-        Takes a few seconds at most.
+        `in_code`: it was the user's code that waited; the message is empty where that failed by itself. Takes a few
+        seconds at most.
         """
-        return None if self._listener is None else self._listener.ask(said)
+        return None if self._listener is None else self._listener.ask(said, in_code=in_code)
 
     def close(self, *, clean: bool = True) -> None:
         """Say no more; `clean`: this rank has done all that it should."""

@@ -18,8 +18,13 @@ from .cell import NOWHERE, START, CellReader, Place
 from .process import NOBODY, ProcessId
 from .waiting import WORLD_CODE, wait_of
 
-ErrorKind = Literal["own", "refusal", "stall"]
-"""What a rank says of an error: its own code's; one that all ranks may find alike; that a wait for others failed."""
+ErrorKind = Literal["own", "refusal", "stall", "unclear"]
+"""What a rank says of an error: its own code's; one that all ranks may find alike; that a wait for others failed; that
+its code failed as it communicated: another rank's fault if there is one, else its own.
+"""
+
+COMPLAINTS: tuple[ErrorKind, ...] = ("stall", "unclear")
+"""The kinds of errors that may be another rank's fault."""
 
 
 @dataclass
@@ -63,6 +68,21 @@ class Member:
         """Whether it may still move."""
         return self.fate is None and not self.has_ended
 
+    @property
+    def complains(self) -> bool:
+        """Whether its error may be another rank's fault."""
+        return self.error is not None and self.error[0] in COMPLAINTS
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether nobody knows yet if its error is its own."""
+        return self.error is not None and self.error[0] == "unclear"
+
+    def own_up(self) -> None:
+        """Take its error for its own."""
+        assert self.error is not None
+        self.error = ("own", self.error[1])
+
     def move(self, place: Place, now_s: float) -> None:
         """Take in where it is."""
         self.heard_s = now_s
@@ -78,7 +98,7 @@ class Member:
 
     def fail(self, kind: ErrorKind, text: str, code: int, now_s: float) -> None:
         """Take in what it raised; its own error counts for more than a wait that failed before."""
-        if self.error is None or self.error[0] == "stall":
+        if self.error is None or self.complains:
             self.error, self.error_s, self.error_code = (kind, text), now_s, code
 
     def state(self, now_s: float, modes: Mapping[int, str], num_ranks: int) -> RankState:
@@ -106,7 +126,7 @@ class Member:
     def _told_fate(self, now_s: float) -> Fate | None:
         """Return its fate, with the error that it told before; one that gives up without a complaint has no reason."""
         ago_s, fate = now_s - self.fate_s, self.fate
-        if self.error is not None and self.error[0] != "stall":
+        if self.error is not None and not self.complains:
             code = fate.code if fate is not None and fate.kind == "exit" else None
             return Fate("error", code, self.error[1], ago_s=now_s - self.error_s)
         if fate is None:

@@ -80,20 +80,38 @@ def make_verdict(
     members: Sequence[Member], plans: Plans, report: Path | None, now_s: float, *, still_s: float
 ) -> Verdict:
     """Make the verdict on what the members said last, and begin to write the report, for which nobody waits long."""
-    modes = plans.modes()
-    states = [member.state(now_s, modes, len(members)) for member in members]
-    plan = plans.get(_program(members))
-    if plan is None:
-        ranks, message = find_without_plan(states)
+    found = _find(members, plans, now_s, still_s)
+    if not isinstance(found, StallReport):
+        ranks, message = found
         return _verdict(message, ranks, members, None)
-    found = find_culprit(plan, states, still_s=still_s)
     words, writing = _write(found, report)
     return _verdict("\n".join([found.words(), *words]), found.ranks, members, writing)
 
 
+def own_errors(members: Sequence[Member], plans: Plans, now_s: float, *, still_s: float) -> list[Member]:
+    """Return the members whose unclear errors are their own: no other rank is to blame, or has ended before."""
+    unclear = {member.rank: member for member in members if member.is_unclear}
+    others = [member for member in members if member.rank not in unclear]
+    if not unclear or any(member.fate is not None and not member.complains for member in others):
+        return []
+    found = _find(members, plans, now_s, still_s)
+    ranks = found.ranks if isinstance(found, StallReport) else found[0]
+    return list(unclear.values()) if unclear.keys() >= set(ranks) else []
+
+
+def _find(
+    members: Sequence[Member], plans: Plans, now_s: float, still_s: float
+) -> StallReport | tuple[tuple[int, ...], str]:
+    """Return the report; before a plan is known, who is to blame and the message."""
+    modes = plans.modes()
+    states = [member.state(now_s, modes, len(members)) for member in members]
+    plan = plans.get(_program(members))
+    return find_without_plan(states) if plan is None else find_culprit(plan, states, still_s=still_s)
+
+
 def _verdict(message: str, culprits: tuple[int, ...], members: Sequence[Member], writing: Thread | None) -> Verdict:
     """Return a verdict; its exit code is that of the first culprit that raised, which is the same on whatever rank."""
-    raised = [one for one in members if one.rank in culprits and one.error is not None and one.error[0] != "stall"]
+    raised = [one for one in members if one.rank in culprits and one.error is not None and not one.complains]
     code = raised[0].error_code if raised else StallError.exit_code
     return Verdict(
         message,

@@ -23,7 +23,7 @@ from weakref import ref
 
 from quintsched.errors import CodeError, QuintschedError, StallError, printable
 from quintsched.files.terminal import StreamBroken, write_error
-from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, said
+from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, lost_peer, said
 
 from . import clock
 from .cell import Cell
@@ -96,13 +96,17 @@ class Watcher:
             self._say(error=headline(error), kind=kind, code=_exit_code_alone(error))
             self._has_failed, self._refuses = True, is_refusal
         elif isinstance(error, Exception) and not (self._asks or self._has_failed):
-            self._say(error=headline(error), kind="stall")
+            self._say(error=headline(error), kind="stall" if lost_peer(error) else "unclear")
 
-    def ask(self, words: str) -> Answer | None:
-        """Pass on that a wait for others failed, and return the verdict, if one comes within `ASK_S`."""
-        self._asks = True
-        self._say(error=printable(words), kind="stall")
-        self._answered.wait(ASK_S)
+    def ask(self, words: str, *, in_code: bool = False) -> Answer | None:
+        """Pass on that a wait for others failed, and return the verdict, if one comes within `ASK_S`.
+
+        One that failed `in_code` of the user's may turn out to be this rank's own error: the message is empty then.
+        """
+        if not self._has_failed:
+            self._asks = True
+            self._say(error=printable(words), kind="unclear" if in_code else "stall")
+            self._answered.wait(ASK_S)
         return self._answer
 
     def has_said(self, error: BaseException) -> bool | None:
@@ -208,6 +212,9 @@ class Watcher:
             self._say_place()
         if "over" in message:
             self._is_of_all = bool(message["alike"])
+            self._answered.set()
+        if "own" in message:
+            self._asks, self._has_failed, self._answer = False, True, Answer("", was_told=False)
             self._answered.set()
         if "verdict" in message:
             self._end(str(message["verdict"]), was_told=bool(message["spoken"]), at_once=bool(message["at_once"]))

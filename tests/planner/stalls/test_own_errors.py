@@ -1,6 +1,7 @@
 """Whose error it is: torch's in a wait, a signal's handler's in the same place, the user's own code's."""
 
 import asyncio
+import ctypes
 import signal
 
 import pytest
@@ -44,6 +45,59 @@ def test_a_handler_is_heard_where_errors_of_its_kind_are_left_out():
 
 def of_torch(text):
     return caught(f"raise RuntimeError({text!r})", name="torch.distributed.distributed_c10d")
+
+
+def of_user(code, **names):
+    """Return what code of the user's raises."""
+    try:
+        exec(code, {"__name__": "my.blocks", "c": ctypes.pythonapi.PyErr_SetString, "RE": RE, **names})
+    except Exception as error:
+        return error
+    raise AssertionError("it has to raise")
+
+
+RE = ctypes.py_object(RuntimeError)
+LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+COLLECTIVE = {"__name__": "torch.distributed.distributed_c10d", "c": ctypes.pythonapi.PyErr_SetString, "RE": RE}
+exec(f"def all_reduce(): c(RE, b'{LOST}')\ndef check(): raise NotImplementedError('no gloo/ sharding')", COLLECTIVE)
+LOADER = {"__name__": "torch.utils.data.dataloader"}
+exec("def fetch(): raise RuntimeError('Caught RuntimeError: NCCL ProcessGroup, Connection reset by peer')", LOADER)
+OTHERS = {"__name__": "torch._ops", "inner": COLLECTIVE["all_reduce"]}
+exec("def call(): inner()", OTHERS)
+DIST_ERROR = type("DistStoreError", (RuntimeError,), {})
+
+
+@pytest.mark.parametrize(
+    ("code", "own"),
+    [
+        ("raise RuntimeError('reading failed: Connection reset by peer while reading shard-17')", True),
+        ("raise RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer')", True),
+        ("raise DistStoreError('a store of mine')", True),
+        ("fetch()", True),
+        ("check()", True),
+        ("c(RE, b'mat1 and mat2 shapes cannot be multiplied')", True),
+        ("c(RE, LOST)", False),
+        ("c(DIST, b'wait timeout after 4000ms')", False),
+        ("all_reduce()", False),
+        ("call()", False),
+        ("try: all_reduce()\nexcept RuntimeError as error: raise KeyError('my sync') from error", False),
+        ("try: all_reduce()\nexcept RuntimeError: raise KeyError('my sync')", False),
+        ("try: all_reduce()\nexcept RuntimeError: raise", False),
+        ("try: all_reduce()\nexcept RuntimeError as error: kept = error\nraise kept", False),
+        ("try: fetch()\nexcept RuntimeError as error: raise RuntimeError(f'gloo/ {error}') from error", True),
+        ("try: open('/no/gloo/such')\nexcept OSError as error: raise RuntimeError(str(error)) from error", True),
+    ],
+)
+def test_the_last_frames_decide_whose_error_it_is_and_no_words(code, own):
+    names = {"all_reduce": COLLECTIVE["all_reduce"], "check": COLLECTIVE["check"], "fetch": LOADER["fetch"]}
+    names |= {"call": OTHERS["call"], "LOST": LOST.encode(), "DistStoreError": DIST_ERROR}
+    assert is_own(of_user(code, DIST=ctypes.py_object(DIST_ERROR), **names)) is own
+
+
+def test_a_handler_within_a_collective_is_the_ranks_own():
+    handler = {"__name__": "torch.utils.data._utils.signal_handling", "c": ctypes.pythonapi.PyErr_SetString, "RE": RE}
+    exec("def handler(): c(RE, b'DataLoader worker (pid 7) is killed by signal: Killed.')", handler)
+    assert is_own(caught("handler()", handler["handler"], "torch.distributed.distributed_c10d"))
 
 
 @pytest.mark.parametrize(

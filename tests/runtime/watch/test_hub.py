@@ -56,6 +56,19 @@ print(publisher.has_said(error), flush=True)
 """
 
 
+UNCLEAR = """
+import sys
+from quintsched.runtime.watch.start import WatchOptions, find_watch
+
+publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
+print("here", flush=True)
+sys.stdin.readline()
+print(publisher.explain("RuntimeError: gloo said so", in_code=True), flush=True)
+sys.stdin.read()
+sys.exit(1)
+"""
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     made = Hub(2, report=tmp_path / "stall.json")
@@ -130,6 +143,27 @@ def test_a_rank_hears_whether_its_refusal_was_said(
         assert found is None or (found.culprits == (1,) and "raised no" in found.message)
         for rank in refusing:
             assert ranks[rank].stdout.readline() == f"{said}\n"  # type: ignore[union-attr]
+
+
+@pytest.mark.processes
+def test_a_rank_whose_own_code_failed_as_it_communicated_says_so_before_the_verdict(
+    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintsched.runtime.watch.judge.COMPLAINT_S", 0.2)
+    start_rank(0)
+    command, pipe = [sys.executable, "-c", UNCLEAR, "1"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment) as rank:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "here\n"
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "Answer(message='', was_told=False)\n"
+        assert hub.verdict is None
+    found = hub.wait(5)
+    assert found is not None
+    assert (found.culprits, found.exit_code) == ((1,), 1)
+    assert "raised RuntimeError: gloo said so" in found.message
 
 
 @pytest.mark.processes

@@ -5,8 +5,8 @@ import pytest
 import quintsched as qs
 from quintsched.runtime.watch.cell import Place
 from quintsched.runtime.watch.roster import ErrorKind, Member
-from quintsched.runtime.watch.verdict import Plans, Verdict, make_verdict
-from quintsched.runtime.watch.waiting import NOTHING
+from quintsched.runtime.watch.verdict import Plans, Verdict, make_verdict, own_errors
+from quintsched.runtime.watch.waiting import NOTHING, WORLD_CODE
 from quintsched.stalls.states import Fate
 
 NOW_S = 70_000.0
@@ -56,3 +56,42 @@ def test_a_rank_that_never_connected_is_on_an_unknown_host() -> None:
     ranks[1] = Member(1)
     ranks[1].end(Fate("exit", 2), NOW_S - 1)
     assert judge(ranks).message.startswith("rank 1 (host unknown, pp=1) ended with exit code 2 setting up")
+
+
+@pytest.mark.parametrize(
+    ("others", "own"),
+    [
+        ("waits", True),
+        ("complains", True),
+        ("complains alike", True),
+        ("was killed", False),
+        ("raised", False),
+        ("left its loop", True),
+        ("gave up", True),
+    ],
+)
+def test_what_failed_in_code_that_communicates_is_its_own_where_no_other_rank_is_to_blame(
+    others: str, own: bool
+) -> None:
+    ranks = members()
+    ranks[1].fail("unclear", "RuntimeError: gloo said so", 1, NOW_S - 2)
+    ranks[0].place = STEP._replace(wait=WORLD_CODE)
+    match others:
+        case "complains" | "gave up":
+            ranks[0].fail("stall", "a peer died", 1, NOW_S - 2)
+        case "complains alike":
+            ranks[0].fail("unclear", "RuntimeError: gloo said so", 1, NOW_S - 2)
+        case "was killed":
+            ranks[0].end(Fate("signal", 9), NOW_S - 1)
+        case "raised":
+            ranks[0].fail("own", "ValueError", 1, NOW_S - 1)
+        case "left its loop":
+            ranks[0].has_ended = True
+    if others == "gave up":
+        ranks[0].end(Fate("exit", 4), NOW_S - 1)
+    found = own_errors(ranks, Plans(PLAN), NOW_S, still_s=1.0)
+    assert [member.rank for member in found] == [member.rank for member in ranks if member.is_unclear] * own
+    for member in found:
+        member.own_up()
+    if own:
+        assert (judge(ranks).exit_code, "gloo said so" in judge(ranks).message) == (1, True)
