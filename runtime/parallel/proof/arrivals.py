@@ -116,7 +116,8 @@ class Arrivals:
 
         Collective: a guess has to do on all ranks of the group.
         """
-        for spec in map(TreeSpec.plain, _likely_inputs(outlines[0], dtype or torch.float32)):
+        built = (p.dtype for block in outlines for p in block.parameters() if p.is_floating_point())
+        for spec in map(TreeSpec.plain, _likely_inputs(outlines[0], dtype or next(built, torch.float32))):
             failed, parcels = torch.zeros(1, device=group.device), list[Parcel]()
             try:
                 parcels = trace_shapes(outlines, spec, {}, dtype)

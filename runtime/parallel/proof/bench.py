@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,24 +10,31 @@ from torch import nn
 
 from quintsched.errors import MisfitError, StallError
 
+from ...blocks.blocks import seeded
 from ...comm import Group, ReduceOp
+from ...job.choices import TensorSplit
 from ..tensor.apply import apply_tensor_parallel
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
-from ..tensor.rules import Rules
+from ..tensor.rules import Rules, find_cuts
 from ..tensor.shard import shard_of
 from .arrivals import Arrival
 from .draws import undisturbed
+from .features_apart import draws_of_python, why_joined
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, run_cut, run_whole, shaken
-from .twins import Blueprint
+from .twins import SEED, Blueprint
 
 TOLERANCE = 1e-4
 """Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
 
+SCALES = (0.1, 10.0, 100.0)
+"""By so much larger, too, are the numbers between columns and rows with which a pair is proved."""
+
+_NOT_FINITE = 1e30
+"""Stands for a difference of which there is no number."""
+
 _NOISE = 10.0
 """Where rounding alone changes numbers by more, a difference may be so many times that."""
-
-_logger = logging.getLogger("quintsched.runtime")
 
 
 @dataclass
@@ -41,6 +47,12 @@ class Kind:
     choice: Choice = field(default_factory=Choice)
     blocks: list[nn.Module] = field(default_factory=list)
     """Those of this rank, as they are cut."""
+    scales: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """At how much larger numbers layers of pairs are proved."""
+    trouble: str = ""
+    """Why its twin could not be run whole, the last time that this was tried."""
+    draws: bool = False
+    """Whether it draws from Python's generators, by which ranks that run together might do other things."""
 
     @property
     def name(self) -> str:
@@ -55,11 +67,17 @@ class Finding:
     what: str = ""
     off: float = 0.0
     trouble: str = ""
+    scale: float = 1.0
     weights: frozenset[str] = frozenset()
     """The weights whose gradients differ, if they are all that does and are not cut."""
 
     def __str__(self) -> str:
-        return self.trouble or f"{self.what} is off by {self.off:.1g} of its largest number"
+        where = "" if self.scale == 1 else f", where the numbers between them are {self.scale:g} times as large"
+        if self.trouble:
+            return f"{self.trouble}{where}"
+        if self.off >= _NOT_FINITE:
+            return f"{self.what} is of another shape, or not finite at other places{where}"
+        return f"{self.what} is off by {self.off:.1g} of its largest number{where}"
 
 
 class Bench:
@@ -74,20 +92,23 @@ class Bench:
         self.group, self._rules = group, rules
 
     def whole(self, kind: Kind, arrival: Arrival, setting: Setting) -> Figures | None:
-        """Run a kind's twin whole; None where it cannot be run, on some rank."""
-        figures, problem = None, ""
+        """Run a kind's twin whole; None where it cannot be run, on some rank: `kind.trouble` says why."""
+        figures, kind.trouble = None, ""
         try:
-            twin = kind.blueprint.draw(self.group.device)
-            with undisturbed(self.group.device):
+            twin = self._drawn(kind, setting)
+            with seeded(SEED, 0, self.group.device), undisturbed(self.group.device):
+                drawn = draws_of_python()
                 figures = run_whole(twin, arrival)
+                if draws_of_python() != drawn:
+                    kind.trouble, kind.draws = "it draws from Python's or numpy's generator", True
+                elif setting.scale != 1 and not figures.is_finite:
+                    kind.trouble = "it gives numbers that are not finite"
         except StallError:
             raise
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if self._most([float(figures is None)], setting)[0]:
-            if arrival.inputs is not None:
-                why = problem or "another rank raised an error"
-                _logger.warning("%s is not proved, for it does not run whole: %s", kind.name, why)
+            kind.trouble = f"it does not run whole: {type(error).__name__}: {error}"
+        if self._most([float(bool(kind.trouble))], setting)[0]:
+            kind.trouble = kind.trouble or "another rank raised an error"
             return None
         return figures
 
@@ -108,21 +129,22 @@ class Bench:
         setting = replace(setting, partial=choice.partial)
         found, trouble = self._differences(kind, arrival, setting, whole, choice)
         failed, most, least = self._most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
+        scale = setting.scale
         if failed:
-            return Finding(off=float("inf"), trouble=trouble or "another rank raised an error")
+            return Finding(off=float("inf"), trouble=trouble or "another rank raised an error", scale=scale)
         if most != -least:
-            return Finding(off=float("inf"), trouble="ranks have other outputs and gradients to compare")
+            return Finding(off=float("inf"), trouble="ranks have other outputs and gradients to compare", scale=scale)
         offs = self._most([difference.off for difference, _ in found], setting)
         worst = max(range(len(offs)), key=offs.__getitem__)
         limit = TOLERANCE
         if TOLERANCE < offs[worst] < 1:
-            limit = max(TOLERANCE, _NOISE * self._most([self._noise(kind, arrival, whole)], setting)[0])
+            limit = max(TOLERANCE, _NOISE * self._most([self._noise(kind, arrival, setting, whole)], setting)[0])
         wrong = [number for number, off in enumerate(offs) if off > limit]
         if not wrong:
             return None
         only_weights = all(found[n][0].what == OF_WEIGHT and found[n][1] for n in wrong)
         weights = frozenset(found[n][0].name for n in wrong) if only_weights else frozenset[str]()
-        return Finding(str(found[worst][0]), offs[worst], weights=weights)
+        return Finding(str(found[worst][0]), offs[worst], weights=weights, scale=scale)
 
     def _differences(
         self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
@@ -142,8 +164,49 @@ class Bench:
         except Exception as error:
             return [], f"cut, it raises {type(error).__name__}: {error}"
 
-    def _cut(self, kind: Kind, setting: Setting, choice: Choice) -> nn.Module:
+    def unsound(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> Finding | None:
+        """Return why a kind's pairs may be none where numbers, types or modes are others, on any rank; None: they are.
+
+        `is_asked` says that a rule wants them. Notes at which scales they are proved in `kind.scales`.
+        """
+
+        def cuts_of(twin: nn.Module) -> list[Cut]:
+            return find_cuts(twin, {**choice.rules, **self._rules}, self.group.size, str(kind.number), strict=False)
+
+        pairs = [cut.path for cut in cuts_of(kind.blueprint.bare) if cut.is_paired]
+        if not pairs or self.group.size == 1:
+            return None
+        setting, device = Setting(tensor=self.group), self.group.device
+        try:
+            why = why_joined(kind.blueprint, cuts_of, arrival, self.group.size, device, trusts=is_asked)
+        except Exception as error:
+            why = f"raises {type(error).__name__} where its features are followed: {error}"
+        if self._most([float(bool(why))], setting)[0]:
+            return Finding(off=float("inf"), trouble=f"it {why}" if why else "another rank found that it is none")
+        if kind.scales.keys() >= set(pairs):
+            return None
+        proved = {1.0}
+        for scale in SCALES:
+            whole = self.whole(kind, arrival, scaled := replace(setting, scale=scale))
+            finding = None if whole is None else self.find(kind, arrival, scaled, whole, choice)
+            if finding is not None:
+                return finding
+            proved |= {scale} if whole is not None else set()
+        kind.scales |= dict.fromkeys(pairs, tuple(sorted(proved)))
+        return None
+
+    def _drawn(self, kind: Kind, setting: Setting) -> nn.Module:
+        """Return a kind's twin, with what its columns give scaled."""
         twin = kind.blueprint.draw(self.group.device)
+        columns = (cut for cut in kind.cuts if cut.is_paired and cut.split is TensorSplit.COLUMN)
+        with torch.no_grad():
+            for column in columns if setting.scale != 1 else ():
+                for weight in twin.get_submodule(column.path.partition(".")[2]).parameters():
+                    weight.mul_(setting.scale)
+        return twin
+
+    def _cut(self, kind: Kind, setting: Setting, choice: Choice) -> nn.Module:
+        twin = self._drawn(kind, setting)
         if setting.tensor is None:
             return twin
         return apply_tensor_parallel(
@@ -157,9 +220,9 @@ class Bench:
             gathers_before=choice.gathers_before,
         )
 
-    def _noise(self, kind: Kind, arrival: Arrival, whole: Figures) -> float:
+    def _noise(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> float:
         """Return how much numbers of a whole block change with its weights and inputs in their last bits."""
-        block = kind.blueprint.draw(self.group.device)
+        block = self._drawn(kind, setting)
         changed = shaken(arrival, block)
         with undisturbed(self.group.device):
             again = run_whole(block, changed)
@@ -167,7 +230,7 @@ class Bench:
 
     def _most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the largest of each of the numbers of the ranks that run a block together."""
-        found = torch.tensor([min(n, 1e30) for n in numbers], dtype=torch.float64, device=self.group.device)
+        found = torch.tensor([min(n, _NOT_FINITE) for n in numbers], dtype=torch.float64, device=self.group.device)
         for group in setting.groups:
             group.all_reduce(found, ReduceOp.MAX).wait()
         return [float(number) for number in found.tolist()]

@@ -24,9 +24,14 @@ from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.rules import RuleData
 from .arrivals import Arrival, Arrivals, guesses
-from .bench import Bench, Finding, Kind
+from .bench import SCALES, Bench, Finding, Kind
 from .trial import Figures, Setting
 from .ways import Way, alone, replicated, ways_of
+
+_PLACES = 1 << 16
+"""More than there are ways to cut a pair: a code is a way's place, and a bit for each scale."""
+
+_EVERY_SCALE = tuple(sorted((1.0, *SCALES)))
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -58,6 +63,8 @@ class Chooser:
             whole = self._bench.whole(kind, arrival, self._setting)
             if whole is not None:
                 return self._choose(kind, pairs, arrival, whole, slices=slices)
+            if kind.draws and not self._tensor.are_ruled(kind.cuts):
+                return self._note(kind, pairs, *_one_by_one(pairs))
         return self._note(kind, pairs, [0] * len(pairs), Choice(slices=slices))
 
     def _arrivals(self, kind: Kind) -> list[Arrival]:
@@ -97,11 +104,14 @@ class Chooser:
             if place == len(ways) - 1 and not is_asked:
                 break
             settled = self._settled(kind, Choice({**others, **way}), self._setting, arrival, whole)
-            if settled is not None:
+            if settled is None:
+                first = first or self._bench.find(kind, arrival, self._setting, whole, Choice({**others, **way}))
+                continue
+            finding = self._bench.unsound(kind, arrival, settled, is_asked=is_asked)
+            if finding is None:
                 self._say(kind, pair, way, first)
                 return place, way, settled.partial
-            if first is None:
-                first = self._bench.find(kind, arrival, self._setting, whole, Choice({**others, **way}))
+            first = first or finding
         if is_asked:
             return 0, {}, frozenset()  # the first step says what is wrong with it
         self._say(kind, pair, ways[-1], first)
@@ -118,12 +128,10 @@ class Chooser:
         self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
     ) -> tuple[list[int], Choice]:
         """Return what proves where pairs that prove one by one do not prove together."""
-        ways = [ways_of(pair, is_asked=False) for pair in pairs]
-        parted = [max(len(of_pair) - 2, 0) for of_pair in ways]
-        choice = Choice({path: rule for pair in pairs for path, rule in alone(pair).items()})
+        parted, choice = _one_by_one(pairs)
         if self._bench.find(kind, arrival, self._setting, whole, choice) is None:
             return parted, choice
-        last = [len(of_pair) - 1 for of_pair in ways]
+        last = [len(ways_of(pair, is_asked=False)) - 1 for pair in pairs]
         return last, Choice(replicated(cut for pair in pairs for cut in pair))
 
     def _settled(self, kind: Kind, choice: Choice, setting: Setting, arrival: Arrival, whole: Figures) -> Choice | None:
@@ -149,7 +157,10 @@ class Chooser:
         return replace(choice, slices=False)
 
     def _note(self, kind: Kind, pairs: Sequence[Sequence[Cut]], places: list[int], choice: Choice) -> Choice:
-        self._codes[kind.number] = [1 + int(choice.slices), *places]
+        proved = [kind.scales.get(pair[0].path, ()) for pair in pairs]
+        bits = [sum(1 << bit for bit, scale in enumerate(_EVERY_SCALE) if scale in scales) for scales in proved]
+        codes = [place + _PLACES * of_pair for place, of_pair in zip(places, bits, strict=True)]
+        self._codes[kind.number] = [1 + int(choice.slices), *codes]
         return choice
 
     def share(self, kinds: Mapping[int, int], world: Group) -> dict[int, Choice]:
@@ -174,6 +185,16 @@ class Chooser:
 
     def _decoded(self, number: int, pairs: Sequence[Sequence[Cut]], code: Sequence[int]) -> Choice:
         rules: Way = {}
-        for pair, place in zip(pairs, code[1:], strict=False):
+        scales: dict[str, tuple[float, ...]] = {}
+        for pair, packed in zip(pairs, code[1:], strict=False):
+            bits, place = divmod(packed, _PLACES)
             rules |= ways_of(pair, is_asked=self._tensor.are_ruled(pair))[place]
-        return Choice(rules, slices=code[0] == 2)
+            if bits:
+                scales[pair[0].path] = tuple(scale for bit, scale in enumerate(_EVERY_SCALE) if bits >> bit & 1)
+        return Choice(rules, slices=code[0] == 2, scales=scales)
+
+
+def _one_by_one(pairs: Sequence[Sequence[Cut]]) -> tuple[list[int], Choice]:
+    """Return the choice by which each layer takes and gives full tensors, with the places of these ways."""
+    places = [max(len(ways_of(pair, is_asked=False)) - 2, 0) for pair in pairs]
+    return places, Choice({path: rule for pair in pairs for path, rule in alone(pair).items()}, slices=False)

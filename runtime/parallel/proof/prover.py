@@ -165,14 +165,17 @@ class Prover:
             )
         whole = self._bench.whole(kind, arrival, setting)
         if whole is None:
+            _logger.warning("%s is not proved, for %s", kind.name, kind.trouble)
             self._part_unproved(kind)
             return ""
+        is_asked, unsound = self._tensor.are_ruled(kind.cuts), None
         if self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
-            return ""
+            unsound = self._bench.unsound(kind, arrival, kind.choice, is_asked=is_asked)
+            if unsound is None:
+                return ""
         by_cut = Setting(tensor=setting.tensor)
-        finding = self._bench.find(kind, arrival, by_cut, whole, kind.choice)
+        finding = unsound or self._bench.find(kind, arrival, by_cut, whole, kind.choice)
         if finding is not None:
-            is_asked = self._tensor.are_ruled(kind.cuts)
             if not is_asked and not slices_tokens and self._is_parted(kind, arrival, setting, whole, finding):
                 return ""
             return self._refused_cut(kind, arrival, whole, finding)
@@ -203,7 +206,8 @@ class Prover:
         if {part_pairs(block) for block in kind.blocks} != {True}:
             return False
         advice = self._advice(kind, arrival, whole)
-        words = f"; as a pair with rules={_everywhere(advice[2])}" if advice and advice[2] else ""
+        helps = advice is not None and advice[2] and advice[2] != alone(advice[0])
+        words = f"; as a pair with rules={_everywhere(advice[2])}" if advice and helps else ""
         _logger.warning("%s: its layers are cut one by one, for in pairs, %s%s", self._title(kind), finding, words)
         return True
 
@@ -212,9 +216,13 @@ class Prover:
         setting = Setting(tensor=self._setting.tensor)
         for pair in pairs_of(kind.cuts):
             others = replicated(cut for cut in kind.cuts if cut not in pair)
-            fault = self._bench.find(kind, arrival, setting, whole, Choice({**others, **kind.choice.rules}))
+            choice = Choice({**others, **kind.choice.rules})
+            fault = self._bench.find(kind, arrival, setting, whole, choice)
             if fault is None:
-                continue
+                fault = self._bench.unsound(kind, arrival, choice, is_asked=True)
+                if fault is None:
+                    continue
+                return pair, fault, alone(pair)
             ways = paired_ways(pair, all_of_them=True) if pair[0].is_paired else []
             tried = (
                 way
@@ -232,6 +240,7 @@ class Prover:
         pair, fault, way = found
         names = " and ".join(repr(cut.path) for cut in pair)
         advice = "their outputs are laid out otherwise" if way else "keep them whole"
+        advice = "let each take and give full tensors" if way == alone(pair) else advice
         rules = _everywhere(way or replicated(pair))
         return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={rules}"
 

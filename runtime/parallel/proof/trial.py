@@ -46,6 +46,8 @@ class Setting:
     slices: int = 1
     partial: frozenset[str] = frozenset()
     """The weights, not cut, whose gradients are partial sums on the ranks of `tensor`."""
+    scale: float = 1.0
+    """By how much what columns of pairs give is larger than with weights as they are drawn."""
 
     @property
     def groups(self) -> list[Group]:
@@ -78,6 +80,12 @@ class Figures:
     of_inputs: Gradients = field(default_factory=dict)
     of_weights: Gradients = field(default_factory=dict)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are, so that others can be compared with them."""
+        every = (*self.outputs.values(), *self.of_inputs.values(), *self.of_weights.values())
+        return all(tensor is None or bool(tensor.isfinite().all()) for tensor in every)
+
 
 def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
     """Run a block that is whole, on whole sequences."""
@@ -85,6 +93,11 @@ def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
     outputs = _detached(run)
     _backward(run, _seeds(outputs), {}, Setting().slicer(None))
     return Figures(outputs, {name: leaf.grad for name, leaf in leaves.items()}, _weight_gradients(block))
+
+
+def outputs_of(block: nn.Module, arrival: Arrival) -> Tensors:
+    """Return what a block that is whole gives, as one run makes it."""
+    return _run(block, block, arrival, Setting().slicer(None), {})[1]
 
 
 def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures) -> Figures:

@@ -48,8 +48,17 @@ class Blueprint:
             return copy.deepcopy(self.bare)
         return build_block(self._builder, 0, SEED)
 
-    def draw(self, device: torch.device) -> nn.Module:
-        """Return a twin in evaluation mode: no dropout, and no statistics that it would change."""
+    @property
+    def short_type(self) -> torch.dtype | None:
+        """The type of its weights that is proved in float32; None: there is none."""
+        types = (p.dtype for p in self.bare.parameters())
+        return next((dtype for dtype in types if at_work(dtype) is not dtype), None)
+
+    def draw(self, device: torch.device, *, as_built: bool = False) -> nn.Module:
+        """Return a twin in evaluation mode: no dropout, and no statistics that it would change.
+
+        `as_built`: of the types of a run, not those in which numbers are compared.
+        """
         twin = self._copy()
         generator = torch.Generator(device).manual_seed(SEED)
         drawn: dict[int, nn.Parameter] = {}
@@ -58,10 +67,12 @@ class Blueprint:
                 if parameter is not None:
                     if id(parameter) not in drawn:
                         weight = _draw(name, parameter, device, generator)
+                        weight = weight.to(parameter.dtype) if as_built else weight
                         drawn[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
                     module._parameters[name] = drawn[id(parameter)]
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device, at_work(buffer.dtype))
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device, buffer.dtype if as_built else at_work(buffer.dtype))
         return twin.eval()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .rules import Rules
@@ -16,9 +17,11 @@ class Choice:
         partial: names, in the block, of weights that are not cut and whose gradients are partial sums on the ranks.
         slices: whether the block is given a slice of the tokens, where tokens are sliced.
         gathers_before: whether tokens are then gathered where they enter the module of a pair's columns.
+        scales: of columns of pairs, by names in the whole model, at how much larger numbers the pair was proved.
     """
 
     rules: Rules = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     slices: bool = True
     gathers_before: bool = False
+    scales: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

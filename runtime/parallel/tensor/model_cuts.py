@@ -55,7 +55,7 @@ class TensorCuts:
         self.cuts = cuts = [self._cuts_of(number, block, Choice()) for number, block in enumerate(outlines)]
         for number, block in enumerate(outlines):
             require_like_experts(block, cuts[number], str(number))
-        self.report = _report(outlines, cuts, group.size) if group.size > 1 else None
+        self.report = _report(outlines, cuts, group.size, {}) if group.size > 1 else None
         self._choices: dict[int, Choice] = {}
         self.tokens = SequenceParallel(list(map(self._can_be_sliced, range(len(cuts)))), self._slicing)
         heads = [cut for cut in cuts[-1] if cut.split is TensorSplit.VOCABULARY and isinstance(cut.layer, nn.Linear)]
@@ -91,7 +91,7 @@ class TensorCuts:
         for number, choice in choices.items():
             self.cuts[number] = self._cuts_of(number, self._outlines[number], choice)
         if choices and self._group.size > 1:
-            self.report = _report(self._outlines, self.cuts, self._group.size)
+            self.report = _report(self._outlines, self.cuts, self._group.size, choices)
             slices = [choices[n].slices if n in choices else self._can_be_sliced(n) for n in range(len(self.cuts))]
             self.tokens = SequenceParallel(slices, self._slicing)
 
@@ -153,7 +153,9 @@ _MOST_NAMED = 8
 """So many layers that stay whole are named."""
 
 
-def _report(outlines: Sequence[nn.Module], cuts: Sequence[Sequence[Cut]], size: int) -> str:
+def _report(
+    outlines: Sequence[nn.Module], cuts: Sequence[Sequence[Cut]], size: int, choices: Mapping[int, Choice]
+) -> str:
     """Say how many weights are cut, and the layers of which matrices stay whole; alike ones of all blocks together."""
     total, divided, whole = 0, 0, dict[str, list[int]]()
     for number, (block, of_block) in enumerate(zip(outlines, cuts, strict=True)):
@@ -167,7 +169,7 @@ def _report(outlines: Sequence[nn.Module], cuts: Sequence[Sequence[Cut]], size: 
     names = [f"{_numbers(numbers)}.{name}" if name else _numbers(numbers) for name, numbers in whole.items()]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     listed = ", ".join(names[:_MOST_NAMED]) + more or "only norms and biases"
-    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}{_one_by_one(cuts)}"
+    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}{_proved_at(choices)}{_one_by_one(cuts)}"
 
 
 def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
@@ -180,6 +182,22 @@ def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
     names = [f"{_numbers(numbers)}.{name}" for name, numbers in places.items()]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"; one by one: {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
+
+
+def _proved_at(choices: Mapping[int, Choice]) -> str:
+    """Say at which scales of the numbers between them pairs are proved, named by their first columns."""
+    places: dict[tuple[float, ...], dict[str, list[int]]] = {}
+    for number, choice in sorted(choices.items()):
+        for path, scales in choice.scales.items():
+            places.setdefault(scales, {}).setdefault(path.partition(".")[2], []).append(number)
+    said = []
+    for scales, found in places.items():
+        names = [f"{_numbers(numbers)}.{name}" for name, numbers in found.items()]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        said.append(
+            f"; pairs proved at scales {', '.join(f'{s:g}' for s in scales)}: {', '.join(names[:_MOST_NAMED])}{more}"
+        )
+    return "".join(said)
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ A pair can be parted again, before anything has run: then each of its layers tak
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,14 @@ def is_cut_adapter(module: nn.Module) -> bool:
 
 
 def gather_wide_norms(cuts: Sequence[Cut], group: Group) -> None:
-    """Let those modules between columns and rows that work on the whole width be given it.
+    """Let those modules between columns and rows that work on the whole width be given it."""
+    for module, width in wide_norms(cuts):
+        module.register_forward_pre_hook(partial(_gather_features, width, group))
+        module.register_forward_hook(partial(_shard_features, width, group))
+
+
+def wide_norms(cuts: Sequence[Cut]) -> Iterator[tuple[nn.Module, int]]:
+    """Yield those modules between columns and rows that work on the whole width, with this width.
 
     They are known by a weight as long as a column is wide; on whole tokens they work as ever.
     """
@@ -86,8 +93,7 @@ def gather_wide_norms(cuts: Sequence[Cut], group: Group) -> None:
             if weight is None or weight.dim() != 1 or shard_of(weight) is not None or id(module) in layers:
                 continue
             if weight.shape[0] in widths and not any(True for _ in module.children()):
-                module.register_forward_pre_hook(partial(_gather_features, weight.shape[0], group))
-                module.register_forward_hook(partial(_shard_features, weight.shape[0], group))
+                yield module, weight.shape[0]
 
 
 def _gather_features(width: int, group: Group, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

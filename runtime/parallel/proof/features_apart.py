@@ -1,0 +1,93 @@
+"""Whether a pair is one for all numbers: what is between its columns and rows keeps the ranks' features apart.
+
+    in training, twice ─▶ features followed (`feature_owners`), what Python may read compared (`plain_state`)
+    in evaluation      ─▶ the same, without gradients; both in the types of a run
+
+What depends on more than that, numbers of tensors or draws of Python's, may be something else in the next step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...blocks.blocks import seeded
+from ..tensor.cuts import Cut
+from .arrivals import Arrival, Given, GivenTree
+from .feature_owners import FeatureOwners, HostReads
+from .owner_rules import Joined
+from .plain_state import State, first_change, plain_state
+from .trial import outputs_of
+from .twins import SEED, Blueprint
+
+
+def why_joined(
+    blueprint: Blueprint,
+    cuts_of: Callable[[nn.Module], Sequence[Cut]],
+    arrival: Arrival,
+    size: int,
+    device: torch.device,
+    *,
+    trusts: bool,
+) -> str:
+    """Return why the pairs of a block may be none in some step, in words; empty: each rank can compute its features.
+
+    `cuts_of` finds the pairs of a copy; `trusts` as `FeatureOwners` has it. Nothing is sent, and the
+    generators are left as they were.
+    """
+    try:
+        for trains in (True, False):
+            twin = blueprint.draw(device, as_built=True).train(trains)
+            given = _typed(arrival, blueprint.short_type)
+            mode: AbstractContextManager[object] = nullcontext() if trains else torch.no_grad()
+            with seeded(SEED, 0, device), torch.enable_grad(), mode:
+                _follow(FeatureOwners(trusts=trusts), twin, cuts_of(twin), given, size, times=2 if trains else 1)
+    except Joined as why:
+        return str(why)
+    return ""
+
+
+def _follow(
+    owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival, size: int, times: int
+) -> None:
+    states: list[State] = []
+    drawn = draws_of_python()
+    with owners.through_pairs(cuts, size):
+        for _ in range(times):
+            with HostReads(), owners:
+                outputs = outputs_of(twin, arrival)
+            owners.require_none(outputs)
+            states.append(plain_state(twin))
+    if draws_of_python() != drawn:
+        raise Joined("draws from Python's or numpy's generator, by which it may do something else")
+    changed = first_change(states[0], states[-1])
+    if changed is not None:
+        raise Joined(f"changes {changed!r} in its forward, by which it may do something else in a later step")
+
+
+def draws_of_python() -> tuple[object, ...]:
+    """Return the states of Python's and numpy's generators, to be compared."""
+    return (random.getstate(), *(np.asarray(part).tobytes() for part in np.random.get_state()))
+
+
+def _typed(arrival: Arrival, short: torch.dtype | None) -> Arrival:
+    """Return an arrival with tensors of a short type in place of those in which blocks are proved."""
+
+    def cast(tree: GivenTree) -> GivenTree:
+        return GivenTree([replace(part, tensor=_cast(part.tensor, short)) for part in tree.parts], tree.tree)
+
+    if short is None:
+        return arrival
+    riders = {name: Given(_cast(rider.tensor, short), rider.tokens) for name, rider in arrival.riders.items()}
+    extras = {name: cast(extra) for name, extra in arrival.extras.items()}
+    return replace(arrival, activation=cast(arrival.activation), riders=riders, extras=extras)
+
+
+def _cast(tensor: Tensor, short: torch.dtype | None) -> Tensor:
+    return tensor.to(short) if tensor.dtype is torch.float32 else tensor

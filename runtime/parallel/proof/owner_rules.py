@@ -1,0 +1,218 @@
+"""Of whose features the results of torch's functions are made, by that of their arguments; what is not here joins them.
+
+pointwise      add, gelu, where, clamp, …        each number of those at its place
+moving         cat, index, gather, roll, …       moved as the numbers are
+reducing       sum, norm, amax, argmax, …        one owner along the dimensions that go
+normalising    softmax, sort, layer norm, …      one owner along the dimensions that meet
+products       mm, bmm, attention                one owner along what is summed up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+Owners = Callable[[Tensor], Tensor]
+
+HOST: Mapping[str, bool] = {
+    "_local_scalar_dense": True, "equal": True, "nonzero": False, "masked_select": False, "_unique2": False,
+    "unique_dim": False, "unique_consecutive": False,
+}  # fmt: skip
+"""Functions by which Python sees numbers: True, always; False, their shapes, which is no matter of what is not cut."""
+
+_POINTWISE = {
+    "_to_copy", "rsub", "hardswish", "hardsigmoid", "native_dropout", "prelu", "_prelu_kernel", "polar", "complex",
+    "log_sigmoid_forward", "rrelu_with_noise", "rrelu_with_noise_functional", "masked_fill", "bernoulli",
+}  # fmt: skip
+_MOVING = {
+    "cat", "stack", "gather", "index", "index_select", "repeat", "roll", "flip", "constant_pad_nd", "_unsafe_view",
+    "tril", "triu", "index_put", "_unsafe_index", "scatter", "index_copy", "slice_scatter", "select_scatter", "copy",
+    "masked_scatter", "_reshape_copy", "expand_copy", "permute_copy", "view_copy", "unfold_copy",
+}  # fmt: skip
+_REDUCING = {
+    "sum", "nansum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "std_mean", "norm",
+    "linalg_vector_norm", "logsumexp", "any", "all", "argmax", "argmin", "count_nonzero", "median", "nanmedian",
+    "kthvalue", "mode", "aminmax",
+}  # fmt: skip
+_ALONG = {
+    "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort",
+    "topk",
+}  # fmt: skip
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "addmv", "_addmm_activation"}
+_CONSTANT = {"zero", "fill", "normal", "uniform", "exponential", "random"}
+
+
+class Joined(Exception):
+    """Features of several ranks meet."""
+
+
+class Unknown(Joined):
+    """A function is called of which it is not known whether features meet in it."""
+
+
+def owners_of_results(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, of: Owners
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return the tensors that a function gave or changed, with the owners of their numbers.
+
+    Raises `Joined` where features of several ranks meet, or may: in what is not known.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    is_changing = func._schema.is_mutable
+    if is_changing and name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    given = _by_name(func, args, kwargs)
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    memories = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
+    if not is_changing:
+        results = [found for found in results if found.untyped_storage()._cdata not in memories]
+    if not results or name.endswith("_like") or name.startswith("new_"):
+        return []
+    try:
+        if name in _CONSTANT and is_changing:
+            return [(found, torch.zeros_like(found, dtype=torch.int8)) for found in results]
+        first = _first_owners(name, func, given, results, of)
+    except RuntimeError as error:
+        raise Unknown(f"calls {name}, of which it is not known whether features meet in it ({error})") from None
+    if isinstance(first, list):
+        return list(zip(results, first, strict=False))
+    fitting = [(found, first) for found in results if _fits(first.shape, found.shape)]
+    return [(found, owners.expand(found.shape)) for found, owners in fitting]
+
+
+def _first_owners(
+    name: str, func: Any, given: Mapping[str, Any], results: Sequence[Tensor], of: Owners
+) -> Tensor | list[Tensor]:
+    """Return the owners of a function's first result, or of all."""
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    if name in _MOVING:
+        return _moved(func, name, given, of)
+    if name in ("max", "min") and len(tensors) == 2:
+        return joined(name, *map(of, tensors))
+    if name in _REDUCING:
+        return _one(name, of(tensors[0]), given.get("dim"), keeps=bool(given.get("keepdim", False)))
+    if name in _ALONG:
+        return _one(name, of(tensors[0]), given["dim"], keeps=True).expand(results[0].shape)
+    if name in _PRODUCTS:
+        return _product(name, *map(of, tensors))
+    if name in ("native_layer_norm", "_fused_rms_norm", "native_group_norm") or "batch_norm" in name:
+        return _normalised(name, given, of)
+    if "scaled_dot_product" in name and "backward" not in name:
+        return _attended(name, given, results[0], of)
+    if name == "glu":
+        return joined(name, *of(tensors[0]).chunk(2, given["dim"]))
+    if name in _POINTWISE or _is_pointwise(name, func):
+        return joined(name, *map(of, tensors))
+    raise Unknown(f"calls {func._schema.name}, of which it is not known whether features meet in it")
+
+
+def joined(name: str, *owners: Tensor) -> Tensor:
+    """Return the owners of numbers that are made of several, each of the one at its place; raises `Joined`."""
+    shape = torch.broadcast_shapes(*(of_one.shape for of_one in owners))
+    first, *others = (of_one.expand(shape) for of_one in owners)
+    for other in others:
+        if bool(((first != 0) & (other != 0) & (first != other)).any()):
+            raise Joined(f"lets features of several ranks meet in {name.strip('_')}")
+        first = torch.maximum(first, other)
+    return first
+
+
+def require_one(owners: Tensor, dims: Sequence[int], *, keeps: bool) -> Tensor:
+    """Return the owner along dimensions; raises `Joined` where there are several."""
+    if not owners.dim() or not dims:
+        return owners
+    if not owners.numel():
+        return owners.sum(tuple(dims), keeps, dtype=torch.int8)
+    most = owners.amax(tuple(dims), keeps)
+    least = owners.masked_fill(owners == 0, 127).amin(tuple(dims), keeps)
+    if bool(((most != 0) & (least != most)).any()):
+        raise Joined("lets features of several ranks meet")
+    return most
+
+
+def _one(name: str, owners: Tensor, dims: int | Sequence[int] | None, *, keeps: bool) -> Tensor:
+    chosen = [dims] if isinstance(dims, int) else list(dims or range(owners.dim()))
+    try:
+        return require_one(owners, chosen, keeps=keeps)
+    except Joined as why:
+        raise Joined(f"{why} in {name.strip('_')}") from None
+
+
+def _moved(func: Any, name: str, given: Mapping[str, Any], of: Owners) -> Tensor:
+    """Move owners as a function moves numbers; by indices that are nobody's features, or beside those of their own."""
+    indices = [leaf for key in ("index", "indices", "mask") for leaf in tree_leaves(given.get(key))]
+    indices = [leaf for leaf in indices if isinstance(leaf, Tensor)]
+    of_indices = [of(index) for index in indices]
+    if name != "gather" and any(bool(owners.any()) for owners in of_indices):
+        raise Joined(f"looks up features by features in {name}")
+    places = {id(index) for index in indices}
+    moved = {
+        key: tree_map(lambda leaf: of(leaf) if isinstance(leaf, Tensor) and id(leaf) not in places else leaf, value)
+        for key, value in given.items()
+    }
+    if "value" in moved and not isinstance(moved["value"], Tensor):
+        moved["value"] = 0
+    if name == "copy":
+        source: Tensor = moved["src"]
+        return source.expand(moved["self"].shape)
+    function = getattr(getattr(torch.ops.aten, name), func._overloadname)
+    names = [argument.name for argument in func._schema.arguments]
+    owners: Tensor = function(**{key: value for key, value in moved.items() if key in names})
+    return joined(name, owners, *(of_indices if name == "gather" else ()))
+
+
+def _product(name: str, *owners: Tensor) -> Tensor:
+    *added, first, second = owners
+    last = second.dim() - 2 if second.dim() > 1 else 0
+    left = _one(name, first, first.dim() - 1, keeps=True)
+    right = _one(name, second, last, keeps=second.dim() > 1)
+    product = joined(name, left, right)
+    if second.dim() == 1:
+        product = product[..., 0] if first.dim() > 1 else product.reshape(())
+    return joined(name, product, *added)
+
+
+def _normalised(name: str, given: Mapping[str, Any], of: Owners) -> Tensor:
+    owners = of(given["input"])
+    if "normalized_shape" in given:
+        dims = list(range(owners.dim() - len(given["normalized_shape"]), owners.dim()))
+    elif name == "native_group_norm":
+        grouped = owners.reshape(given["N"], given["group"], -1)
+        return _one(name, grouped, 2, keeps=True).expand_as(grouped).reshape(owners.shape)
+    else:
+        dims = [dim for dim in range(owners.dim()) if dim != 1]
+    return _one(name, owners, dims, keeps=True).expand_as(owners)
+
+
+def _attended(name: str, given: Mapping[str, Any], result: Tensor, of: Owners) -> list[Tensor]:
+    queries, keys, values = (of(given[key]) for key in ("query", "key", "value"))
+    groups = queries.shape[1] // max(keys.shape[1], 1)
+    query = _one(name, queries, 3, keeps=True)
+    key = _one(name, keys, [2, 3], keeps=True).repeat_interleave(groups, 1)
+    value = _one(name, values, 2, keeps=True).repeat_interleave(groups, 1)
+    masks = [given[k] for k in ("attn_mask", "attn_bias") if isinstance(given.get(k), Tensor)]
+    bias = [_one(name, of(mask), mask.dim() - 1, keeps=True) for mask in masks]
+    return [joined(name, query, key, value, *bias).expand(result.shape)]
+
+
+def _is_pointwise(name: str, func: Any) -> bool:
+    if torch.Tag.pointwise in func.tags:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if packet is not None else []
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
+
+
+def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = func._schema.arguments
+    known = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return known | dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    sizes = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, other) for size, other in sizes)

@@ -1,0 +1,147 @@
+"""Pairs are cut as pairs only where that holds at all numbers, in all modes and types, and in later steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
+
+from ...toys import sgd
+from .odd_mlps import TOKENS, WIDTH, Mlp
+
+SCALES = (1.0, 30.0, 0.01)
+
+
+def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return (output - targets).square().sum(), torch.tensor(targets.numel() / WIDTH, dtype=torch.float64)
+
+
+class Between(Mlp):
+    """x + fc2(between(fc1(x))): what is between sees the scale of the inputs."""
+
+    state: Any = None
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor], state: Any = None) -> None:
+        super().__init__()
+        self.norm, self.function = nn.Identity(), between  # type: ignore[assignment]
+        if isinstance(state, Tensor):
+            self.register_buffer("kept", state.clone())
+        self.count, self.config = 0, Config()
+
+    def between(self, y: Tensor) -> Tensor:
+        return self.function(self, y)
+
+
+class Config:
+    hot = False
+
+
+def train(transport: Transport, mesh: str, block: Callable[[], nn.Module], **more: Any) -> tuple[list[float], str]:
+    plan = qs.compile("gpipe", mesh=mesh, microbatches=2)
+    dtype = more.pop("dtype", torch.float64)
+    engine = Engine(plan, [block], loss, sgd, dtype=dtype, transport=transport, **more)
+    losses = []
+    for step, scale in enumerate(SCALES):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(4, TOKENS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        losses.append(float(engine.step((scale * x).to(dtype), y.to(dtype)).loss))
+    losses.append(float(engine.evaluate(x.to(dtype), y.to(dtype)).loss))
+    return losses, str(engine.tensor_cuts)
+
+
+def said_of(between: Callable[[Any, Tensor], Tensor], mesh: str = "tp=2", state: Any = None, **more: Any) -> str:
+    """Return what is cut, or why not; what runs has to be equal to one process."""
+
+    def block() -> nn.Module:
+        return Between(between, state)
+
+    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block, **more))
+    try:
+        losses, said = run_local(qs.Mesh.parse(mesh).size, lambda transport: train(transport, mesh, block, **more))[0]
+    except MisfitError as error:
+        return str(error)
+    assert losses == pytest.approx(alone, rel=1e-8 if "dtype" not in more else 0.05)
+    return said
+
+
+def counted(self: Any, y: Tensor) -> Tensor:
+    self.count += 1
+    return y.softmax(-1) if self.count > 4 else F.gelu(y)
+
+
+def counted_in_a_buffer(self: Any, y: Tensor) -> Tensor:
+    self.kept = self.kept + 1
+    return torch.where(self.kept > 4, y.softmax(-1), F.gelu(y))
+
+
+def running_max(self: Any, y: Tensor) -> Tensor:
+    self.kept = torch.maximum(self.kept, y.detach().abs().max())
+    return y / self.kept
+
+
+def quantised(self: Any, y: Tensor) -> Tensor:
+    most = y.detach().abs().amax(-1, keepdim=True)
+    return torch.where(most > 25, y + ((y / most * 127).round() * most / 127 - y).detach(), y)
+
+
+def complex_norm(self: Any, y: Tensor) -> Tensor:
+    turned = torch.view_as_complex(y.unflatten(-1, (-1, 2)))
+    return y / (turned.abs().sum(-1, keepdim=True) / 200).clamp(min=1)
+
+
+def written_in_place(self: Any, y: Tensor) -> Tensor:
+    filled = torch.zeros_like(y)
+    filled[..., :] = y
+    return y / (filled.norm(dim=-1, keepdim=True) / 20).clamp(min=1)
+
+
+def multiplied(self: Any, y: Tensor) -> Tensor:
+    return y / ((y * y) @ torch.ones(y.shape[-1], 1, dtype=y.dtype) / 400).clamp(min=1)
+
+
+JOINED: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
+    (lambda self, y: y / (y.norm(dim=-1, keepdim=True) / 20).clamp(min=1), "linalg_vector_norm"),
+    (lambda self, y: y.softmax(-1) if self.training else F.gelu(y), "softmax"),
+    (lambda self, y: F.gelu(y) if torch.is_grad_enabled() else y.softmax(-1), "softmax"),
+    (lambda self, y: torch.where((y.abs() > 60).any(-1, keepdim=True), y * (y >= y.topk(4).values[..., 3:]), y), "any"),
+    (lambda self, y: torch.where(y.std(-1, keepdim=True) > 9, F.layer_norm(y, y.shape[-1:]), y), "std"),
+    (lambda self, y: y.unflatten(-1, (-1, 8)).cummax(-2).values.flatten(-2).clamp(max=50).minimum(y), "cummax"),
+    (counted, "changes 'Between.count' in its forward"),
+    (counted_in_a_buffer, "softmax"),
+    (running_max, "max"),
+    (quantised, "amax"),
+    (complex_norm, "sum"),
+    (written_in_place, "linalg_vector_norm"),
+    (multiplied, "mm"),
+]
+APART: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda self, y: y / (y.abs().amax(1, keepdim=True) / 30).clamp(min=1),
+    lambda self, y: F.normalize(y.unflatten(-1, (-1, 8)), dim=-1).flatten(-2) + y.clamp(-9, 9).relu_(),
+    lambda self, y: torch.stack((y[..., ::2], y[..., 1::2]), -1).flatten(-2).cumsum(1).tanh(),
+    lambda self, y: y.masked_fill(y > 50, 0.0)[:, torch.arange(y.shape[1]).flip(0)],
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("between", "why"), JOINED)
+def test_what_joins_features_at_some_numbers_is_no_pair(
+    between: Callable[[Any, Tensor], Tensor], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = said_of(between, state=torch.tensor(20.0) if "Max" in why or "max" in why else torch.tensor(0.0))
+    assert said.endswith("; one by one: 0.fc1, 0.fc2")
+    assert f"are cut one by one over tp, for as a pair, it {why}" in caplog.text or f" in {why} in line" in caplog.text
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("between", APART)
+def test_what_keeps_features_apart_is_a_pair_and_says_at_which_scales(between: Callable[[Any, Tensor], Tensor]) -> None:
+    assert said_of(between).endswith("; pairs proved at scales 0.1, 1, 10, 100: 0.fc1")
