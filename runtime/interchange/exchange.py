@@ -86,7 +86,7 @@ class Exchange:
                 Path(path),
                 self._weights(held),
                 self.everyone,
-                fresh=fresh,
+                fresh=self.names.may_stay(fresh),
                 strict=strict,
                 optimizer=optimizer,
                 beside=beside,

@@ -74,7 +74,7 @@ def load_pretrained(
         folder = everyone.together(lambda: in_model_names(stack.enter_context(open_folder(path)), names))
         origins, prefix = everyone.together(lambda: _origins(folder, names, given))
         wanted, lacking = _find(folder, held, join_tied(origins, names.same()), prefix)
-        loaded = _compare(folder, wanted, lacking, everyone, fresh, strict=strict)
+        loaded = _compare(folder, wanted, lacking, everyone, names.may_stay(fresh), strict=strict)
         everyone.together(lambda: _read_all(folder, wanted))
         return loaded
 

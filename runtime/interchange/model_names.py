@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,8 @@ class ModelNames:
         config: the configuration of the library that the model is from, or None.
         conversions: that library's rules for names of checkpoints (`conversions`).
         generation_config: that library's settings of generation, or None.
+        aliases: all names that the model has for a tensor, by each of them, where there are several.
+        optional: the model's names of tensors that keep their values where a checkpoint lacks them.
     """
 
     outlines: Sequence[nn.Module]
@@ -36,13 +38,16 @@ class ModelNames:
     config: Any = None
     conversions: Sequence[Any] = ()
     generation_config: Any = None
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    optional: Collection[str] = ()
 
     @classmethod
     def of(cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]) -> ModelNames:
         """Return what blocks say of their names."""
         said = (getattr(blocks, name, None) for name in ("own_names", "config", "conversions", "generation_config"))
         own, config, conversions, generation_config = said
-        return cls(outlines, own, tied, config, conversions or (), generation_config)
+        aliases, optional = getattr(blocks, "aliases", {}), getattr(blocks, "optional", ())
+        return cls(outlines, own, tied, config, conversions or (), generation_config, aliases, optional)
 
     @property
     def ours(self) -> list[str]:
@@ -67,12 +72,32 @@ class ModelNames:
             _require_known(given, self.ours)
         if given is None and self.is_gpt2(found):
             return gpt2_origins(self.outlines)
-        names = given if given is not None else self.own or {}
-        return {name: Origin(names.get(name, name)) for name in self.ours}
+        if given is not None:
+            return {name: Origin(given.get(name, name)) for name in self.ours}
+        return {name: Origin(names[0], alike=names[1:]) for name in self.ours for names in [self._all_own(name)]}
+
+    def _all_own(self, name: str) -> tuple[str, ...]:
+        """Return what the model calls a tensor: the name that it is found by, then all others."""
+        own = (self.own or {}).get(name, name)
+        return tuple(dict.fromkeys((own, *self.aliases.get(own, ()))))
+
+    def saved_as(self, origin: Origin) -> str:
+        """Return the name that a tensor is saved by: the first that the model has for it."""
+        return next(iter(self.aliases.get(origin.name, ())), origin.name)
+
+    def may_stay(self, fresh: Sequence[str]) -> list[str]:
+        """Return the names and patterns of what may keep its values: `fresh`, and what is optional."""
+        own = self.own or {}
+        return [*fresh, *(name for name in self.ours if own.get(name) in self.optional)]
 
     def same(self) -> list[Sequence[str]]:
-        """Return the names of tensors that are one: tied, or under several names in a block."""
-        return [*self.tied.values(), *_same_within(self.outlines)]
+        """Return the names of tensors that are one: tied, under several names in a block, or a buffer of several."""
+        found: dict[str, list[str]] = {}
+        for name in self.ours:
+            if self.own is not None and name in self.own:
+                found.setdefault(self.own[name], []).append(name)
+        alike = [group for group in found.values() if len(group) > 1]
+        return [*self.tied.values(), *_same_within(self.outlines), *alike]
 
     def groups(self) -> dict[str, list[str]]:
         """Return all names of ours that a tensor has in the whole model, by each of them."""
@@ -84,9 +109,8 @@ class ModelNames:
 
     def dcp_names(self) -> dict[str, tuple[str, ...]]:
         """Return all names that a tensor has in the whole model, by our name: the model's own where blocks say so."""
-        own = self.own or {}
         return {
-            name: tuple(dict.fromkeys(own.get(other, other) for other in group))
+            name: tuple(dict.fromkeys(called for other in group for called in self._all_own(other)))
             for name, group in self.groups().items()
         }
 

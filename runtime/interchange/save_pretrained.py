@@ -18,7 +18,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -125,7 +125,7 @@ def _saved_origins(names: ModelNames) -> dict[str, Origin]:
     for name, origin in origins.items():
         if name not in further:
             found.setdefault(origin.name, name)
-    return {name: origins[name] for name in found.values()}
+    return {name: replace(origins[name], name=names.saved_as(origins[name])) for name in found.values()}
 
 
 def _is_first_twin(one: HeldTensor, model: RankModel) -> bool:

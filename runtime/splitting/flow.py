@@ -116,6 +116,7 @@ class Flow:
         results: what each call gives.
         beside: the names of the modules that each phase calls.
         weights: the names of the weights that each phase uses without calling their modules.
+        buffers: the same of the buffers that are saved.
         entries: where each call is given its hidden state; empty where it is given none.
         keeps: for each call, whether it leaves a hidden state of the shape that it is given.
         arguments: for each call, what its layer is called with, where that is a hidden state and no other tensor.
@@ -127,6 +128,7 @@ class Flow:
     results: list[Result] = field(default_factory=list)
     beside: list[list[str]] = field(default_factory=lambda: [[]])
     weights: list[list[str]] = field(default_factory=lambda: [[]])
+    buffers: list[list[str]] = field(default_factory=lambda: [[]])
     entries: list[str] = field(default_factory=list)
     keeps: list[bool] = field(default_factory=list)
     arguments: list[Call | None] = field(default_factory=list)
@@ -201,6 +203,7 @@ class _Capture(Walk):
         flow.results.append(made)
         flow.beside.append([])
         flow.weights.append([])
+        flow.buffers.append([])
         self._hidden = self.fill(made.sample)
         return made.rebuilt(self._hidden, (args, kwargs))
 
@@ -243,10 +246,17 @@ class _Capture(Walk):
         return super().beside(module, args, kwargs)
 
     def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
-        full = f"{self.frame.name_of(owner)}.{name}".removeprefix(".")
-        if full not in self.flow.weights[self.calls]:
-            self.flow.weights[self.calls].append(full)
+        self._note(self.flow.weights, owner, name)
         return super().weight(owner, name, parameter)
+
+    def note_read(self, owner: nn.Module, name: str) -> None:
+        if name not in owner._non_persistent_buffers_set:
+            self._note(self.flow.buffers, owner, name)
+
+    def _note(self, used: list[list[str]], owner: nn.Module, name: str) -> None:
+        full = f"{self.frame.name_of(owner)}.{name}".removeprefix(".")
+        if full not in used[self.calls]:
+            used[self.calls].append(full)
 
 
 def _is_setting(leaf: Any) -> bool:

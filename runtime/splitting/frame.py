@@ -169,6 +169,9 @@ class Walk:
         """Return what stands for a weight that code uses without calling the module that has it."""
         return self.fill(parameter)
 
+    def note_read(self, owner: nn.Module, name: str) -> None:
+        """Note that code reads a buffer without calling the module that has it."""
+
 
 def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
@@ -180,8 +183,11 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)  # type: ignore[misc]
         walk = _CURRENT.get()
-        if isinstance(found, Tensor) and found.is_meta and walk is not None and not walk.inside:
+        if not isinstance(found, Tensor) or walk is None or walk.inside:
+            return found
+        if found.is_meta:
             return walk.weight(self, name, found)  # type: ignore[arg-type]
+        walk.note_read(self, name)  # type: ignore[arg-type]
         return found
 
 

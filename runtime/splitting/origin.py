@@ -32,6 +32,7 @@ class Origin:
 
     Attributes:
         uncarried: inputs that no later block needs, as samples on the meta device.
+        unused: names of weights and saved buffers that no block uses; the last one has them, to be saved with the rest.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Origin:
         self.inputs, self.settings, self.select = tuple(inputs), dict(settings), select
         self.sees = sees
         self.uncarried: dict[str, Tensor] = {}
+        self.unused: list[str] = []
         self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:

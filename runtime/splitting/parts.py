@@ -33,12 +33,16 @@ class _LayerBlock:
 
     _origin: Origin
     _number: int
+    _read: Sequence[str]
     training: bool
 
     def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         origin = self._origin
         call = origin.spans[self._number].calls.start
         with _seeing(self, origin.frame, sight := origin.sight_of(given)):
+            if self._read:
+                outer: nn.Module = self.get_submodule(OUTER)  # type: ignore[attr-defined]
+                _show_weights(origin.frame, outer, self._read, is_meta=hidden.is_meta)
             args, kwargs = origin.arguments(self._number, hidden, given, sight, training=self.training)
             try:
                 made = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -50,16 +54,25 @@ class _LayerBlock:
         return hidden_of(origin.flow.results[call], made)
 
 
-def layer_block(layer: nn.Module, origin: Origin, number: int) -> nn.Module:
+OUTER = "of_model"
+"""The module of a layer that is a block in which it has buffers of the modules around it."""
+
+
+def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     """Return block `number`: the layer, with the same modules and weights, to be called as a block."""
+    span, flow = origin.spans[number], origin.flow
+    layer = model.get_submodule(flow.calls[span.calls.start])
     block = copy.copy(layer)
     if block.__dict__.pop("forward", None) is not None:
-        name = origin.flow.calls[origin.spans[number].calls.start]
         raise MisfitError(
-            f"the forward of {type(layer).__name__} {name!r} was put in place of its class's; take such hooks off "
-            "before the model is split"
+            f"the forward of {type(layer).__name__} {flow.calls[span.calls.start]!r} was put in place of its class's; "
+            "take such hooks off before the model is split"
         )
-    block.__dict__.update(_origin=origin, _number=number)
+    read = [name for phase in span.phases for name in flow.buffers[phase]]
+    block.__dict__.update(_origin=origin, _number=number, _read=read, _modules=dict(layer._modules))
+    if read:
+        block.add_module(OUTER, nn.Module())
+        _hang_weights(block.get_submodule(OUTER), model, read)
     block.__class__ = _block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
     return block
 
@@ -112,10 +125,10 @@ class Segment(nn.Module):
         for name in names:
             _hang(self, name, model.get_submodule(name))
         self._place = _Place(origin.frame.copy(), [name for name in names if name not in layers])
-        weights = {name for phase in span.phases for name in flow.weights[phase]}
+        weights = {name for phase in span.phases for name in (*flow.weights[phase], *flow.buffers[phase])}
+        weights |= set(origin.unused) if span.is_last else set()
         self._weights = sorted(name for name in weights if not name.startswith(tuple(f"{n}." for n in names)))
-        for name in self._weights:
-            _hang(self, name, model.get_parameter(name))
+        _hang_weights(self, model, self._weights)
         self.training = model.training
 
     def _run(self, given: Any, extras: dict[str, Any]) -> Any:
@@ -168,9 +181,7 @@ class Segment(nn.Module):
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
         if dtype is not None:
             frame.cast(dtype)
-        for name in self._weights:
-            owner, _, key = name.rpartition(".")
-            frame.root.get_submodule(owner)._parameters[key] = self.get_submodule(owner)._parameters[key]
+        _show_weights(frame, self, self._weights, is_meta=is_meta)
 
 
 class _Place:
@@ -212,8 +223,26 @@ def outermost(names: Iterable[str]) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def _hang(block: nn.Module, name: str, what: nn.Module | nn.Parameter) -> None:
-    """Register a module or a weight under the name that it has in the model."""
+def _hang_weights(block: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
+    """Register weights and buffers of a model that code uses without calling their modules."""
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        _hang(block, name, getattr(model.get_submodule(owner), key))
+
+
+def _show_weights(frame: Frame, block: nn.Module, names: Iterable[str], *, is_meta: bool) -> None:
+    """Let code on a frame use the weights that a block has, and, but where only shapes matter, its buffers."""
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        mine, place = block.get_submodule(owner), frame.root.get_submodule(owner)
+        if key in mine._parameters:
+            place._parameters[key] = mine._parameters[key]
+        elif not is_meta:
+            place._buffers[key] = mine._buffers[key]
+
+
+def _hang(block: nn.Module, name: str, what: nn.Module | Tensor) -> None:
+    """Register a module, a weight or a buffer under the name that it has in the model."""
     *owners, key = name.split(".")
     for owner in owners:
         if owner not in block._modules:
@@ -221,5 +250,7 @@ def _hang(block: nn.Module, name: str, what: nn.Module | nn.Parameter) -> None:
         block = block.get_submodule(owner)
     if isinstance(what, nn.Module):
         block.add_module(key, what)
-    else:
+    elif isinstance(what, nn.Parameter):
         block.register_parameter(key, what)
+    else:
+        block.register_buffer(key, what)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from .experiments import find_riders, find_unneeded
 from .flow import Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
-from .parts import TARGET_NAMES, layer_block, segment
+from .parts import OUTER, TARGET_NAMES, layer_block, segment
 from .proof import require_equal
 from .structure import find_layers, named_layers
 from .ties import apart, untie
@@ -48,6 +49,8 @@ class Split(Sequence[Block]):
         tied: name → the weights that are one, "<block>.<name in the block>".
         rules: which layers tensor parallelism cuts, as for `Engine`.
         own_names: names of weights and of buffers that are saved, "<block>.<name in the block>", to those in the model.
+        aliases: all names that the model has for a tensor, by each of them, where there are several.
+        optional: the model's names of what is saved and no layer has: a checkpoint may lack it, and it stays as it is.
         config: that of the model, where its library has one.
         conversions: the rules by which the model's library changes names of checkpoints as it loads them.
         generation_config: the settings of generation that the library saves beside the weights, or None.
@@ -66,11 +69,14 @@ class Split(Sequence[Block]):
         conversions: Sequence[Any] = (),
         generation_config: Any = None,
         loss_fn: Callable[..., Any] | None = None,
+        aliases: Mapping[str, Sequence[str]] | None = None,
+        optional: Collection[str] = (),
     ) -> None:
         self._blocks = list(blocks)
         self.tied = {name: tuple(weights) for name, weights in (tied or {}).items()}
         self.rules = dict(rules or {})
         self.own_names = dict(own_names or {})
+        self.aliases, self.optional = dict(aliases or {}), frozenset(optional)
         self.config, self.loss_fn = config, loss_fn
         self.conversions, self.generation_config = tuple(conversions), generation_config
 
@@ -157,7 +163,7 @@ def _walked(
     """Split a model by what a walk of its forward finds; with `longer`, it is proved for two lengths."""
     origin, prefixes = _origin(model, blocks, inputs)
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
-    found = _found(model, made, prefixes)
+    found = _found(model, made, prefixes, origin)
     if prove:
         require_equal(model, made, inputs, origin.select)
     if prove and longer:
@@ -178,10 +184,10 @@ def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split | None:
     return found
 
 
-def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str]) -> Split:
+def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str], origin: Origin) -> Split:
     """Return blocks with all that is known of them; weights that they share are taken apart."""
     own_names = {
-        f"{number}.{name}": f"{prefix}{name}"
+        f"{number}.{name}": name.removeprefix(f"{OUTER}.") if name.startswith(f"{OUTER}.") else f"{prefix}{name}"
         for number, (block, prefix) in enumerate(zip(made, prefixes, strict=True))
         for name in saved_tensors(block)
     }
@@ -194,7 +200,17 @@ def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str])
         conversions=transformers.conversions(model) if is_known else (),
         generation_config=getattr(model, "generation_config", None),
         loss_fn=transformers.loss_of(model) if is_known else None,
+        aliases=_aliases(model),
+        optional={*origin.unused, *chain.from_iterable(origin.flow.buffers)},
     )
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all names of each saved tensor that has several, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in saved_tensors(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
 MOST_PROVED = 20_000_000
@@ -215,7 +231,7 @@ def _built(
         split(materialised(model), blocks=names, example=example)
     origin, prefixes = _origin(model, names, _example(model, example))
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
-    found = _found(model, made, prefixes)
+    found = _found(model, made, prefixes, origin)
     builders = [BlockBuilder(model, partial(_block, model, origin, number)) for number in range(len(made))]
     return found.of(builders)
 
@@ -235,7 +251,8 @@ def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
         first.setdefault(id(tensor), name)
     saved = [(k, name, t) for k, part in enumerate(parts) for name, t in saved_tensors(part).items()]
     own_names = {f"{number}.{name}": first[id(tensor)] for number, name, tensor in saved}
-    return Split(parts, tied=untie(parts), own_names=own_names, config=getattr(model, "pretrained_cfg", None))
+    config = getattr(model, "pretrained_cfg", None)
+    return Split(parts, tied=untie(parts), own_names=own_names, config=config, aliases=_aliases(model))
 
 
 def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -290,6 +307,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     names = _inputs(model)
     origin = Origin(frame, flow, spans, names, settings, select, sees=transformers.is_one(model))
     origin.uncarried = find_unneeded(frame, flow, spans, {**inputs, **settings}, select)
+    origin.unused = _unused(model, flow)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
 
 
@@ -305,6 +323,16 @@ def _spans(flow: Flow) -> list[Span]:
     return [*spans, Span(range(count, count), is_last=True)] if behind else spans
 
 
+def _unused(model: nn.Module, flow: Flow) -> list[str]:
+    """Return the names of saved tensors that no part of the forward uses; of weights only those that are made yet."""
+    modules = [model.get_submodule(name) for name in (*flow.calls, *chain.from_iterable(flow.beside))]
+    used = {id(tensor) for module in modules for tensor in saved_tensors(module).values()}
+    saved, read = saved_tensors(model), set(chain.from_iterable((*flow.weights, *flow.buffers)))
+    used |= {id(tensor) for name, tensor in saved.items() if name in read}
+    first = {id(tensor): name for name, tensor in reversed(saved.items())}
+    return [name for key, name in first.items() if key not in used and not saved[name].is_meta]
+
+
 def _is_layer(origin: Origin, number: int) -> bool:
     """Whether a block is no more than a layer."""
     span, flow = origin.spans[number], origin.flow
@@ -315,8 +343,7 @@ def _is_layer(origin: Origin, number: int) -> bool:
 
 def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     if _is_layer(origin, number):
-        name = origin.flow.calls[origin.spans[number].calls.start]
-        return layer_block(model.get_submodule(name), origin, number)
+        return layer_block(model, origin, number)
     return segment(model, origin, number)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from quintsched.errors import MisfitError
 
 from ..blocks.blocks import Carry
+from ..blocks.module_state import saved_tensors
 from .tracing import Untraceable, trace
 
 _MOST_CROSSING = 8
@@ -94,10 +95,11 @@ def segments(model: nn.Module) -> list[Segment] | None:
 
 
 def _keep_unused(model: nn.Module, made: Sequence[Segment]) -> None:
-    """Let the last segment have the weights that no step uses: they are saved with the others."""
-    used = {id(parameter) for segment in made for parameter in segment.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in used:
+    """Let the last segment have the weights and saved buffers that no step uses: they are saved with the others."""
+    used = {id(tensor) for segment in made for tensor in saved_tensors(segment).values()}
+    for name, tensor in saved_tensors(model).items():
+        if id(tensor) not in used:
+            used.add(id(tensor))
             _hang(made[-1], name, model, {})
 
 

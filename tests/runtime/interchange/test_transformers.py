@@ -20,6 +20,9 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.interchange.load_pretrained import LoadedWeights
 from quintsched.runtime.splitting.split import Split
 
+from ..families.torchvision_ops import declare_missing
+
+declare_missing()
 transformers = pytest.importorskip("transformers")
 conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
 
@@ -206,6 +209,27 @@ def test_other_families_by_names_alone(tmp_path: Path, family: Callable[..., nn.
         engine.save_pretrained(tmp_path / "out", max_file_bytes=5000)
 
     build_only("dp=2", 3, family(2), body)
+    require_equal(reloaded(origin, tmp_path / "out"), origin)
+
+
+def bart(seed: int = 0) -> nn.Module:
+    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = transformers.BartConfig(vocab_size=40, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes)
+    model = made(transformers.BartForConditionalGeneration, config, seed)
+    model.get_buffer("final_logits_bias").fill_(seed)
+    return model
+
+
+def test_what_the_whole_model_holds_is_read_and_saved(tmp_path: Path) -> None:
+    """A bias of the whole model, and a weight whose first name, "model.shared.weight", no block has."""
+    origin = bart(1)
+    origin.save_pretrained(tmp_path / "in")
+
+    def body(engine: Engine) -> None:
+        assert engine.load_pretrained(tmp_path / "in") == LoadedWeights()
+        engine.save_pretrained(tmp_path / "out")
+
+    run("pp=2", 0, bart, body)
     require_equal(reloaded(origin, tmp_path / "out"), origin)
 
 

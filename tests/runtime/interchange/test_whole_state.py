@@ -1,0 +1,110 @@
+"""Every entry of a model's own state dict is in what an engine gives and saves, and is read back into the forward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.runtime import Engine, Transport, run_local, split
+
+WIDTH, IDS = 8, 12
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * bias
+
+
+class Traced(nn.Module):
+    """Buffers of the whole model: before the layers, given to each, behind them, and read by nothing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(IDS, WIDTH), nn.Linear(WIDTH, IDS)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        for name in ("scale", "bias", "shift", "unread"):
+            self.register_buffer(name, torch.rand(1) + seed)
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids) * self.scale * self.passing
+        for layer in self.layers:
+            hidden = layer(hidden, self.bias)
+        found: Tensor = self.head(hidden) + self.shift
+        return found
+
+
+class Walked(Traced):
+    """The same, with something that cannot be traced."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids if ids.sum() >= 0 else -ids)
+
+
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def run(mesh: str, model: Callable[[], nn.Module], body: Callable[[Engine, Any], Any]) -> list[Any]:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+    def start(transport: Transport) -> Any:
+        whole = model()
+        blocks = split(whole, example=torch.arange(8).view(2, 4)) if isinstance(whole, Walked) else split(whole)
+        return body(Engine(plan, blocks, loss_of, lambda p: torch.optim.SGD(p, lr=0.0), transport=transport), blocks)
+
+    return run_local(plan.mesh.size, start, timeout_s=60)
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: Callable[[int], nn.Module], mesh: str) -> None:
+    other, ids = kind(1), torch.arange(8).view(2, 4)
+    wanted = other.state_dict()
+    save_file(wanted, tmp_path / "model.safetensors")
+
+    def body(engine: Engine, blocks: Any) -> tuple[float, dict[str, Tensor]]:
+        engine.load_pretrained(tmp_path)
+        loss = float(engine.step(ids, ids).loss)
+        engine.save_pretrained(tmp_path / "out")
+        engine.save_dcp(tmp_path / "dcp")
+        return loss, {blocks.own_names[name]: tensor for name, tensor in engine.full_weights().items()}
+
+    ranks = run(mesh, lambda: kind(0), body)
+    given = {name: tensor for _, weights in ranks for name, tensor in weights.items()}
+    read = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    back = {name.removeprefix("model."): tensor for name, tensor in read.items()}
+    saved = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    for found in (given, saved, back):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert ranks[0][0] == pytest.approx(float(loss_of(other(ids), ids).detach()), rel=1e-6)
+
+
+def test_a_checkpoint_may_lack_what_no_layer_has(tmp_path: Path) -> None:
+    model = Walked(0)
+    lacking = ("unread", "bias", "unused.weight")
+    save_file({n: t for n, t in model.state_dict().items() if n not in lacking}, tmp_path / "model.safetensors")
+
+    def body(engine: Engine, blocks: Any) -> set[str]:
+        return {blocks.own_names[name] for name in engine.load_pretrained(tmp_path).fresh}
+
+    assert run("dp=1", lambda: Walked(0), body) == [set(lacking)]
