@@ -10,9 +10,11 @@ features has a shadow, a byte for each number: 0, or 1 + the rank. Views share m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -31,16 +33,28 @@ _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
 _HOST_PROTOCOLS = {"__array__", "__dlpack__"}
 
+Place = tuple[tuple[str, int], ...]
+"""The innermost lines of users' code and of libraries of models that run."""
+
 
 class FeatureOwners(TorchDispatchMode):
     """Within it, features are followed; `Joined` is raised where they meet, or where numbers steer Python.
 
-    `trusts`: functions that nobody knows are taken to keep them apart, as somebody says by a rule.
+    Args:
+        trusts: functions that nobody knows are taken to keep them apart, as somebody says by a rule.
+        flipped: where conditions on numbers are taken to be otherwise.
+
+    Attributes:
+        conditions: where Python asked whether numbers are so, outside of torch.
+        reads: how often it was given others.
     """
 
-    def __init__(self, *, trusts: bool) -> None:
+    def __init__(self, *, trusts: bool, flipped: Set[Place] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._trusts = trusts
+        self._trusts, self._flipped = trusts, flipped
+        self.conditions: dict[Place, None] = {}
+        self.reads = 0
+        self._scopes = 0
         self._shadows: dict[int, tuple[torch.UntypedStorage, int, Tensor]] = {}
         self._known = 0
         """How many calls deep it is in what takes features of all ranks, or in the bookkeeping."""
@@ -54,9 +68,11 @@ class FeatureOwners(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
         is_owned = any(_key(tensor) in self._shadows for tensor in tensors)
         name = func._schema.name.removeprefix("aten::")
-        if name in HOST and (is_owned or HOST[name]):
+        if name in HOST and is_owned:
             raise Joined(f"reads numbers on the host ({name.strip('_')}{_line()}), by which it may do something else")
         result = func(*args, **given)
+        if name in ("_local_scalar_dense", "equal"):
+            return self._read(result)
         if is_owned:
             try:
                 for tensor, owners in owners_of_results(func, args, given, result, self.of):
@@ -65,6 +81,17 @@ class FeatureOwners(TorchDispatchMode):
                 if not (self._trusts and isinstance(why, Unknown)):
                     raise Joined(f"{why}{_line()}") from None
         return result
+
+    def _read(self, number: object) -> object:
+        """Return what Python is given of a number; raises `Joined` for one that may steer a pair."""
+        if isinstance(number, bool):
+            place = _place()
+            self.conditions[place] = None
+            return not number if place in self._flipped else number
+        if self._scopes or not isinstance(number, int):
+            raise Joined(f"reads numbers on the host (item{_line()}), by which it may do something else")
+        self.reads += 1
+        return number
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the owners of a tensor's numbers, int8 of its shape."""
@@ -92,6 +119,9 @@ class FeatureOwners(TorchDispatchMode):
     def through_pairs(self, cuts: Sequence[Cut], size: int) -> Iterator[None]:
         """A context in which columns give features to ranks, and rows and norms of the whole width take them."""
         handles = []
+        for scope in {id(cut.pair): cut.pair for cut in cuts if cut.is_paired and cut.pair is not None}.values():
+            handles.append(scope.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(scope.register_forward_hook(self._leave))
         for cut in cuts:
             if cut.is_paired and cut.split is TensorSplit.COLUMN:
                 layout = _layout(cut, size)
@@ -105,6 +135,14 @@ class FeatureOwners(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.reads and any(type(leaf) in (int, float) for leaf in tree_leaves((args, kwargs))):
+            raise Joined(f"reads numbers on the host, and gives {type(module).__name__} a number that may be one")
+        self._scopes += 1
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._scopes -= 1
 
     def _giving(self, layout: Tensor) -> Callable[[nn.Module, Any, Tensor], None]:
         def give(module: nn.Module, args: Any, result: Tensor) -> None:
@@ -153,6 +191,14 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_FRAMES = 4
+
+
+def _place() -> Place:
+    found = (frame for frame in walk_stack(sys._getframe(1)) if not frame[0].f_code.co_filename.startswith(_PASSED))
+    return tuple((frame.f_code.co_filename, line) for frame, line in islice(found, _FRAMES))
+
+
 def _layout(cut: Cut, size: int) -> Tensor:
     """Return the owner of each of a column's features."""
     total = sizes_of(cut.layer)[1]
@@ -192,9 +238,4 @@ def _window(tensor: Tensor, unit: int, shadow: Tensor) -> Tensor:
 
 def _line() -> str:
     """Return the line of a user's code, or of a library of models, that runs now."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    return f" in line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+    return "".join(f" in line {line} of {Path(file).name}" for file, line in _place()[:1])

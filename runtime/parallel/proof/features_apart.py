@@ -2,6 +2,7 @@
 
     in training, twice ─▶ features followed (`feature_owners`), what Python may read compared (`plain_state`)
     in evaluation      ─▶ the same, without gradients; both in the types of a run
+    if mask.all(): …   ─▶ once more, as if it were not so
 
 What depends on more than that, numbers of tensors or draws of Python's, may be something else in the next step.
 """
@@ -9,9 +10,10 @@ What depends on more than that, numbers of tensors or draws of Python's, may be 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,11 +22,13 @@ from torch import Tensor, nn
 from ...blocks.blocks import seeded
 from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given, GivenTree
-from .feature_owners import FeatureOwners, HostReads
+from .feature_owners import FeatureOwners, HostReads, Place
 from .owner_rules import Joined
-from .plain_state import State, first_change, plain_state
+from .plain_state import first_change, plain_state
 from .trial import outputs_of
 from .twins import SEED, Blueprint
+
+_MOST_BRANCHES = 32
 
 
 def why_joined(
@@ -41,22 +45,48 @@ def why_joined(
     `cuts_of` finds the pairs of a copy; `trusts` as `FeatureOwners` has it. Nothing is sent, and the
     generators are left as they were.
     """
+    given = _typed(arrival, blueprint.short_type)
+
+    def follow(trains: bool, flipped: Set[Place]) -> FeatureOwners:
+        owners = FeatureOwners(trusts=trusts, flipped=flipped)
+        twin = blueprint.draw(device, as_built=True).train(trains)
+        mode: AbstractContextManager[object] = nullcontext() if trains else torch.no_grad()
+        with seeded(SEED, 0, device), torch.enable_grad(), mode:
+            _follow(owners, twin, cuts_of(twin), given, size, times=2 if trains else 1)
+        return owners
+
     try:
         for trains in (True, False):
-            twin = blueprint.draw(device, as_built=True).train(trains)
-            given = _typed(arrival, blueprint.short_type)
-            mode: AbstractContextManager[object] = nullcontext() if trains else torch.no_grad()
-            with seeded(SEED, 0, device), torch.enable_grad(), mode:
-                _follow(FeatureOwners(trusts=trusts), twin, cuts_of(twin), given, size, times=2 if trains else 1)
+            _follow_branches(partial(follow, trains), list(follow(trains, frozenset()).conditions))
     except Joined as why:
         return str(why)
     return ""
 
 
+def _follow_branches(follow: Callable[[Set[Place]], FeatureOwners], conditions: Sequence[Place]) -> None:
+    """Follow what a block does where conditions on numbers are otherwise, one by one, and those found on the way."""
+    tried: set[frozenset[Place]] = set()
+    open_ones = [frozenset([condition]) for condition in conditions]
+    while open_ones:
+        flipped = open_ones.pop()
+        if flipped in tried:
+            continue
+        tried.add(flipped)
+        if len(tried) > _MOST_BRANCHES:
+            raise Joined("asks for numbers in so many places that what it may do is not known")
+        try:
+            found = follow(flipped).conditions
+        except Joined:
+            raise
+        except Exception:  # what no numbers lead to, or are refused by the block itself
+            continue
+        open_ones += [flipped | {other} for other in found if other not in flipped and other not in conditions]
+
+
 def _follow(
     owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival, size: int, times: int
 ) -> None:
-    states: list[State] = []
+    states = [plain_state(twin)]
     drawn = draws_of_python()
     with owners.through_pairs(cuts, size):
         for _ in range(times):
@@ -66,7 +96,7 @@ def _follow(
             states.append(plain_state(twin))
     if draws_of_python() != drawn:
         raise Joined("draws from Python's or numpy's generator, by which it may do something else")
-    changed = first_change(states[0], states[-1])
+    changed = first_change(states[0 if owners.reads else 1], states[-1])
     if changed is not None:
         raise Joined(f"changes {changed!r} in its forward, by which it may do something else in a later step")
 

@@ -18,11 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 Owners = Callable[[Tensor], Tensor]
 
-HOST: Mapping[str, bool] = {
-    "_local_scalar_dense": True, "equal": True, "nonzero": False, "masked_select": False, "_unique2": False,
-    "unique_dim": False, "unique_consecutive": False,
-}  # fmt: skip
-"""Functions by which Python sees numbers: True, always; False, their shapes, which is no matter of what is not cut."""
+HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+"""Functions by which Python sees numbers, or how many there are of a kind."""
 
 _POINTWISE = {
     "_to_copy", "rsub", "hardswish", "hardsigmoid", "native_dropout", "prelu", "_prelu_kernel", "polar", "complex",
