@@ -12,7 +12,7 @@ from torch import Tensor
 from quintsched.ir import instructions as ins
 
 from ..state.grad_buckets import PlanBucket
-from ..state.grad_norm import CLIP_EPSILON
+from ..state.grad_norm import CLIP_EPSILON, clip_factor
 from .rank_state import StepEndState
 
 Call = Callable[[], None]
@@ -108,14 +108,19 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
     """Step the optimizer of these stages, unless the gradient is not finite; then clear their gradients."""
     stepper, stages = state.steppers.get(instruction.stages), instruction.stages
     reducer, masters, outcome = state.gradients.reducer, state.masters, state.outcome
-    absent = state.gradients.absent
+    absent, clip = state.gradients.absent, state.clip
+
+    def norm() -> Tensor | None:
+        if stepper is None or not stepper.goes_by_norm or outcome.norm is None:
+            return None
+        return outcome.norm if clip is None else outcome.norm * clip_factor(outcome.norm, clip)
 
     def run() -> None:
         if reducer.accumulates:
             return
         if stepper is not None and not outcome.skipped:
             absent.take_away(stages)
-            stepper.step()
+            stepper.step(norm())
             masters.publish(stages)
         reducer.clear(stages, afresh=outcome.skipped)
 

@@ -30,12 +30,15 @@ from ..job.choices import ZeroSplit
 from ..parallel.tensor.shard import shard_of
 from ..stage.rank_model import RankModel
 from .chained import chained
-from .coupling import ELEMENTWISE, Coupling, coupling_of, require_steppable
+from .coupling import ELEMENTWISE, Coupling, coupling_of, require_free_hooks, require_steppable
 from .gathered import GatheredMatrix, Stepper
 from .given import Builder
 from .remake import holds_tensors, rebound
 
 Step = tuple[int, ...]
+
+_WHOLE = Coupling.WITHIN | Coupling.ACROSS
+"""Where parameters have to be whole."""
 
 
 class Masters(Protocol):
@@ -89,6 +92,12 @@ class OptimizerBuilds:
             self._ids = {id(stand_in): name for name, stand_in in self._stand_ins.items()}
             self._made = {step: self._build(list(self._stand_ins.items())) for step in self._steps}
             self._settle()
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether some rank has several copies of a tied weight, each on another of its stages."""
+        plan = self._model.plan
+        return any(len({*map(plan.layout.rank_of, held)}) < len(held) for held in plan.tied.values())
 
     def _own_names(self) -> Iterator[tuple[nn.Parameter, str]]:
         """Yield this rank's parameters and the names that they are built by: of tied ones, the first."""
@@ -144,16 +153,19 @@ class OptimizerBuilds:
         """Find out which parameters have to be whole, and whether that can be."""
         whole: set[str] = set()
         for optimizer in next(iter(self._made.values()), []):
+            require_free_hooks(optimizer)
             found = coupling_of(optimizer, self._tensor.device)
-            self._coupling.append(found)
             kind = type(optimizer).__name__
             names = [self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
             keeps = holds_tensors(optimizer) and type(optimizer) not in ELEMENTWISE
+            if Coupling.NORM in found and (len(names) < len(self._stand_ins) or self._has_copies):
+                found = Coupling.ACROSS
+            self._coupling.append(found)
             if found is Coupling.ACROSS:
                 self._require_all_here(kind)
             if found is not Coupling.NONE and self._tensor.size > 1:
                 self._require_no_dtensors(kind)
-            if found is not Coupling.NONE or (keeps and self._split == "auto"):
+            if found & _WHOLE or (keeps and self._split == "auto"):
                 whole.update(names)
                 self.why.append(kind)
         if self._shards and self._split == "element" and self.why:
@@ -170,7 +182,8 @@ class OptimizerBuilds:
         zero = f" with ZeRO-{self._model.plan.zero.stage}" if self._shards else ""
         raise MisfitError(
             f"an update by {kind} depends on all parameters, of which the ranks of mesh {self._model.plan.mesh}{zero} "
-            "hold shares; train on dp, cp and tp alone, with zero=0"
+            "hold shares; let the engine clip (clip=…), if it is a norm by which it clips, or train on dp, cp and tp "
+            "alone, with zero=0"
         )
 
     def _require_no_dtensors(self, kind: str) -> None:
@@ -200,7 +213,8 @@ class OptimizerBuilds:
                 parts.append(self._over(optimizer, ours, made))
             numbers = [n for n, part in enumerate(parts) if any(group["params"] for group in part.param_groups)]
             if numbers:
-                found[step] = Stepper(chained([parts[n] for n in numbers]), gathered, numbers)
+                by_norm = any(Coupling.NORM in self._coupling[n] for n in numbers)
+                found[step] = Stepper(chained([parts[n] for n in numbers]), gathered, numbers, goes_by_norm=by_norm)
         return found
 
     def _bind_directly(self, masters: Masters) -> dict[Step, Stepper]:
@@ -220,7 +234,7 @@ class OptimizerBuilds:
         self, optimizer: Optimizer, coupling: Coupling, ours: dict[str, list[nn.Parameter]]
     ) -> list[GatheredMatrix]:
         """Let the ranks of tp gather the parameters of an optimizer that it needs whole; return these."""
-        if coupling is Coupling.NONE or self._tensor.size == 1:
+        if not coupling & _WHOLE or self._tensor.size == 1:
             return []
         gathered = []
         for name in (self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]):

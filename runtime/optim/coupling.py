@@ -2,19 +2,23 @@
 
     Coupling.NONE      on that number's own gradients: SGD, Adam          any shard of a parameter can be stepped
     Coupling.WITHIN    on its whole parameter: Muon, Adafactor, LAMB      the parameter has to be whole
-    Coupling.ACROSS    on other parameters: a norm over all, Prodigy      all parameters have to be on one rank
+    Coupling.NORM      on the norm of all gradients, by which it clips    it has to be given the rest of that norm
+    Coupling.ACROSS    on other parameters in another way: Prodigy        all parameters have to be on one rank
 
 torch's own are known, and an optimizer may say so itself by an attribute `needs_whole_parameters` (True or False) of it
-or its class. Of all others copies are tried: one has whole parameters, two have a half each, one has other gradients in
-all parameters but the first. What differs by more than rounding tells.
+or its class, and by `needs_gradient_norm` beside it. Of all others copies are tried: one has whole parameters, two have
+a half each, one has other gradients in all parameters but the first. What differs by more than rounding tells. Where
+others matter, one more copy has the first, and in place of the others the rest of the norm (`rest_of_norm`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from contextlib import nullcontext
+from enum import IntFlag
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +27,8 @@ from torch.optim import Optimizer
 from quintsched.errors import CodeError, UsageError
 
 from ..blocks.blocks import seeded
-from .remake import remade
+from .remake import remade, tensors_in
+from .rest_of_norm import rest_of_norm
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -47,12 +52,17 @@ STEPS: dict[tuple[int, ...], int] = {(160, 144): 3}
 """How many steps are tried of parameters of some sizes; of others 24, for some begin by doing less."""
 
 
-class Coupling(IntEnum):
-    """What the update of a number depends on."""
+LOUD = 1e8
+"""How much larger some gradients are where it is tried whether they matter: no threshold that clips is above that."""
+
+
+class Coupling(IntFlag):
+    """What the update of a number depends on, beside its own gradients."""
 
     NONE = 0
     WITHIN = 1
-    ACROSS = 2
+    NORM = 2
+    ACROSS = 4
 
 
 def require_steppable(optimizer: Optimizer) -> None:
@@ -71,20 +81,40 @@ def require_steppable(optimizer: Optimizer) -> None:
         )
 
 
+def require_free_hooks(optimizer: Optimizer) -> None:
+    """Raise `UsageError` for hooks of steps that have parameters by themselves: ranks step others in their place."""
+    for hook in _hooks_of(optimizer):
+        cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        reached = [*cells, *getattr(hook, "args", ()), getattr(hook, "__self__", None), getattr(hook, "keywords", {})]
+        if any(isinstance(found, nn.Module) for found in reached) or next(tensors_in(reached), None) is not None:
+            raise UsageError(
+                f"a step hook of {type(optimizer).__name__} has parameters or modules by itself, but a rank steps its "
+                "share of them; let the hook take what it works on from the optimizer that it is given: lambda "
+                "optimizer, args, kwargs: …(optimizer.param_groups)"
+            )
+
+
+def _hooks_of(optimizer: Optimizer) -> list[Any]:
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
 def coupling_of(optimizer: Optimizer, device: torch.device) -> Coupling:
     """Return what updates depend on; raises `UsageError` where that cannot be found out."""
     kind = type(optimizer)
-    if kind in ELEMENTWISE:
+    is_torchs = kind.__module__.startswith("torch.optim") and not _hooks_of(optimizer)
+    if is_torchs and kind in ELEMENTWISE:
         return Coupling.NONE
     said = getattr(optimizer, "needs_whole_parameters", None)
     if said is not None:
-        return Coupling.WITHIN if said else Coupling.NONE
+        needs_norm = getattr(optimizer, "needs_gradient_norm", False)
+        return (Coupling.WITHIN if said else Coupling.NONE) | (Coupling.NORM if needs_norm else Coupling.NONE)
     named = f"{kind.__module__.partition('.')[0]}.{kind.__name__}".lower()
     floor = Coupling.WITHIN if any(word in named for word in (*WHOLE, "bitsandbytes")) else Coupling.NONE
-    if kind.__module__.startswith("torch.optim") and floor is Coupling.WITHIN:
+    if is_torchs and floor is Coupling.WITHIN:
         return floor
     try:
-        return max(floor, _tried(optimizer, device))
+        found = floor | _tried(optimizer, device)
+        return Coupling.ACROSS if Coupling.ACROSS in found else found
     except _DrawsError:
         raise UsageError(
             f"{kind.__name__} draws random numbers in its step, and replicas would draw different ones; use an "
@@ -139,6 +169,7 @@ def _error_of(tried: Callable[[], object]) -> Exception | None:
 def _try(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None, tolerance: float) -> Coupling:
     """Step copies of an optimizer for every number of dimensions that its parameters have."""
     dims = sorted({min(p.dim(), 4) for group in optimizer.param_groups for p in group["params"]})
+    found = Coupling.NONE
     for shape in (shape for dim in dims for shape in SHAPES[dim]):
         trial = _Trial(optimizer, shape, device, dtype)
         whole = trial.updates()
@@ -147,14 +178,16 @@ def _try(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None, 
             raise ValueError("it changed nothing" if most == 0 else "its numbers were not finite")
         if _off(trial.updates(seed=1), whole) > tolerance * most:
             raise _DrawsError
-        if _off(trial.updates(others=True)[:1], whole[:1]) > tolerance * float(whole[0].abs().max()):
-            return Coupling.ACROSS
-        half = -(-whole[0].numel() // 2)
-        halves: list[list[Tensor]] = [trial.updates(slice(None, half)), trial.updates(slice(half, None))]
+        if not trial.is_first_alone(whole, tolerance):
+            if not trial.goes_by_norm(tolerance):
+                return Coupling.ACROSS
+            found |= Coupling.NORM
+        half, rest = -(-whole[0].numel() // 2), Coupling.NORM in found
+        halves = [trial.updates(part, rest=rest) for part in (slice(None, half), slice(half, None))]
         joined = [torch.cat(pair) for pair in zip(*halves, strict=True)]
         if _off(joined, [update.flatten() for update in whole]) > tolerance * most:
-            return Coupling.WITHIN
-    return Coupling.NONE
+            found |= Coupling.WITHIN
+    return found
 
 
 def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -164,51 +197,93 @@ def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 class _Trial:
-    """Steps copies of an optimizer over small parameters of one shape, two in place of those of each group."""
+    """Steps copies of an optimizer over small parameters of one shape, up to three in place of those of each group.
+
+    There are three at least: the rest of a norm stands for more than one.
+    """
 
     def __init__(
         self, optimizer: Optimizer, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None
     ) -> None:
         self._optimizer, self._shape, self._device = optimizer, shape, device
-        self._taken = [p for group in optimizer.param_groups for p in group["params"][:2]]
+        taken = [p for group in optimizer.param_groups for p in group["params"][:3]]
+        self._taken = [*taken, *taken[-1:] * (3 - len(taken))]
         self._dtypes = [dtype or p.dtype for p in self._taken]
 
-    def updates(self, part: slice | None = None, *, others: bool = False, seed: int = 0) -> list[Tensor]:
+    def is_first_alone(self, whole: Sequence[Tensor], tolerance: float) -> bool:
+        """Whether the update of the first parameter is the same where all others have other gradients."""
+        return _off(self.updates(loud=True)[:1], whole[:1]) <= tolerance * float(whole[0].abs().max())
+
+    def goes_by_norm(self, tolerance: float) -> bool:
+        """Whether it is the same where there is the rest of the norm in place of all others."""
+        for loud in (False, True):
+            whole = self.updates(loud=loud)[:1]
+            try:
+                found = self.updates(loud=loud, count=1, rest=True)
+            except Exception:
+                return False
+            if _off(found, whole) > tolerance * float(whole[0].abs().max()):
+                return False
+        return True
+
+    def updates(
+        self,
+        part: slice | None = None,
+        *,
+        loud: bool = False,
+        count: int | None = None,
+        rest: bool = False,
+        seed: int = 0,
+    ) -> list[Tensor]:
         """Return by how much each parameter, or a part of it, changes in some steps.
 
-        With `others`, all parameters but the first get other gradients; `seed` is that of torch's generators.
+        With `loud`, all parameters but the first get other gradients, large ones in every second step. Only the first
+        `count` are stepped, with the rest of the norm of all gradients beside them if `rest`. `seed` is that of torch's
+        generators.
         """
-        draws = _Draws(self._shape, part, others)
-        made = [nn.Parameter(draws(0, dtype).to(self._device)) for dtype in self._dtypes]
+        draws = _Draws(self._shape, loud=loud)
+        given = [_part(draws(0), part).to(self._device, dtype, copy=True) for dtype in self._dtypes]
+        made = [nn.Parameter(tensor) for tensor in given[:count]]
         if not made[0].numel():
             return [parameter.detach().double() for parameter in made]
-        optimizer = remade(self._optimizer, {id(one): [other] for one, other in zip(self._taken, made, strict=True)})
+        instead: dict[int, list[nn.Parameter]] = {}
+        for one, other in zip(self._taken, made, strict=False):
+            instead.setdefault(id(one), []).append(other)
+        optimizer = remade(self._optimizer, instead)
         for group in optimizer.param_groups:
             if isinstance(group.get("lr"), int | float):
                 group["lr"] = max(group["lr"], 1e-2)
         before = [parameter.detach().to(torch.float64, copy=True) for parameter in made]
         with seeded(seed, 0, self._device):
-            for _ in range(STEPS.get(self._shape, 24)):
-                for number, (parameter, dtype) in enumerate(zip(made, self._dtypes, strict=True)):
-                    parameter.grad = draws(number, dtype).to(self._device)
-                optimizer.step()
+            for step in range(STEPS.get(self._shape, 24)):
+                drawn = [draws(number, step) for number in range(len(self._taken))]
+                for parameter, gradient in zip(made, drawn, strict=False):
+                    parameter.grad = _part(gradient, part).to(self._device, parameter.dtype, copy=True)
+                norm = torch.stack([gradient.norm() for gradient in drawn]).norm().to(self._device)
+                with rest_of_norm(optimizer, norm) if rest else nullcontext():
+                    optimizer.step()
         return [after.detach().double() - was for after, was in zip(made, before, strict=True)]
 
 
-class _Draws:
-    """Draws numbers for parameters, in rows of different size."""
+def _part(tensor: Tensor, part: slice | None) -> Tensor:
+    return tensor if part is None else tensor.flatten()[part]
 
-    def __init__(self, shape: tuple[int, ...], part: slice | None, others: bool) -> None:
-        self._shape, self._part, self._others = shape, part, others
+
+class _Draws:
+    """Draws numbers for parameters, float64, in rows of different size."""
+
+    def __init__(self, shape: tuple[int, ...], *, loud: bool) -> None:
+        self._shape, self._loud = shape, loud
         self._random, self._other = torch.Generator().manual_seed(7), torch.Generator().manual_seed(11)
         count = torch.Size(shape).numel()
         self._scale = 0.1 + torch.arange(count, dtype=torch.float64).view(shape) / count
 
-    def __call__(self, number: int, dtype: torch.dtype) -> Tensor:
-        """Return what is drawn for the parameter of this number."""
+    def __call__(self, number: int, step: int = 0) -> Tensor:
+        """Return what is drawn for the parameter of this number in a step."""
         drawn, other = (
             torch.randn(self._shape, generator=generator, dtype=torch.float64)
             for generator in (self._random, self._other)
         )
-        found = (other if self._others and number else drawn) * self._scale * (number + 1)
-        return (found if self._part is None else found.flatten()[self._part]).to(dtype, copy=True)
+        if self._loud and number:
+            drawn = other * LOUD if step % 2 else other
+        return drawn * self._scale * (number + 1)

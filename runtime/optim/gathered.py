@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from .chained import parts_of
 from .kept import flat_of
 from .own_state import OwnState, words_of
+from .rest_of_norm import rest_of_norm
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -65,9 +67,16 @@ class Stepper:
     """Steps an optimizer, with whole matrices where it needs them."""
 
     def __init__(
-        self, optimizer: Optimizer, gathered: Iterable[GatheredMatrix], numbers: Sequence[int] | None = None
+        self,
+        optimizer: Optimizer,
+        gathered: Iterable[GatheredMatrix],
+        numbers: Sequence[int] | None = None,
+        *,
+        goes_by_norm: bool = False,
     ) -> None:
         self.optimizer, self._gathered = optimizer, tuple(gathered)
+        self.goes_by_norm = goes_by_norm
+        """Whether it looks at the norm of all gradients, and has some of the parameters."""
         self._handles = {matrix.shard: matrix.full for matrix in self._gathered}
         parts = parts_of([optimizer])
         self._part_of = {p: part for part in parts for group in part.param_groups for p in group["params"]}
@@ -133,13 +142,17 @@ class Stepper:
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
         return torch.device("cpu") if on_host else master.device
 
-    def step(self) -> None:
-        """Make a step; collective over tp where matrices are gathered."""
+    def step(self, norm: Tensor | None = None) -> None:
+        """Make a step; collective over tp where matrices are gathered.
+
+        `norm` is that of all gradients, 0-dimensional, for an optimizer that goes by it.
+        """
         for matrix in self._gathered:
             matrix.gather()
         for own in self._foreign:
             own.begin_step()
-        self.optimizer.step()
+        with nullcontext() if norm is None else rest_of_norm(self.optimizer, norm):
+            self.optimizer.step()
         for own in self._foreign:
             own.end_step()
         for matrix in self._gathered:

@@ -32,9 +32,10 @@ def remade(optimizer: Optimizer, instead: Instead) -> Optimizer:
     made: Optimizer = kind.__new__(kind)
     memo: dict[int, Any] = {id(optimizer): made}
     memo |= {key: others[0] for key, others in instead.items() if others}
-    for nested in _nested(optimizer):
-        memo[id(nested)] = remade(nested, instead)
-    groups = [_group(group, instead, memo) for group in optimizer.param_groups]
+    for nested in nested_in(optimizer):
+        inner = memo[id(nested)] = remade(nested, instead)
+        memo |= {id(mine): other for mine, other in zip(nested.param_groups, inner.param_groups, strict=True)}
+    groups = [memo.get(id(group)) or _group(group, instead, memo) for group in optimizer.param_groups]
     memo[id(optimizer.param_groups)] = groups
     kept = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
@@ -45,7 +46,7 @@ def remade(optimizer: Optimizer, instead: Instead) -> Optimizer:
 
 def rebound(optimizer: Optimizer, instead: Instead) -> Optimizer:
     """Return the optimizer itself, its groups with other parameters; one like it where it holds them elsewhere, too."""
-    if holds_tensors(optimizer) or _nested(optimizer) or _holds(optimizer, instead):
+    if holds_tensors(optimizer) or nested_in(optimizer) or _holds(optimizer, instead):
         return remade(optimizer, instead)
     for group in optimizer.param_groups:
         group.update(_group(group, instead, {}))
@@ -54,17 +55,21 @@ def rebound(optimizer: Optimizer, instead: Instead) -> Optimizer:
 
 def _holds(optimizer: Optimizer, parameters: Instead) -> bool:
     beside = {name: value for name, value in vars(optimizer).items() if name != "param_groups"}
-    return any(id(tensor) in parameters for tensor in _found(beside, set()))
+    return any(id(tensor) in parameters for tensor in tensors_in(beside))
 
 
 def holds_tensors(optimizer: Optimizer) -> bool:
     """Whether an optimizer has tensors of several numbers beside its parameters, which it made as it was built."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(tensor.numel() > 1 and id(tensor) not in known for tensor in _found(vars(optimizer), set()))
+    return any(tensor.numel() > 1 and id(tensor) not in known for tensor in tensors_in(vars(optimizer)))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that something holds, in mappings, sequences and optimizers."""
+    return _found(value, set())
 
 
 def _found(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors that something holds, in mappings, sequences and optimizers."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -77,7 +82,7 @@ def _found(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from _found(item, seen)
 
 
-def _nested(optimizer: Optimizer) -> list[Optimizer]:
+def nested_in(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that one steps for its own step."""
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 

@@ -92,9 +92,14 @@ class GradNorm:
 
     def clip(self, norm: Tensor, threshold: float) -> None:
         """Scale every gradient so that the global norm, which is `norm`, comes under the threshold."""
-        factor = torch.clamp(threshold / (norm + CLIP_EPSILON), max=1.0)
+        factor = clip_factor(norm, threshold)
         for bucket in self._buckets:
             as_real(bucket.shard).mul_(factor)
+
+
+def clip_factor(norm: Tensor, threshold: float) -> Tensor:
+    """Return by what gradients of this norm are multiplied, so that it comes under the threshold."""
+    return torch.clamp(threshold / (norm + CLIP_EPSILON), max=1.0)
 
 
 def _divide(sums: Tensor, weight: Tensor, counted: Sequence[Tensor]) -> list[Tensor]:

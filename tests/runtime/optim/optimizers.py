@@ -60,6 +60,17 @@ class GlobalNorm(Trust):
                     p.add_(p.grad / norm, alpha=-group["lr"])
 
 
+class LargestNorm(Trust):
+    """Moves by gradients over the largest norm of any of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        largest = torch.stack([p.grad.norm() for p in every]).max()
+        for p in every:
+            p.add_(p.grad / largest, alpha=-0.01)
+
+
 class SignMomentum(Optimizer):
     """Lion's idea: each number moves by the sign of its mean gradient; it keeps options beside its groups."""
 

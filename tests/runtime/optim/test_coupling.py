@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quintsched.errors import CodeError, UsageError
 from quintsched.runtime.optim.coupling import Coupling, coupling_of, require_steppable
 
-from .optimizers import GlobalNorm, Lookahead, Shampoo, SignMomentum, Trust
+from .optimizers import GlobalNorm, LargestNorm, Lookahead, Shampoo, SignMomentum, Trust
 
 CPU = torch.device("cpu")
 
@@ -97,9 +97,10 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling]] = {
     "shampoo": (Shampoo, Coupling.WITHIN),
     "adafactor": (torch.optim.Adafactor, Coupling.WITHIN),
     "muon": (lambda p: torch.optim.Muon(p[:1]), Coupling.WITHIN),
-    "global norm": (GlobalNorm, Coupling.ACROSS),
+    "global norm": (GlobalNorm, Coupling.NORM),
+    "largest norm": (LargestNorm, Coupling.ACROSS),
     "wrapped": (lambda p: Wrapper(torch.optim.AdamW(p)), Coupling.NONE),
-    "wrapped norm": (lambda p: Wrapper(GlobalNorm(p)), Coupling.ACROSS),
+    "wrapped norm": (lambda p: Wrapper(GlobalNorm(p)), Coupling.NORM),
     "said": (Said, Coupling.WITHIN),
 }
 

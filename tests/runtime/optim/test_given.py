@@ -15,7 +15,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import difference, share
-from .optimizers import GlobalNorm, Lookahead, by_dims
+from .optimizers import LargestNorm, Lookahead, by_dims
 
 
 def blocks() -> list[nn.Module]:
@@ -125,8 +125,8 @@ def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", 0, UsageError, "first to match no weight"),
         (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", 0, UsageError, "none of those"),
         (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", 0, UsageError, "two optimizers step the same"),
-        (GlobalNorm, "pp=2", 0, MisfitError, "depends on all parameters"),
-        (GlobalNorm, "dp=2", 1, MisfitError, "depends on all parameters, .* with ZeRO-1"),
+        (LargestNorm, "pp=2", 0, MisfitError, "depends on all parameters"),
+        (LargestNorm, "dp=2", 1, MisfitError, "depends on all parameters, .* with ZeRO-1"),
         (lambda p: Lookahead(torch.optim.Adam(p)), "pp=2", 0, UsageError, "needs_whole_parameters"),
     ],
 )
