@@ -2,6 +2,7 @@
 
     QuintschedError               exit code
     ├── UsageError                2   what was asked for is wrong: a name, a number, a setting, a path
+    │   └── WriteError            1   a file could not be written, and may be at another time: a full disk, a quota
     ├── InputError                1   a file that was read is broken: a plan, a costs file, a data file
     │   └── UnsoundError          1   a plan that is not sound; carries the findings
     ├── MisfitError               3   the run does not fit the plan: world size, shapes, divisibility
@@ -34,6 +35,12 @@ class UsageError(QuintschedError):
     """What was asked for is wrong: an unknown name, a size out of range, a setting, a path."""
 
     exit_code = 2
+
+
+class WriteError(UsageError):
+    """A file could not be written for a reason that may pass: a full disk, a quota, a device that fails."""
+
+    exit_code = 1
 
 
 class InputError(QuintschedError):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, WriteError
 
 from .plain import FILE, kind_of
 
@@ -36,6 +36,13 @@ MOST_STREAMED = 2**27
 """The most bytes that are read where a size is not known before."""
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+
+_MAY_PASS = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "ETIMEDOUT", "ENODEV")
+    if hasattr(errno, name)
+}
+"""Why the system does not write what it may write at another time; anything else is the path's fault."""
 
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """How a file system says that it does not sync directories."""
@@ -79,11 +86,17 @@ def write_plain(path: Path, data: str, what: str) -> None:
 
 @contextmanager
 def writing(path: Path, what: str) -> Iterator[None]:
-    """A context in which an `OSError` is a `UsageError` that says what could not be written."""
+    """A context in which an `OSError` is a `UsageError` that says what could not be written; see `cannot_write`."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{path}: cannot write {what}: {error.strerror or error}") from error
+        raise cannot_write(path, what, error) from error
+
+
+def cannot_write(path: str | Path, what: str, error: OSError) -> UsageError:
+    """Return the error for what could not be written: a `WriteError` where that may pass, as a full disk does."""
+    kind = WriteError if error.errno in _MAY_PASS else UsageError
+    return kind(f"{path}: cannot write {what}: {error.strerror or error}")
 
 
 def whole_path(path: str | Path) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from quintsched.errors import InputError, QuintschedError, UsageError
+from quintsched.errors import InputError, QuintschedError, UsageError, WriteError
 from quintsched.files.atomic import write_whole, writing
 from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict
@@ -61,7 +61,7 @@ class JointWrite:
     def run(self, write: Callable[[Path], RankFile], complete: Callable[[Sequence[RankFile]], None]) -> None:
         """Write this rank's part; the first rank then calls `complete` with all of them, and the others wait for it.
 
-        Raises `UsageError` on all ranks where one of them fails.
+        Raises `WriteError` on all ranks where one of them fails.
         """
         try:
             note = self._write_part(write)
@@ -79,10 +79,8 @@ class JointWrite:
             with writing(self._final, WHAT):
                 self._attempt.mkdir(exist_ok=True)
                 return Note(file=write(self._attempt))
-        except UsageError as error:
-            if self._ranks == 1:
-                raise
-            raise UsageError(f"rank {self._rank}: {error}") from error
+        except UsageError as error:  # whatever failed: when the run began, the folder could be written
+            raise WriteError(f"rank {self._rank}: {error}" if self._ranks > 1 else str(error)) from error
 
     def write_manifest(self, content: bytes) -> None:
         """Write the manifest, and bring all that is in the folder to the disk."""
@@ -107,7 +105,7 @@ class JointWrite:
                 waiting.wait(f"rank {missing} has not written its part")
         for note in notes.values():
             if note.file is None:
-                raise UsageError(note.error or "a rank could not write its part")
+                raise WriteError(note.error or "a rank could not write its part")
         return [note.file for _, note in sorted(notes.items()) if note.file is not None]
 
     def _wait_for_end(self) -> None:
@@ -115,7 +113,7 @@ class JointWrite:
         while (seen := _change_of(self._attempt)) is not None:
             waiting.has_changed(seen)
             if os.path.lexists(self._attempt / FAILED):
-                raise UsageError(self._read(FAILED).error or "a rank could not write its part")
+                raise WriteError(self._read(FAILED).error or "a rank could not write its part")
             waiting.wait("rank 0 has not written the manifest")
 
     def _report(self, error: QuintschedError) -> None:
@@ -157,11 +155,11 @@ class _Waiting:
         return True
 
     def wait(self, why: str) -> None:
-        """Wait a little; raises `UsageError` that says `why` where that was long enough."""
+        """Wait a little; raises `WriteError` that says `why` where that was long enough."""
         if self._given_up.wait(self._poll_s):
-            raise UsageError(f"{self._folder}: the save was given up: {why}")
+            raise WriteError(f"{self._folder}: the save was given up: {why}")
         if now_s() - self._changed_s > self._patience_s:
-            raise UsageError(f"{self._folder}: the save was given up after {self._patience_s:g} s: {why}")
+            raise WriteError(f"{self._folder}: the save was given up after {self._patience_s:g} s: {why}")
         self._poll_s = min(self._poll_s * 1.5, LAST_POLL_S)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quintsched.errors import UsageError
+from quintsched.files.atomic import cannot_write
 from quintsched.stalls.own_errors import came_from_handler
 
 from .sinks import Sinks
@@ -39,7 +40,7 @@ class Reporter:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
-                raise UsageError(f"{path}: cannot write the log: {error.strerror}") from error
+                raise cannot_write(path, "the log", error) from error
             if _is_locked(self._file):
                 self.say(
                     f"{path}: another run writes to this log as well, line by line; give each a log.path of its own"
@@ -120,7 +121,7 @@ def _writing(file: TextIO) -> Iterator[None]:
     except OSError as error:
         if came_from_handler(error):
             raise
-        raise UsageError(f"{file.name}: cannot write the log: {error.strerror or error}") from error
+        raise cannot_write(file.name, "the log", error) from error
 
 
 def _progress_bar() -> Progress:

@@ -5,8 +5,8 @@ A run that ends sooner, since training stopped early, writes what it has. Steps 
 
 from __future__ import annotations
 
-from quintsched.errors import MisfitError, UsageError
-from quintsched.files.atomic import whole_path
+from quintsched.errors import MisfitError
+from quintsched.files.atomic import cannot_write, whole_path
 
 from ..engine import Engine
 from ..job.config import RuntimeConfig
@@ -38,7 +38,7 @@ class TracedSteps:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"runtime.trace: cannot make {self._directory}: {error.strerror or error}") from None
+            raise cannot_write(self._directory, "the trace (runtime.trace)", error) from None
 
     def count(self, engine: Engine) -> None:
         """Note that a step is over; after the last one that is traced, write the trace."""

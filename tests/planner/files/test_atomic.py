@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, WriteError
 from quintsched.files import atomic
 from quintsched.files.atomic import read_whole, same_file, write_plain, write_whole
 
@@ -125,10 +125,11 @@ def test_what_cannot_be_written_is_said(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     for path in (tmp_path / "no" / "such" / "plan", tmp_path, loop):
-        with pytest.raises(UsageError, match="cannot write the plan"):
+        with pytest.raises(UsageError, match="cannot write the plan") as refused:
             write_whole(path, b"", "the plan")
+        assert refused.value.exit_code == 2
     assert loop.is_symlink()
-    with pytest.raises(UsageError, match="No space left on device"):
+    with pytest.raises(WriteError, match="No space left on device"):
         write_whole(Path("/dev/full"), b"data", "the plan")
 
 

@@ -150,7 +150,7 @@ def test_an_unknown_schedule_suggests_the_nearest(name, meant):
 
 
 def test_errors_have_their_exit_codes():
-    codes = {"UsageError": 2, "InputError": 1, "UnsoundError": 1, "MisfitError": 3, "StallError": 4}
+    codes = {"UsageError": 2, "WriteError": 1, "InputError": 1, "UnsoundError": 1, "MisfitError": 3, "StallError": 4}
     for name, code in codes.items():
         error = getattr(qs, name)
         assert error.exit_code == code

@@ -103,7 +103,7 @@ def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(
 
     def run(transport: Transport) -> tuple[int, str]:
         trainer = Trainer(config, plan, transport, Reporter(None, lambda _: None))
-        with pytest.raises(qs.UsageError) as error:
+        with pytest.raises(qs.WriteError) as error:
             trainer.fit()
         return trainer.progress.step, str(error.value)
 
@@ -139,7 +139,7 @@ def test_a_disk_that_takes_no_note_either_is_told_of_at_once(
         say(joint, *arguments)
 
     def run(transport: Transport) -> str:
-        with pytest.raises(qs.UsageError) as error:
+        with pytest.raises(qs.WriteError) as error:
             Trainer(config, plan, transport, Reporter(None, lambda _: None)).fit()
         return str(error.value)
 

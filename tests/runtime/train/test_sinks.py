@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, WriteError
 from quintsched.runtime.comm import run_local
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.job.sinks import SinkConfig, require_sinks
@@ -163,7 +163,7 @@ def test_the_command_ends_with_that_line(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_log_that_cannot_be_written_ends_a_run_in_one_line() -> None:
     reporter = Reporter("/dev/full", lambda _: None)
-    with pytest.raises(UsageError, match="/dev/full: cannot write the log: No space left on device"), reporter:
+    with pytest.raises(WriteError, match="/dev/full: cannot write the log: No space left on device"), reporter:
         reporter.record({"event": "step"})
 
 
