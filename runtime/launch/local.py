@@ -129,7 +129,9 @@ def start_here(
                 store = store or _serve(listener)
                 machines = _machines(place, store, attempt)
                 ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
-            if hub is not None and hub.verdict is not None:
+                if hub is not None:
+                    hub.stop()  # the launcher itself ends what ranks are left
+            if hub is not None and hub.verdict is not None and not ended.by_signal:
                 is_final = hub.verdict.comes_again or ended.was_asked
                 ended = replace(ended, code=hub.verdict.exit_code, is_final=is_final)
             if machines is not None:

@@ -33,11 +33,15 @@ FINAL = (0, *SURE)
 
 @dataclass(frozen=True)
 class Ended:
-    """The exit code of an attempt, and whether it is not to be followed by another, as after one `was_asked` to end."""
+    """The exit code of an attempt, and whether it is not to be followed by another, as after one `was_asked` to end.
+
+    `by_signal`: the launcher was asked to end it, and no rank failed.
+    """
 
     code: int
     is_final: bool
     was_asked: bool = False
+    by_signal: bool = False
 
     def to_text(self) -> str:
         """Return it in words for another launcher."""

@@ -35,7 +35,7 @@ def supervise(
     while True:
         for number in wakes.wait(LOOK_S):
             if asked is not None and number == signal.SIGINT:
-                return Ended(128 + number, is_final=True)
+                return Ended(128 + number, is_final=True, was_asked=True, by_signal=True)
             if asked is None:
                 ranks.ask_to_stop()
                 _say_stopping()
@@ -72,7 +72,8 @@ def _order(code: int) -> int:
 
 def _failure(code: int, asked: int | None) -> Ended:
     if asked is not None and code == -signal.SIGTERM:
-        return Ended(128 + asked, is_final=True, was_asked=True)  # it was asked when it could not stop by itself yet
+        # it was asked when it could not stop by itself yet
+        return Ended(128 + asked, is_final=True, was_asked=True, by_signal=True)
     code = code if code > 0 else DIED
     return Ended(code, is_final=code in FINAL or asked is not None, was_asked=asked is not None)
 

@@ -119,12 +119,16 @@ class Hub:
         self._is_over.wait(timeout_s)
         return self.verdict
 
-    def close(self) -> None:
-        """End: what happens to ranks from now on is meant to."""
+    def stop(self) -> None:
+        """Judge no more: what happens to ranks from now on is meant to."""
         self._is_closing = True
         self._listener.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def close(self) -> None:
+        """Stop, and hang up."""
+        self.stop()
         if self.verdict is not None:
             self.verdict.finish()
         self._listener.close()

@@ -14,9 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.runtime.launch import local
 from quintsched.runtime.launch.elastic import Worlds
 from quintsched.runtime.launch.local import start_ranks
+from quintsched.runtime.launch.processes import Ranks
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
+from quintsched.runtime.watch.clock import now_s
+from quintsched.runtime.watch.hub import Hub
+from quintsched.stalls.states import Fate
 
 pytestmark = pytest.mark.processes
 
@@ -191,6 +196,40 @@ def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Pa
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
         assert not any(map(runs, ranks))
+
+
+def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The hub sees two ranks in the midst of a step, of which one is gone for long before the other."""
+    hubs: list[Hub] = []
+    fates = {0: Fate("signal", signal.SIGKILL)}
+
+    class SlowRanks(Ranks):
+        def _start(self, local_rank: int) -> None:
+            hubs[0]._members[local_rank].has_come = True
+
+        def ask_to_stop(self) -> None:
+            """Ask nobody."""
+
+        def kill(self) -> None:
+            for rank, fate in fates.items():
+                hubs[0]._members[rank].end(fate, now_s())
+            time.sleep(1.0)
+
+    class KnownHub(Hub):
+        def start(self) -> None:
+            hubs.append(self)
+            super().start()
+
+    wakes = iter([[signal.SIGINT, signal.SIGINT]])
+    monkeypatch.setattr(local, "Ranks", SlowRanks)
+    monkeypatch.setattr(local, "_serve", lambda listener: listener.close())
+    monkeypatch.setattr("quintsched.runtime.launch.watching.Hub", KnownHub)
+    monkeypatch.setattr("quintsched.runtime.launch.processes.Wakes.wait", lambda *_: next(wakes))
+    assert start_ranks(Worlds([2]), "no.module", []) == 130
+    assert hubs[0].verdict is None
+    assert capfd.readouterr().err == "stopping after the step in progress (Ctrl-C ends the run at once)\n"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
