@@ -9,6 +9,7 @@
     MoE, apply_expert_parallel  a mixture of experts, shared out over ep
     apply_tensor_parallel, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     split, Split                a whole model, of transformers or your own, cut into blocks
+    SumOfMeans                  a loss of several means, each over things of its own
     Carry                       what a block returns with tensors that ride along to later blocks (skip connections)
     defer                       how a layer of one's own puts weight gradients off to the weight half of a backward
     build_model, measure_costs  the model in one piece; what its blocks cost
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         apply_tensor_parallel,
     )
     from .splitting.split import Split, split
+    from .splitting.sum_of_means import SumOfMeans
     from .train.drained import drained
     from .train.trainer import Trainer
 
@@ -67,6 +69,7 @@ _HOMES = {
         "apply_tensor_parallel",
     ),
     "splitting.split": ("Split", "split"),
+    "splitting.sum_of_means": ("SumOfMeans",),
     "train.drained": ("drained",),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),
@@ -85,6 +88,7 @@ __all__ = [
     "Split",
     "StepResult",
     "StopRequest",
+    "SumOfMeans",
     "Trainer",
     "Transport",
     "VocabParallelEmbedding",

@@ -33,7 +33,7 @@ from .interpreter.plan_runner import PlanRunner
 from .interpreter.rank_state import LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
+from .job.choices import BufferChoice, ContextMethod, LossOver, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
 from .optim.given import OptimizerGiven, builder_of
 from .optim.loss_scale import LossScale
@@ -66,6 +66,8 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
             returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
             sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
+        loss_over: what a loss is over that gives one number: "samples", "targets" (those that are not -100), "sum", or
+            "microbatch": that of each microbatch is meant; None: it is examined (see `stage.mean_losses`).
         optimizer: what steps the weights: a function of parameters, a class, several, an instance (see `optim.given`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
@@ -111,6 +113,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         loss_fn: LossFn,
         optimizer: OptimizerGiven,
         *,
+        loss_over: LossOver | None = None,
         metrics: Mapping[str, MetricFn] | None = None,
         clip: float | None = None,
         block_costs: Sequence[float] | None = None,
@@ -168,7 +171,13 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         if cuda_graph:
             require_capturable(plan, self.transport.device, scales=grad_scaler is not None)
         beside: dict[str, object] = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split}
-        beside |= {"max_skipped": max_skipped, "metrics": [*metrics], "blocks": len(blocks), "verify": verify}
+        beside |= {
+            "max_skipped": max_skipped,
+            "loss_over": loss_over,
+            "metrics": [*metrics],
+            "blocks": len(blocks),
+            "verify": verify,
+        }
         beside |= self._scale.state_dict()
         agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
         self.transport.check_everything(verify)
@@ -183,6 +192,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         run_options = RunOptions(
             loss_fn=self._model.tensor.bind(loss_fn),
             metrics={name: self._model.tensor.bind(metric) for name, metric in metrics.items()},
+            loss_over=loss_over,
             clip=clip,
             scale=self._scale,
             max_sends=MAX_SENDS if may_wait else None,

@@ -24,7 +24,6 @@ from .resharding.layout import LAYOUT, RUN, StateLayout, layout_of
 from .resharding.load_saved import load_saved
 from .resharding.saved_state import SavedState
 from .stage.build import Stage
-from .stage.mean_losses import WeighedLoss
 from .stage.rank_model import RankModel
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
@@ -108,8 +107,7 @@ class EngineWeights:
     @property
     def loss_is_bare(self) -> bool:
         """Whether the loss, where this rank has found it, had no weight of its own."""
-        loss = self._runner.loss
-        return isinstance(loss, WeighedLoss) and loss.is_bare
+        return self._runner.losses.loss.is_bare
 
     def ema(self, decay: Decay) -> WeightAverage:
         """Return a moving average of the weights, float32 or wider, which takes in every step from now on.

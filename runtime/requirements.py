@@ -58,6 +58,11 @@ def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, object]) -> 
                 "lambda: MyBlock(…)"
             )
     for name, function in functions.items():
+        if function is None and name == "loss_fn":
+            raise UsageError(
+                "loss_fn is None: this model has no loss of its own that is known; give one, a function of (output, "
+                "targets) such as torch.nn.functional.mse_loss"
+            )
         if not callable(function):
             raise UsageError(f"{name} is a {type(function).__name__}; it must be a function of (output, targets)")
     require_long_sight(plan, blocks)

@@ -31,7 +31,6 @@ from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
 from ..stage.forward import StageForward
 from ..stage.losses import require_planned_losses
-from ..stage.mean_losses import WeighedLoss
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
@@ -51,7 +50,6 @@ from .p2p import outgrows
 from .rank_state import (
     ComputeState,
     CurrentStep,
-    LossFn,
     MessageState,
     RankState,
     RunOptions,
@@ -60,6 +58,7 @@ from .rank_state import (
     ZeroState,
 )
 from .recorder import Recorder
+from .run_losses import RunLosses
 from .tally import StepResult, Tally
 
 MOST_BOUND = 8
@@ -93,7 +92,8 @@ class PlanRunner:
 
     Attributes:
         interpreters, steps: those that ran last, by the mode of their plan; how many steps the training has made.
-        usual_samples, loss: for so many samples, a loss without a weight weighs 1 (0: not known yet); what finds it.
+        usual_samples: of so many samples a loss weighs 1 that counts by samples (0: not known yet).
+        losses: the loss and the metrics.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PlanRunner:
         self._latest: Interpreter | None = None
         self._is_broken = False
         self.usual_samples = self._samples_before = 0
-        self.loss: LossFn = options.loss_fn
+        self.losses = RunLosses(model, groups, transport.device, options)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Tell the other ranks that this rank's batch cannot be cut, as they are about to ask."""
@@ -160,9 +160,9 @@ class PlanRunner:
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         agree("the inputs and extras of a step", given, self._alike)
         agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
-        if not isinstance(self.loss, WeighedLoss):
+        if not self.interpreters:
             self.usual_samples = self.usual_samples or self._most(max(map(len, units.samples), default=0))
-            self.loss = WeighedLoss(self.loss, tells_apart=not any(parcel.has_loss for parcel in shapes))
+            self.losses.loss.has_others = any(parcel.has_loss for parcel in shapes)
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
@@ -219,6 +219,8 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
+        targets = [some for unit, some in enumerate(step.batch.targets) if unit not in step.units.empty]
+        self.losses.begin(state.flows.plan, targets, last=last)
         for stage in self._model.stages.values() if state.flows.trains else ():
             stage.require_known_weights(self._state.gradients.sums.known)
         self._latest, self._is_broken = interpreter, True
@@ -236,6 +238,8 @@ class PlanRunner:
                 self._graphs.run(step, self.steps.total + 1)
             else:
                 interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
+            if not trains:
+                self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
@@ -317,9 +321,9 @@ class PlanRunner:
             token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
             usual_samples=self.usual_samples,
             device=self._transport.device,
-            loss_fn=self.loss,
+            loss_fn=self.losses.loss,
             scale=options.scale,
-            metrics=options.metrics,
+            metrics=self.losses.metrics,
             gradients=gradients,
             queues=model.queues,
             host=HostCopies(
@@ -343,6 +347,8 @@ class PlanRunner:
             clip=options.clip,
             scale=options.scale,
             marks=model.marks,
+            settle_loss=lambda: self.losses.settle(flows.plan, accumulates=self.accumulates),
+            earlier=self.losses.earlier,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)

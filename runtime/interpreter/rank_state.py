@@ -26,6 +26,7 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.interleaving import Overlaps
+from ..job.choices import LossOver
 from ..optim.gathered import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import Unit
@@ -33,6 +34,7 @@ from ..stage.batches.data_marks import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
+from ..stage.mean_losses import WeighedLoss, WeighedMetric
 from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
@@ -41,7 +43,7 @@ from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
-from .tally import Tally
+from .tally import Figures, Tally
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Any, Any], Tensor]
@@ -53,6 +55,8 @@ class RunOptions:
 
     loss_fn: LossFn
     metrics: Mapping[str, MetricFn]
+    loss_over: LossOver | None
+    """What the loss is over; None: it is examined."""
     clip: float | None
     """Threshold of the global gradient norm; None: gradients are not scaled."""
     scale: LossScale
@@ -135,9 +139,9 @@ class ComputeState:
     token_shards: Mapping[int, int]
     usual_samples: int
     device: torch.device
-    loss_fn: LossFn
+    loss_fn: WeighedLoss
     scale: LossScale
-    metrics: Mapping[str, MetricFn]
+    metrics: Mapping[str, WeighedMetric]
     gradients: Gradients
     queues: Mapping[int, WeightQueue]
     host: HostCopies
@@ -202,7 +206,8 @@ class GradOutcome:
 class StepEndState:
     """What ends a step touches; `clip` is the threshold of the global norm, None: gradients are not scaled.
 
-    `marks` are those of the data that ranks were given.
+    `marks` are those of the data that ranks were given; `earlier`, the figures of batches whose gradients wait;
+    `settle_loss` has ranks agree on what the loss is over, before weights first change.
     """
 
     waits: Waits
@@ -214,6 +219,8 @@ class StepEndState:
     clip: float | None
     scale: LossScale
     marks: DataMarks
+    settle_loss: Callable[[], None]
+    earlier: list[Figures]
     outcome: GradOutcome = field(default_factory=GradOutcome)
 
 

@@ -57,16 +57,14 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         state.clip,
         state.outcome,
     )
-    absent, scale, earlier = state.gradients.absent, state.scale, state.gradients.earlier_weights
+    absent, scale, earlier = state.gradients.absent, state.scale, state.earlier
     wait, marks = partial(state.waits.wait, index=index), state.marks
 
     def measure() -> Tensor:
         reducer.complete(wait)
         tally.take_along()
-        weight = tally.weight(wait)
-        if earlier:
-            weight = weight + sum(weight() for weight in earlier)
-            earlier.clear()
+        weight = tally.weight(wait, earlier)
+        earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
         figures, work = norm.divide(total, absent.suspects(), tally.figures.num_asked(), row=marks.take())
         wait([work])
@@ -91,13 +89,14 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
 
 def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> Call:
     """Make the gradients those of the batch, find their global norm, and scale them under the threshold."""
-    reducer, tally, earlier = state.gradients.reducer, state.tally, state.gradients.earlier_weights
+    reducer, tally, earlier = state.gradients.reducer, state.tally, state.earlier
     wait, (measure, conclude) = partial(state.waits.wait, index=index), halves_of_clip(state, index)
 
     def run() -> None:
+        state.settle_loss()
         if reducer.accumulates:
             reducer.hold(wait)
-            earlier.append(tally.figures.weight)
+            earlier.append(tally.figures)
         else:
             conclude(measure())
 

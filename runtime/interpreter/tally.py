@@ -23,6 +23,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
+from ..stage.mean_losses import Summed
 from ..state.passengers import ROOM, Room
 
 Column = list[tuple[int, Tensor | float]]
@@ -32,7 +33,8 @@ Column = list[tuple[int, Tensor | float]]
 class Figures:
     """What a step came to: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
 
-    Its last two numbers say how many ranks were asked to stop, and how many units were computed on last stages.
+    Its last three numbers say how many losses were sums, which nothing divides, how many ranks were asked to stop, and
+    how many units were computed on last stages.
     """
 
     __slots__ = ("_sums", "num_rows", "num_units", "table", "work")
@@ -43,16 +45,21 @@ class Figures:
 
     def weight(self) -> Tensor:
         """Wait until it is known; return the loss weight, 0-dimensional, which nobody may change."""
-        return self.sums()[1]
+        return added([self])[1]
 
     def sums(self) -> Tensor:
-        """Wait until they are known; return loss, loss weight, then one sum per metric, which nobody may change."""
+        """Wait until they are known; return loss, weight, sums of metrics and their weights, never to be changed."""
         if self._sums is None:
             self.work.wait()
             end = self.num_rows * self.num_units
             self._sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
-            self._sums[0].add_(self.table[end:-2].sum())
+            self._sums[0].add_(self.table[end:-3].sum())
         return self._sums
+
+    def num_summed(self) -> Tensor:
+        """Return how many losses were sums, once that is known; 0-dimensional."""
+        self.work.wait()
+        return self.table[-3]
 
     def num_asked(self) -> Tensor:
         """Return how many ranks were asked to stop, once that is known; 0-dimensional."""
@@ -65,12 +72,19 @@ class Figures:
         return not self.table[-1].item()
 
 
+def added(steps: Sequence[Figures]) -> Tensor:
+    """Return the sums of several batches that are one step: where their losses are sums, the loss weighs 1."""
+    total = sum((figures.sums() for figures in steps[1:]), start=steps[0].sums().clone())
+    total[1].add_(sum((figures.num_summed() for figures in steps[1:]), start=steps[0].num_summed()) > 0)
+    return total
+
+
 class Tally:
     """The figures of one rank's step.
 
     Attributes:
         losses, weights: what each microbatch brought so far on a last stage, tensors or numbers, by microbatch.
-        metrics: one such list per metric.
+        metrics, of_metrics: one such list per metric, and one of its weights: 0 is that of the loss.
         passengers: gives the figures that are to ride along with the last gradients; None: they do not.
         auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
         wants_stop: says whether this rank was asked to stop after the step.
@@ -86,12 +100,13 @@ class Tally:
         room: Room | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._device, self._num_rows, self.num_units = device, 2 + num_metrics, num_units
-        self._size = (self._num_rows + num_pieces) * num_units + 2
+        self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
+        self._size = (self._num_rows + num_pieces) * num_units + 3
         self._wants_stop = wants_stop
-        self._num_computed = 0
+        self._num_computed = self._num_summed = 0
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
-        self.losses, self.weights, *self.metrics, self.auxiliary = self._columns
+        self.losses, self.weights, *metrics, self.auxiliary = self._columns
+        self.metrics, self.of_metrics = metrics[:num_metrics], metrics[num_metrics:]
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
         self._rides = self._room is not None
@@ -110,6 +125,9 @@ class Tally:
 
         `share` is what a loss weighs that comes without a weight. Raises `MisfitError` for what is no loss.
         """
+        if isinstance(found, Summed):
+            self._num_summed += 1
+            found = found.loss, 0.0
         loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(loss, Tensor) or loss.dim():
             named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
@@ -162,14 +180,17 @@ class Tally:
         if self._num_computed:
             table[-1:].fill_(self._num_computed)  # a number that is assigned would be copied from the host
             self._num_computed = 0
+        if self._num_summed:
+            table[-3:-2].fill_(self._num_summed)
+            self._num_summed = 0
         if self._wants_stop():
             table[-2:-1].fill_(1)
         return table
 
-    def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:
-        """Return the batch's total loss weight, 0-dimensional, waiting until it is known."""
+    def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[Figures] = ()) -> Tensor:
+        """Return the total loss weight of this batch and earlier ones, 0-dimensional, waiting until it is known."""
         wait([self.figures.work])
-        return self.figures.weight()
+        return added([self.figures, *earlier])[1]
 
     def _read(self, table: Tensor, work: Work) -> Figures:
         return Figures(table, self._num_rows, self.num_units, work)
@@ -205,13 +226,13 @@ class StepResult:
         return replace(self, _earlier=tuple(result._figures for result in results))
 
     def _sums(self) -> Tensor:
-        """Return all sums, which belong to the figures: what is handed out is a copy."""
-        return sum((figures.sums() for figures in self._earlier), start=self._figures.sums())
+        """Return all sums."""
+        return added([self._figures, *self._earlier])
 
     @property
     def weight(self) -> Tensor:
         """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        return self._sums()[1].clone()
+        return self._sums()[1]
 
     @property
     def loss(self) -> Tensor:
@@ -222,13 +243,16 @@ class StepResult:
     @property
     def sums(self) -> dict[str, Tensor]:
         """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        return dict(zip(("loss", "weight", *self._metrics), self._sums().clone(), strict=True))
+        sums = self._sums()
+        return {"loss": sums[0], "weight": sums[1], **{name: mean * sums[1] for name, mean in self.metrics.items()}}
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Each metric over the whole batch: its sum over total weight."""
-        _, weight, *metrics = self._sums()
-        return {name: metric / weight for name, metric in zip(self._metrics, metrics, strict=True)}
+        """Each metric over the whole batch: its sum over its weight, or where it has none, that of the loss."""
+        _, weight, *found = self._sums()
+        count = len(self._metrics)
+        weights = [torch.where(own == 0, weight, own) for own in found[count:]]
+        return dict(zip(self._metrics, map(torch.div, found[:count], weights), strict=True))
 
 
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:

@@ -40,6 +40,10 @@ Proofs = Literal["foreign", "all", "none"]
 """Which blocks are proved to give the same numbers cut as whole: all but the built-in ones, all, or none."""
 
 
+LossOver = Literal["samples", "targets", "sum", "microbatch"]
+"""What a loss is over that is one number: a mean over samples, over targets that are not -100, a sum over the samples,
+or what each microbatch has of its own, as contrastive losses do."""
+
 ZeroSplit = Literal["auto", "element", "parameter"]
 """What of parameters ZeRO gives to replicas: equal segments, whole parameters, or these where an optimizer needs it."""
 

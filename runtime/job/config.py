@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, create_model, model
 from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
 
-from .choices import BufferChoice, ContextMethod, Precision, Proofs, StrictRules, TransportName, ZeroSplit
+from .choices import BufferChoice, ContextMethod, LossOver, Precision, Proofs, StrictRules, TransportName, ZeroSplit
 from .settings import Settings
 from .sinks import SinkConfig
 from .tensor_rules import read_rule
@@ -217,6 +217,9 @@ class TrainConfig(Settings):
     loss: str | None = None
     """A function (output, targets) → a mean, or (sum, weight): "my_file.py:loss"; none: that of a model that was split,
     else cross-entropy."""
+    loss_over: LossOver | None = None
+    """What a loss is over that gives one number: "samples", "targets" (those that are not -100), "sum", "microbatch":
+    that of each microbatch is meant; none: it is examined, and refused where microbatches cannot make it up."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()

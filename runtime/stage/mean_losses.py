@@ -1,274 +1,246 @@
-"""Losses that are means: what their mean is over is found out, so that the mean over the batch is that of all of it.
+"""Losses weighed by what they are over, so that the loss of microbatches is that of the whole batch.
 
     microbatch 0    targets 3 4 – –    mean 2.0      sum 4.0, weight 2 ─┐
     microbatch 1    targets 1 7 5 2    mean 1.0      sum 4.0, weight 4 ─┴▶ 8.0 / 6     not (2.0 + 1.0) / 2
 
-A loss function of torch's whose reduction is "mean" is run with the reduction "sum", and its weight is what torch would
-divide by: targets that are not ignored, their classes' weights, or elements. So it is where a loss function of the
-user's ends with one, or with a sum divided by a number, and where the loss was found by a block that ends with one and
-is only handed on. Any other bare loss weighs as much as its microbatch has samples; if a mean over something else is a
-part of it, that is said once. So it is where blocks have auxiliary losses, which are added to the loss of each
-microbatch as it is.
+A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Any
+other is examined when it is first called (`examine.loss_weights`); what was found is bound, and ranks agree on it
+before the optimizer first steps. Where blocks have auxiliary losses, which are added to the loss of each microbatch as
+it is, means count by samples.
 """
 
 from __future__ import annotations
 
-import inspect
+import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from ..blocks.trees import map_tensors
-from ..blocks.untouched import Kept
+from quintsched.errors import MisfitError
+
+from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
+from ..comm import Group
+from ..comm.control import gather_texts
+from ..examine.functions_kept import class_weights
+from ..examine.loss_weights import Finding, LossWeight, Over, divisor_of, examine_loss
+from ..examine.metric_weights import examine_metric
+from ..job.choices import LossOver
+from ..splitting.sum_of_means import SumOfMeans
 
 _logger = logging.getLogger(__name__)
+
+_BY_SAMPLES = (Over.SAMPLES, Over.MICROBATCH)
+
+
+class Summed(NamedTuple):
+    """A loss that is a sum over the samples, so that those of all microbatches are added up, and not divided."""
+
+    loss: Tensor
+
 
 Found = Any
 """What a loss function gives: a loss, or (sum, weight)."""
 
-_SHORT = (torch.bfloat16, torch.float16)
-_MEAN = 1
-"""What `reduction="mean"` is called in autograd's nodes."""
-
-
-class Mean(NamedTuple):
-    """A mean that torch gave, and what it is the quotient of; `is_uneven` says that it is not over all elements."""
-
-    value: Tensor
-    total: Tensor
-    weight: Tensor | float
-    is_uneven: bool
-
-
-def _elements(given: Mapping[str, Any]) -> tuple[Tensor | float, bool]:
-    first, target = list(given.values())[:2]
-    shape = first.shape
-    if shape != target.shape:
-        shape = torch.broadcast_shapes(shape, target.shape)
-    return float(shape.numel()), False
-
-
-def _weighted_elements(given: Mapping[str, Any]) -> tuple[Tensor | float, bool]:
-    weight = given["weight"]
-    return _elements(given) if weight is None else (weight.detach().sum(), True)
-
-
-def _classes(given: Mapping[str, Any]) -> tuple[Tensor | float, bool]:
-    """Weigh by targets that are not ignored, or by their classes' weights."""
-    target, weight = given["target"], given["weight"]
-    if target.is_floating_point():  # probabilities of classes
-        return float(target.numel() / max(target.shape[min(target.dim() - 1, 1)], 1)), weight is not None
-    kept = target != given["ignore_index"]
-    if weight is None:
-        return kept.sum(), True
-    return torch.where(kept, weight.detach()[torch.where(kept, target, 0)], 0.0).sum(), True
-
-
-def _divergence(given: Mapping[str, Any]) -> tuple[Tensor | float, bool]:
-    return (float(len(given["input"])), False) if given["reduction"] == "batchmean" else _elements(given)
-
-
-def _rows(given: Mapping[str, Any]) -> tuple[Tensor | float, bool]:
-    """Weigh by samples: the loss of each is a mean or a sum over classes."""
-    first = next(iter(given.values()))
-    return float(first.numel() / max(first.shape[-1], 1)), False
-
-
-class _Rule(NamedTuple):
-    """How a loss of torch's is weighed; `signature` says by which names it is given what."""
-
-    weigh: Callable[[Mapping[str, Any]], tuple[Tensor | float, bool]]
-    signature: inspect.Signature
-
-
-_WEIGHED: dict[Any, _Rule] = {
-    loss: _Rule(weigh, inspect.signature(loss))
-    for weigh, losses in (
-        (_classes, (F.cross_entropy, F.nll_loss)),
-        (_weighted_elements, (F.mse_loss, F.l1_loss)),
-        (
-            _elements,
-            (
-                F.binary_cross_entropy,
-                F.binary_cross_entropy_with_logits,
-                F.smooth_l1_loss,
-                F.huber_loss,
-                F.soft_margin_loss,
-                F.poisson_nll_loss,
-                F.gaussian_nll_loss,
-                F.hinge_embedding_loss,
-            ),
-        ),
-        (_divergence, (F.kl_div,)),
-        (_rows, (F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss)),
-    )
-    for loss in losses
-}
-
-
-class Means(TorchFunctionMode):
-    """While it is entered, torch's losses whose reduction is a mean are run as sums, and noted; they give the mean.
-
-    Attributes:
-        latest: what was noted last.
-        uneven: whether any was a mean over something else than samples or elements.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latest: Mean | None = None
-        self.uneven = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        rule = _WEIGHED.get(func)
-        if rule is None:
-            return func(*args, **(kwargs or {}))
-        bound = rule.signature.bind(*args, **(kwargs or {}))
-        bound.apply_defaults()
-        given = bound.arguments
-        old_words = given.get("size_average") is not None or given.get("reduce") is not None
-        if old_words or given["reduction"] not in ("mean", "batchmean"):
-            return func(*args, **(kwargs or {}))
-        weight, is_uneven = rule.weigh(given)
-        total = func(**{**given, **_at_least_float32(given), "reduction": "sum"})
-        mean = Mean(total / weight, total, weight, is_uneven)
-        self.latest, self.uneven = mean, self.uneven or is_uneven
-        return mean.value
-
-    def weighed(self, loss: Found) -> Found:
-        """Return (sum, weight) of a loss that is the latest mean; None where it is not."""
-        return None if self.latest is None or loss is not self.latest.value else (self.latest.total, self.latest.weight)
-
-
-def _at_least_float32(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments that are too short to add up many losses in, longer."""
-    return {name: value.float() for name, value in given.items() if isinstance(value, Tensor) and value.dtype in _SHORT}
-
 
 class WeighedLoss:
-    """A loss function of the user's, whose mean, if it gives one, is told apart into sum and weight where it can be.
-
-    Called as the loss function is; gives what it gives, or (sum, weight).
+    """A loss function of the user's, weighed by what it is over.
 
     Args:
         loss_fn: the user's.
-        tells_apart: whether means are told apart; else they are only warned of.
+        over: what it is over, as the user says; None: it is examined.
 
     Attributes:
-        watches_blocks: whether it may be blocks that find the mean, which are to run within `means`.
-        is_bare: whether some loss had no weight.
+        has_others: whether blocks have losses of their own beside it.
+        means: the loss, where it is a sum of means.
+        is_settled: whether all ranks have agreed on what it is over.
+        refusal: why no weights of microbatches make it the loss of the batch; "": some do.
     """
 
-    def __init__(self, loss_fn: Callable[..., Found], *, tells_apart: bool) -> None:
-        self._loss_fn, self._tells_apart = loss_fn, tells_apart
-        self._is_watched, self._is_told, self._is_checked = True, False, False
-        self.watches_blocks, self.is_bare = True, False
-        self.means = Means()
-        self._divides: bool | None = None
-        """Whether the loss is a sum divided by something, which only a graph shows; None: not known yet."""
+    def __init__(self, loss_fn: Callable[..., Found], over: LossOver | None = None) -> None:
+        self._loss_fn, self.has_others = loss_fn, False
+        self._weight = None if over is None else LossWeight(Over(over))
+        self._tables = class_weights(loss_fn) if over is None else []
+        self._is_stated = False
+        self._nothing = [torch.zeros((), dtype=torch.bool)]
+        self.is_settled, self.refusal, self._of_metrics = False, "", ""
+        self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
+        self._totals = torch.zeros(0, dtype=torch.float64)
 
-    def __call__(self, output: Any, targets: Any) -> Found:
-        """Return the loss of a microbatch, or its sum and weight."""
-        evaluates = not torch.is_grad_enabled() and self._divides is not False
-        found = self._evaluate(output, targets) if evaluates else self._find(output, targets)
-        self.is_bare = self.is_bare or not isinstance(found, tuple)
+    @property
+    def is_bare(self) -> bool:
+        """Whether a microbatch weighs as much as it has samples of the usual number."""
+        return self._weight is not None and self._weight.over in _BY_SAMPLES
+
+    def __call__(self, output: Any, targets: Any, samples: int = 1, usual: int = 1, slices: int = 1) -> Found:
+        """Return the loss of a microbatch, or its sum and weight.
+
+        `samples` is how many it has; one of `usual` weighs 1 where the loss counts by samples. Each sequence is cut
+        into as many `slices`.
+        """
+        if self._is_stated:
+            return self._loss_fn(output, targets)
+        if self.means is not None:
+            if self._weight is None:
+                self._find_sums(output, targets, samples)
+            return Summed(self.means.over(output, targets, self._totals))
+        if self._weight is not None and self._weight.over is Over.DIVISOR and not torch.is_grad_enabled():
+            with torch.enable_grad():  # its graph has the divisor
+                leaves = map_tensors(lambda t: t.detach().requires_grad_(t.dtype in DIFFERENTIABLE), output)
+                weighed = self._weigh(self._loss_fn(leaves, targets), output, targets, samples, usual, slices)
+            return tuple(part.detach() if isinstance(part, Tensor) else part for part in weighed)
+        if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
+            self._guard(output)
+        found = self._loss_fn(output, targets)
+        if isinstance(found, Tensor) and not found.dim():
+            if self._weight is None:
+                rule = self._find(found, output, targets, samples, is_cut=slices > 1)
+                if rule.is_guarded:
+                    self._guard(output)
+            return self._weigh(found, output, targets, samples, usual, slices)
+        if self._weight is None:
+            self._is_stated = isinstance(found, tuple)
         return found
 
-    def _evaluate(self, output: Any, targets: Any) -> Found:
-        """Return the same where nobody needs gradients, by a graph all the same."""
-        with torch.enable_grad():
-            leaves = map_tensors(lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, output)
-            found = self._find(leaves, targets)
-        if isinstance(found, tuple):
-            return tuple(part.detach() if isinstance(part, Tensor) else part for part in found)
-        return found.detach() if isinstance(found, Tensor) else found
+    def _guard(self, output: Any) -> None:
+        """Let an output have no gradient where its targets weigh nothing, as that of 0 / 0 is not finite."""
+        nothing = self._nothing = [torch.zeros((), dtype=torch.bool)]
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: torch.where(nothing[0], 0.0, gradient))
 
-    def _find(self, output: Any, targets: Any) -> Found:
-        if not self._is_watched:
-            return self._with_graph(self._loss_fn(output, targets))
-        means, self.means = self.means, Means()
-        before = None if self._is_checked else self._kept(output)
-        with means:
-            found = self._loss_fn(output, targets)
-        if not isinstance(found, Tensor):
-            self._is_watched = self.watches_blocks = False
-            return found
-        if means.latest is not None and before is not None and not self._is_alike(output, targets, found, before):
-            return self._with_graph(self._loss_fn(output, targets))
-        weighed = means.weighed(found) if self._tells_apart else None
-        if weighed is not None:
-            self.watches_blocks = not isinstance(output, Tensor)
-            return weighed
-        weighed = self._with_graph(found)
-        if weighed is found and means.uneven:
-            self._tell()
-        self._is_watched = means.latest is not None and not self._is_told
-        self.watches_blocks = not isinstance(output, Tensor) and self.watches_blocks
-        return weighed
+    def begin(self, targets: Iterable[Any], device: torch.device, group: Group | None) -> None:
+        """Add up how many things each mean of a sum of means is over, in all microbatches (collective)."""
+        assert self.means is not None
+        total = torch.zeros(len(self.means.terms), dtype=torch.float64, device=device)
+        for some in targets:
+            total += self.means.weights(some).to(total.device)
+        if group is not None:
+            group.all_reduce(total).wait()
+        if self._totals.shape == total.shape and self._totals.device == total.device:
+            self._totals.copy_(total)  # where a graph of the device knows it
+        else:
+            self._totals = total
 
-    def _kept(self, output: Any) -> Kept:
-        """Return where the loss is now: a module's state, and the generators that it may draw from."""
-        module = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
-        return Kept(module, output.device if isinstance(output, Tensor) else None)
+    def _find_sums(self, output: Any, targets: Any, samples: int) -> None:
+        """Find out whether the sums of a sum of means are sums."""
+        assert self.means is not None
+        self._weight = LossWeight(Over.SUM)
+        for number, (add, _) in enumerate(self.means.terms):
+            weight, why = examine_loss(add, output, targets, samples)
+            if weight is None or weight.over not in (Over.SUM, Over.SAMPLES):
+                self.refusal = f"term {number} of its SumOfMeans is no sum ({why or weight})"
 
-    def _is_alike(self, output: Any, targets: Any, found: Tensor, before: Kept) -> bool:
-        """Whether a loss is the same when nobody watches: some of torch's lose an argument on the way to a mode.
-
-        To see that it begins where it was before, and draws the same; it is as if that had not been. Where it is not
-        the same, nothing is watched any more, and it is still as before.
-        """
-        self._is_checked = True
-        after = self._kept(output)
-        before.put_back()
-        with torch.no_grad():
-            plain = self._loss_fn(output, targets)
-        near = 1e-2 if plain.dtype in _SHORT else 1e-4
-        is_close = torch.isclose(found.detach().double(), plain.double(), rtol=near, atol=1e-6)
-        if (is_close | ~plain.isfinite()).item():  # a short type may not hold the plain one's sum
-            after.put_back()
-            return True
-        before.put_back()
-        self._is_watched = self.watches_blocks = False
-        self._tell()
-        return False
-
-    def _with_graph(self, found: Found) -> Found:
-        """Return the sum and the weight of a mean as autograd remembers it; what was found, where it does not."""
-        node: Any = found.grad_fn if self._tells_apart and isinstance(found, Tensor) else None
-        if node is None:
-            return found
-        divisor = _divisor_of_a_sum(node)
-        self._divides = divisor is not None
-        if divisor is not None:
-            return found * divisor, divisor
-        if getattr(node, "_saved_total_weight", None) is None:
-            return found
-        if getattr(node, "_saved_reduction", None) != _MEAN:
-            return found
-        weight = node._saved_total_weight
-        return torch.where(weight == 0, 0.0, found.to(torch.promote_types(found.dtype, torch.float32)) * weight), weight
-
-    def _tell(self) -> None:
-        self._is_told = True
-        _logger.warning(
-            "the loss function returns one number, made of a mean in which some targets are ignored or weigh more than "
-            "others: each microbatch then weighs as much as it has samples, and the mean over the batch is another "
-            'one than in one process; return (sum, weight), such as F.cross_entropy(…, reduction="sum"), '
-            "(targets != -100).sum()"
+    def _find(self, found: Tensor, output: Any, targets: Any, samples: int, *, is_cut: bool) -> LossWeight:
+        """Find out what the loss is over; one that was only handed on says it by its graph."""
+        finding = (
+            Finding(LossWeight(Over.DIVISOR, is_guarded=True)) if any(found is t for t in tensors_of(output)) else None
         )
+        if finding is None:
+            finding = examine_loss(self._loss_fn, output, targets, samples, sliced=is_cut)
+        elif divisor_of(found) is None:
+            finding = Finding(None, "a block has found it, and it is only handed on")
+        self._weight, self.refusal = finding.weight or LossWeight(Over.SAMPLES), finding.why
+        if self.has_others and self._weight.over not in (Over.SUM, Over.SAMPLES):
+            if self._weight.over is not Over.TOKENS:
+                _logger.warning(
+                    "the loss is a mean in which some targets count for nothing, or more than others, but blocks have "
+                    "losses of their own beside it: each microbatch weighs as much as it has samples, and the mean "
+                    "over the batch may be another one than in one process; return (sum, weight), such as "
+                    'F.cross_entropy(…, reduction="sum"), (targets != -100).sum()'
+                )
+            self._weight = LossWeight(Over.SAMPLES)
+        return self._weight
+
+    def _weigh(self, found: Tensor, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Found:
+        """Return the sum and the weight of a loss."""
+        rule = self._weight
+        assert rule is not None
+        if rule.over is Over.SUM:
+            return Summed(found)
+        if rule.over in _BY_SAMPLES:
+            share = samples / usual
+            return found * share if share != 1 else found, share if rule.by_slices else share / slices
+        if rule.over is Over.TOKENS:
+            length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
+            return found * (samples * length), float(samples * length)
+        if rule.over is Over.DIVISOR:
+            weight = divisor_of(found)
+            assert weight is not None
+        else:
+            weight = rule.of_targets(tensors_of(targets), self._tables)
+        is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
+        wide = found.to(torch.promote_types(found.dtype, torch.float32))
+        return torch.where(is_nothing, 0.0, wide * weight), weight
+
+    def settle(self, world: Group, *, matters: bool, of_metrics: str = "") -> None:
+        """Agree with all ranks on what the loss is over, once any has found it (collective until then).
+
+        Unless it `matters`, as there is one microbatch alone, it may be anything. `of_metrics` is why this rank refuses
+        one. Raises `MisfitError` on all ranks.
+        """
+        if not self.is_settled:
+            mine = json.dumps(asdict(self._weight)) if self._weight is not None else "stated" * self._is_stated
+            told = [text.split("\n") for text in gather_texts(world, f"{mine}\n{self.refusal}\n{of_metrics}")]
+            self.refusal, self._of_metrics = (next((row[k] for row in told if row[k]), "") for k in (1, 2))
+            found = list(dict.fromkeys(row[0] for row in told if row[0]))
+            if len(found) > 1 and not self.refusal:
+                self.refusal = "ranks found it to be over unlike things"
+            if found and not self.refusal:
+                self._take_over(found[0])
+            self.is_settled = bool(found)
+        if self._of_metrics and matters:
+            raise MisfitError(self._of_metrics)
+        if self.refusal and matters:
+            raise MisfitError(
+                f"the loss function gives one number, and of microbatches it is not that of the batch: {self.refusal}; "
+                "return (sum, weight), or quintsched.runtime.SumOfMeans for means over several things, or say that the "
+                'loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job train.loss_over: '
+                "microbatch"
+            )
+
+    def _take_over(self, text: str) -> None:
+        """Take over what some rank has found."""
+        self._is_stated = text == "stated"
+        if not self._is_stated:
+            data = json.loads(text)
+            self._weight = LossWeight(**{**data, "over": Over(data["over"])})
 
 
-def _divisor_of_a_sum(node: Any) -> Tensor | None:
-    """Return what a sum is divided by, as in `(losses * mask).sum() / mask.sum()`; None where it is not so."""
-    inputs = [function for function, _ in node.next_functions]
-    if node.name() != "DivBackward0" or inputs[0] is None or any(function is not None for function in inputs[1:]):
-        return None
-    divisor = node._saved_other if inputs[0].name() == "SumBackward0" else None
-    return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 else None
+class WeighedMetric:
+    """A metric of the user's, weighed by what it is over: a sum, (sum, weight), or a mean, which is examined once.
+
+    Attributes:
+        refusal: why it is none of these, in words; "": it is.
+    """
+
+    def __init__(self, name: str, metric: Callable[..., Any]) -> None:
+        self._name, self._metric = name, metric
+        self._weight: LossWeight | None = None
+        self._tables: list[Tensor] = []
+        self.refusal = ""
+
+    def __call__(self, output: Any, targets: Any, samples: int = 1) -> tuple[Any, Any]:
+        """Return the sum and the weight of a microbatch; a weight of 0 is that of its loss."""
+        found = self._metric(output, targets)
+        if isinstance(found, tuple) and len(found) == 2:
+            return found
+        if self._weight is None:
+            self._find(output, targets, samples)
+        rule = self._weight
+        assert rule is not None
+        if rule.over is Over.SUM:
+            return found, 0
+        weight = samples if rule.over is Over.SAMPLES else rule.of_targets(tensors_of(targets), self._tables)
+        wide = torch.as_tensor(found).double()
+        return torch.where(torch.as_tensor(weight, device=wide.device) == 0, 0.0, wide * weight), weight
+
+    def _find(self, output: Any, targets: Any, samples: int) -> None:
+        self._tables = class_weights(self._metric)
+        weight, why = examine_metric(self._metric, output, targets, samples)
+        self._weight = weight or LossWeight(Over.SUM)
+        if why:
+            self.refusal = f"metric {self._name!r} gives one number, of which {why}; let it return (sum, weight)"

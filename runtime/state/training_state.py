@@ -6,9 +6,9 @@ ZeRO                 ShardedMasters    ShardedGradBucket    every replica holds,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,6 @@ class Gradients:
     reducer: GradReducer
     norm: GradNorm
     absent: AbsentGradients
-    earlier_weights: list[Callable[[], Tensor]] = field(default_factory=list)
-    """What gives the loss weights of batches whose gradients wait for those of further ones."""
 
     def accumulate(self, *, on: bool) -> None:
         """Say whether the next step's gradients are added to those of this one."""

@@ -109,6 +109,7 @@ class Trainer:
             blocks,
             loss_fn,
             lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
+            loss_over=job.train.loss_over,
             metrics=metrics,
             clip=job.train.clip,
             block_costs=self._block_costs(blocks, transport),

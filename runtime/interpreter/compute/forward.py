@@ -20,6 +20,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 from quintsched.ir import instructions as ins
 from quintsched.ir.values import Kind, Value
+from quintsched.plan import Plan
 
 from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
@@ -58,7 +59,11 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
 
 def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     made = state.flows.made(instruction, Kind.OUTPUT)
-    finish = _hand_on(state, instruction) if made else partial(_lose, state, instruction.microbatch)
+    finish = (
+        _hand_on(state, instruction)
+        if made
+        else partial(_lose, state, instruction.microbatch, _slices(state.flows.plan))
+    )
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
         return _bind_training(state, index, instruction, finish, kept[0])
@@ -289,17 +294,25 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     return hand_on
 
 
-def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
+def _slices(plan: Plan) -> int:
+    """Return into how many stretches each sequence is cut."""
+    return plan.schedule.slices * plan.mesh.axis_size("cp")
+
+
+def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    share = len(state.current.units.samples[unit]) / state.usual_samples
-    loss = tally.add_loss(unit, called("the loss function", state.loss_fn, output, targets), share)
+    samples, usual = len(state.current.units.samples[unit]), state.usual_samples
+    loss_fn = partial(state.loss_fn, samples=samples, usual=usual, slices=slices)
+    loss = tally.add_loss(unit, called("the loss function", loss_fn, output, targets), samples / usual)
     if not loss.requires_grad and torch.is_grad_enabled() and state.current.number == 0:
         _tell_without_graph(unit, output)
     if state.metrics:
         with torch.no_grad():
-            for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
-                column.append((unit, called(f"metric {name!r}", metric, output, targets)))
+            for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, state.metrics.items(), strict=True):
+                found, weight = called(f"metric {name!r}", partial(metric, samples=samples), output, targets)
+                column.append((unit, found))
+                own.append((unit, weight))
     return NOWHERE.with_loss(loss, state.scale.value)
 
 

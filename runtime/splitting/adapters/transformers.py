@@ -14,11 +14,16 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError
 
+from ..sum_of_means import SumOfMeans
+
 LENGTH, SAMPLES, CHOICES, IMAGE, SOUND = 8, 2, 3, 64, 2000
 """Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""
 
 OUTPUTS = ("logits", "prediction_logits", "text_embeds", "image_embeds", "last_hidden_state")
 """What of a model's output its last block returns: the first that there is."""
+
+PAIRED = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
+"""What the last block returns beside `prediction_logits`, by the labels of its own mean in the loss."""
 
 IGNORED = -100
 """The label that counts for nothing."""
@@ -108,6 +113,11 @@ def select(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
+        several = {
+            name: output[name] for name in ("prediction_logits", *PAIRED.values()) if output.get(name) is not None
+        }
+        if len(several) > 1:
+            return several
         return next((output[name] for name in OUTPUTS if output.get(name) is not None), output)
     return output[0] if isinstance(output, tuple) else output
 
@@ -115,6 +125,9 @@ def select(output: Any) -> Any:
 def loss_of(model: Any) -> Callable[..., Any] | None:
     """Return the loss that goes with a model's head, as (sum, weight); None where it has none that is known."""
     name = type(model).__name__
+    paired = next((label for label in PAIRED if label in signature(model.forward).parameters), None)
+    if paired is not None and name.endswith("ForPreTraining"):
+        return pretraining_loss(paired)
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return CausalLMLoss()
     if name.endswith(("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining")):
@@ -132,6 +145,25 @@ def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum()
+
+
+def pretraining_loss(paired: str) -> SumOfMeans:
+    """Return the loss of masked tokens and of pairs: targets {"labels": …, `paired`: …}, or the labels alone."""
+
+    def labels_of(targets: Any) -> Tensor:
+        return targets if isinstance(targets, Tensor) else targets["labels"]
+
+    def of_tokens(output: Any, targets: Any) -> Tensor:
+        return token_loss(output["prediction_logits"], labels_of(targets))[0]
+
+    def of_pairs(output: Any, targets: Any) -> Tensor:
+        logits = output[PAIRED[paired]]
+        return logits.sum() * 0 if isinstance(targets, Tensor) else token_loss(logits, targets[paired])[0]
+
+    def num_pairs(targets: Any) -> Tensor | int:
+        return 0 if isinstance(targets, Tensor) else (targets[paired] != IGNORED).sum()
+
+    return SumOfMeans((of_tokens, lambda targets: (labels_of(targets) != IGNORED).sum()), (of_pairs, num_pairs))
 
 
 class CausalLMLoss:

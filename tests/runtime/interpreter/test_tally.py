@@ -29,7 +29,7 @@ def reduced(transport: Transport) -> list[float]:
     tally.metrics[0].append((0, torch.tensor(2 * scale, dtype=torch.bfloat16)))
     tally.reduce(transport.make_group([(0, 1)]))
     assert tally.weight(wait_for) == 5
-    return tally.figures.sums().tolist()
+    return tally.figures.sums()[:3].tolist()
 
 
 def test_figures_are_summed_over_microbatches_and_ranks() -> None:
@@ -39,7 +39,7 @@ def test_figures_are_summed_over_microbatches_and_ranks() -> None:
 def test_a_step_knows_no_sums_before_they_are_reduced() -> None:
     tally = Tally(2, 3, 1, CPU)
     assert tally.figures.sums().isnan().all()
-    assert tally.figures.sums().shape == (4,)
+    assert tally.figures.sums().shape == (6,)
     assert tally.weight(wait_for).isnan()
 
 

@@ -1,4 +1,4 @@
-"""Losses that are means: over a batch they are the mean of all of it, however it is cut; others are warned of once."""
+"""Losses that are means or sums: over a batch they are those of all of it, however it is cut; others are refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
+from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.device import draws_undone
+from quintsched.runtime.job.choices import LossOver
 from quintsched.runtime.stage.mean_losses import WeighedLoss
 
 from ..toys import sgd
@@ -92,63 +94,97 @@ def test_a_microbatch_whose_targets_are_all_ignored_counts_for_nothing() -> None
     assert found.weight.item() == 4
 
 
-def test_a_mean_that_is_only_a_part_of_the_loss_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    def with_a_penalty(output: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(output, targets) + 0.1 * output.square().mean()
-
-    weighed = WeighedLoss(with_a_penalty, tells_apart=True)
-    output = torch.randn(7, CLASSES, requires_grad=True)
-    for _ in range(3):
-        assert isinstance(weighed(output, LABELS), Tensor)
-    assert len([record for record in caplog.records if "(targets != -100).sum()" in record.message]) == 1
+def with_a_penalty(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets) + 0.1 * output.square().mean()
 
 
-def test_a_loss_that_is_another_when_it_is_watched_is_left_alone() -> None:
-    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-        return F.l1_loss(output, targets, weight=targets)  # torch forgets the weight where a mode is entered
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+def test_a_sum_of_means_over_unlike_things_is_refused_on_all_ranks(mesh: str) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
 
-    weighed, output = WeighedLoss(loss_fn, tells_apart=True), torch.randn(7, CLASSES, dtype=torch.float64)
-    expected = loss_fn(output, FLAGS)
-    for _ in range(2):
-        found = weighed(output, FLAGS)
-        if isinstance(found, tuple):
-            found = found[0] / found[1]
-        torch.testing.assert_close(found, expected)
+    def run(transport: Transport) -> tuple[str, dict[str, Tensor]]:
+        engine = Engine(plan, BLOCKS, with_a_penalty, sgd, transport=transport, dtype=torch.float64)
+        mine = slice(0, 4) if engine.replica == 0 else slice(4, 7)
+        with pytest.raises(MisfitError) as caught:
+            engine.step(INPUTS[mine], LABELS[mine])
+        return str(caught.value), engine.full_weights()
+
+    expected = dict(build_model(BLOCKS, 0, torch.float64).named_parameters())
+    for words, weights in run_local(plan.mesh.size, run):
+        assert "return (sum, weight)" in words
+        assert 'loss_over="microbatch"' in words
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-class Centered(nn.Module):
-    """A loss that draws, and moves with what it is given."""
+def test_what_the_loss_of_one_microbatch_is_over_is_no_matter() -> None:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    engine = Engine(plan, BLOCKS, with_a_penalty, sgd, dtype=torch.float64)
+    output = build_model(BLOCKS, 0, torch.float64)(INPUTS)
+    assert engine.step(INPUTS, LABELS).loss.item() == pytest.approx(with_a_penalty(output, LABELS).item(), rel=1e-12)
+    with pytest.raises(MisfitError, match="microbatch"):
+        engine.step(INPUTS, LABELS, microbatches=2)
 
-    def __init__(self, draw: Callable[[], float], name: str) -> None:
+
+@pytest.mark.parametrize("over", ["samples", "microbatch"])
+def test_what_is_stated_is_not_examined(over: LossOver) -> None:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+    engine = Engine(plan, BLOCKS, with_a_penalty, sgd, dtype=torch.float64, loss_over=over)
+    output = build_model(BLOCKS, 0, torch.float64)(INPUTS)
+    parts = [with_a_penalty(output[some], LABELS[some]).item() * n for some, n in ((slice(4), 4), (slice(4, 7), 3))]
+    assert engine.step(INPUTS, LABELS).loss.item() == pytest.approx(sum(parts) / 7, rel=1e-12)
+
+
+class Drawn(nn.Module):
+    """A loss that draws, and counts."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
         self.register_buffer("center", torch.zeros(CLASSES))
-        self.draw, self.calls, self.options = draw, 0, {"weight" if name == "odd" else "reduction": None}
+        self.draw, self.calls, self.seen = draw, 0, list[float]()
 
     def forward(self, output: Tensor, targets: Tensor) -> Tensor:
         self.calls += 1
-        self.center.mul_(0.5).add_(output.detach().mean(0))
-        weight = self.draw() + (targets if "weight" in self.options else 0)
-        if "weight" in self.options:
-            return F.l1_loss(output - self.center, targets, weight=weight)
-        return F.mse_loss(output - self.center, targets) * weight
+        self.center.add_(1)
+        self.seen.append(self.draw())
+        return F.mse_loss(output, targets) * self.seen[-1]
 
 
 @pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, np.random.rand])
-@pytest.mark.parametrize("name", ["even", "odd"])
-def test_a_loss_draws_and_moves_as_often_as_it_is_called(draw: Callable[[], float], name: str) -> None:
+def test_a_loss_draws_and_moves_as_often_as_it_is_called(draw: Callable[[], float]) -> None:
     outputs = torch.randn(3, 7, CLASSES, generator=RANDOM).requires_grad_()
     with draws_undone():
-        alone = Centered(draw, name)
+        alone = Drawn(draw)
         expected = [alone(output, FLAGS) for output in outputs]
         drawn = draw()
-    mine = Centered(draw, name)
-    weighed = WeighedLoss(mine, tells_apart=True)
-    found = [weighed(output, FLAGS) for output in outputs]
+    mine = Drawn(draw)
+    weighed = WeighedLoss(mine)
+    found = [weighed(output, FLAGS, 7) for output in outputs]
     assert draw() == drawn
     assert mine.calls == alone.calls
+    assert mine.seen == alone.seen
     assert torch.equal(mine.center, alone.center)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one[0] / one[1] if isinstance(one, tuple) else one, other)
+        torch.testing.assert_close(one[0] / one[1], other)
+
+
+class Annealed(nn.Module):
+    """A loss that goes by how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(output, targets) * min(1.0, self.calls / 100)
+
+
+def test_a_loss_that_goes_by_its_calls_is_refused() -> None:
+    plan, loss_fn = qs.compile("1f1b", mesh="pp=1", microbatches=2), Annealed()
+    engine = Engine(plan, BLOCKS, loss_fn, sgd, dtype=torch.float64)
+    with pytest.raises(MisfitError, match="with each microbatch"):
+        engine.step(INPUTS, FLAGS)
+    assert loss_fn.calls == 2
 
 
 def test_a_loss_with_a_weight_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,25 +192,26 @@ def test_a_loss_with_a_weight_is_left_alone(caplog: pytest.LogCaptureFixture) ->
         return F.cross_entropy(output, targets, reduction="sum"), 4
 
     with caplog.at_level(logging.WARNING):
-        found = WeighedLoss(summed, tells_apart=True)(torch.randn(7, CLASSES), LABELS)
+        found = WeighedLoss(summed)(torch.randn(7, CLASSES), LABELS, 7)
     assert found[1] == 4
     assert not caplog.records
 
 
-def test_a_mean_that_was_found_before_is_known_by_its_graph() -> None:
+def test_a_mean_that_a_block_has_found_is_known_by_its_graph() -> None:
     output = torch.randn(7, CLASSES, requires_grad=True)
     found = F.cross_entropy(output, LABELS)
-    total, weight = WeighedLoss(lambda output, targets: found, tells_apart=True)(output, LABELS)
+    total, weight = WeighedLoss(lambda output, targets: output)(found, LABELS, 7)
     assert weight == 4
     torch.testing.assert_close(total, found * 4)
 
 
-def test_sums_of_short_types_are_added_up_in_float32() -> None:
-    output = torch.full((40_000, 2), 4.0, dtype=torch.float16)
+def test_sums_of_short_types_are_float32() -> None:
+    output = torch.full((40_000, 2), 4.0, dtype=torch.bfloat16)
     output[:, 0] = -4.0
-    total, weight = WeighedLoss(F.cross_entropy, tells_apart=True)(output, torch.zeros(40_000, dtype=torch.int64))
+    targets = torch.zeros(40_000, dtype=torch.int64)
+    total, weight = WeighedLoss(F.cross_entropy)(output, targets, 40_000)
     assert total.dtype is torch.float32
-    assert (total / weight).item() == pytest.approx(8.0, rel=1e-3)
+    assert total / weight == F.cross_entropy(output, targets).float()
 
 
 def masked_mean(output: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""The state of a user's function, as it is now, and the numbers that it knows of.
+
+module, object, bound method     attributes, and what is in them           ┐ put back after an experiment, with
+function                         cells of its closure, globals it names    ┘ the global generators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..agreement.user_code import is_of_library, names_of
+from ..blocks.untouched import Kept
+from ..data.reachable import parts_of, reachable
+
+_PLAIN = (bool, int, float, str, type(None), Tensor)
+_LARGEST_ID = 10**7
+_MOST_NUMBERS = 6
+
+
+class FunctionKept:
+    """Where a function is now: what it holds and names, and the global generators."""
+
+    def __init__(self, function: Any, device: torch.device) -> None:
+        holder, held = nn.Module(), list[Any]()
+        self._places: list[tuple[Any, str, Any]] = []
+        for thing in _things(function):
+            if isinstance(thing, FunctionType):
+                held += self._enter_function(thing)
+            elif isinstance(thing, dict | list):
+                held.append(thing)
+            elif isinstance(thing, nn.Module) or not (isinstance(thing, type) or is_of_library(type(thing))):
+                held.append(getattr(thing, "__dict__", None))
+        holder.__dict__["held"] = tuple(held)
+        self._kept = Kept(holder, device)
+
+    def _enter_function(self, function: FunctionType) -> Iterator[Any]:
+        for cell in function.__closure__ or ():
+            if cell != type(cell)():
+                self._places.append((cell, "cell_contents", cell.cell_contents))
+                yield cell.cell_contents
+        space = function.__globals__
+        for name in names_of(function.__code__):
+            if name in space and isinstance(space[name], _PLAIN) and not is_of_library(function):
+                self._places.append((space, name, space[name]))
+                yield space[name]
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for holder, name, before in self._places:
+            if isinstance(holder, dict):
+                if holder.get(name) is not before:
+                    holder[name] = before
+            elif getattr(holder, name, None) is not before:
+                setattr(holder, name, before)
+        self._kept.put_back()
+
+
+def class_weights(function: Any) -> list[Tensor]:
+    """Return the rows of numbers that a function holds or names, as weights of classes are, always in one order."""
+    found = {id(part): part for thing in _things(function) for part in parts_of(thing) if isinstance(part, Tensor)}
+    return [t for t in found.values() if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
+
+
+def whole_numbers(function: Any) -> list[int]:
+    """Return some whole numbers that a function holds, names or has in its code."""
+    found: list[Any] = []
+    for thing in _things(function):
+        found += parts_of(thing)
+        if isinstance(thing, FunctionType):
+            found += thing.__code__.co_consts
+    numbers = [one for one in found if type(one) is int and abs(one) < _LARGEST_ID and one not in (0, 1, -1, -100)]
+    return list(dict.fromkeys([*numbers[:_MOST_NUMBERS], 0]))
+
+
+def _things(function: Any) -> Iterator[Any]:
+    """Yield what a function reaches; not the ranks that one for cut logits is bound to."""
+    while isinstance(function, partial) and "vocabulary" in function.keywords:
+        function = function.func
+    return reachable([function])

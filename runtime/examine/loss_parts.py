@@ -1,0 +1,216 @@
+"""Batches of two unlike parts, made of a few rows of a real output, on which a loss is tried.
+
+    rows of a microbatch   x0 x1 x2        o = x0 .9x1 | .8x2 .7x0 .6x1 .5x2        two rows against four
+                                                a      |          b
+
+as they are        and with either part scaled down: what a mean is over does not depend on outputs
+other rows' targets                          few of the lowest in one part, many of the highest in the other
+other ids          in one part the lower ones; where they are of classes, also such as the data have not
+ignored targets    of these in one part only: -100, -1, numbers that the loss knows of; zeros where targets are masks
+along the tokens   the first third of each sequence against the rest
+
+No more memory is taken than that of two microbatches, or 32 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+_ROWS, _FREE_BYTES = 6, 32 << 20
+_MOST_IDS = 8
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Leaves of an output and of targets, of which a first part is told from a second.
+
+    Attributes:
+        outputs, targets: their leaves.
+        first, rest: how many samples, or tokens, each part has.
+        along: the dimension that is cut: 0 samples, 1 tokens.
+        units: of each leaf, outputs' first: how many rows belong to one of these; 0: the leaf belongs to all of them.
+    """
+
+    outputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    first: int
+    rest: int
+    along: int
+    units: Sequence[int]
+
+    @property
+    def share(self) -> float:
+        """The first part's share of the samples, or tokens."""
+        return self.first / (self.first + self.rest)
+
+    def halves(self) -> tuple[tuple[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]:
+        """Return outputs and targets of the first part, and of the second."""
+        leaves = [self.cut(number, leaf) for number, leaf in enumerate((*self.outputs, *self.targets))]
+        count = len(self.outputs)
+        one, other = [a for a, _ in leaves], [b for _, b in leaves]
+        return (one[:count], one[count:]), (other[:count], other[count:])
+
+    def cut(self, number: int, leaf: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of a leaf, or of its gradient."""
+        unit = self.units[number]
+        if not unit:
+            return leaf, leaf
+        return leaf.narrow(self.along, 0, self.first * unit), leaf.narrow(
+            self.along, self.first * unit, self.rest * unit
+        )
+
+    def scaled(self, first: float, rest: float) -> Parts:
+        """Return the same with the parts' outputs multiplied, those of samples."""
+        made = [
+            torch.cat([a * first, b * rest]) if self._is_free(i, t) else t
+            for i, t in enumerate(self.outputs)
+            for a, b in [self.cut(i, t)]
+        ]
+        return replace(self, outputs=made)
+
+    def _is_free(self, number: int, leaf: Tensor) -> bool:
+        return bool(self.units[number]) and leaf.is_floating_point()
+
+
+def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int) -> Parts:
+    """Return parts of unlike numbers of samples, where memory allows it."""
+    units = [_rows_of_each(leaf, samples) for leaf in (*outputs, *targets)]
+    size = sum(leaf.nbytes for leaf in outputs) // samples
+    count = _ROWS if 2 * samples >= _ROWS or _ROWS * size <= _FREE_BYTES else 2 * samples
+    first = 2 if count == _ROWS else 1
+    places = [number % samples for number in range(count)]
+    scales = [1 - 0.1 * number for number in range(count)]
+    split = len(outputs)
+    return Parts(
+        [_taken(leaf, unit, places, scales) for leaf, unit in zip(outputs, units[:split], strict=True)],
+        [_taken(leaf, unit, places) for leaf, unit in zip(targets, units[split:], strict=True)],
+        first,
+        count - first,
+        0,
+        units,
+    )
+
+
+def cut_elsewhere(parts: Parts) -> Parts:
+    """Return the same samples, of which the first part has one alone."""
+    return replace(parts, first=1, rest=parts.first + parts.rest - 1)
+
+
+def along_tokens(parts: Parts) -> Parts | None:
+    """Return the same samples cut along their tokens; None where outputs and targets have not as many."""
+    lengths = {leaf.shape[1] for leaf in parts.targets if leaf.dim() > 1}
+    cut = [leaf for i, leaf in enumerate(parts.outputs) if parts.units[i] and leaf.is_floating_point()]
+    if len(lengths) != 1 or not cut or any(leaf.dim() < 2 or leaf.shape[1] not in lengths for leaf in cut):
+        return None
+    (length,) = lengths
+    if length < 2:
+        return None
+    leaves = (*parts.outputs, *parts.targets)
+    units = [int(leaf.dim() > 1 and leaf.shape[1] == length) for leaf in leaves]
+    first = max(1, length // 3)
+    return replace(parts, first=first, rest=length - first, along=1, units=units)
+
+
+def with_other_targets(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
+    """Yield the same outputs with other targets; unless it `is_safe`, none that the data have not."""
+    yield from _by_rows(parts)
+    for place, leaf in enumerate(parts.targets):
+        if not parts.units[len(parts.outputs) + place] or not leaf.numel():
+            continue
+        if leaf.dtype in _INTEGERS:
+            yield from _by_ids(parts, place, leaf, ids, is_safe=is_safe)
+        elif leaf.dtype is torch.bool or leaf.is_floating_point():
+            yield _changed(parts, place, leaf, lambda a: _every_third(a, 0))
+            is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
+            yield _changed(parts, place, leaf, torch.ones_like if is_mask else lambda a: a * 0.5)
+
+
+def _by_rows(parts: Parts) -> Iterator[Parts]:
+    """Give other samples' targets: in the first part as many of the lowest as of the highest, else few of them."""
+    split, count = len(parts.outputs), parts.first + parts.rest
+    keys = torch.zeros(count, dtype=torch.float64)
+    for unit, leaf in zip(parts.units[split:], parts.targets, strict=True):
+        if unit and leaf.numel():
+            keys += leaf.reshape(count, -1).double().nan_to_num().mean(1).cpu()
+    low, high = int(keys.argmin()), int(keys.argmax())
+    if keys[low] == keys[high]:
+        return
+    places = [(low, high)[number % 2] for number in range(parts.first)]
+    places += [low if number == 0 and parts.rest > 1 else high for number in range(parts.rest)]
+    taken = [_taken(leaf, unit, places) for unit, leaf in zip(parts.units[split:], parts.targets, strict=True)]
+    yield replace(parts, targets=taken)
+
+
+def _by_ids(parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
+    """Give other ids: the lower ones in the first part, all of them in the second; then such as may be ignored."""
+    known = leaf.unique()[:_MOST_IDS]
+    pool = [int(one) for one in known]
+    highest = int(leaf.max())
+    classes = _num_classes(parts, leaf) if is_safe else 0
+    if highest < classes:
+        pool = sorted({*range(min(classes, _MOST_IDS)), classes - 1, *(one for one in pool if one >= 0)})
+    values = torch.tensor(pool, dtype=leaf.dtype, device=leaf.device)
+    lower = values[: (len(pool) + 1) // 2]
+    if len(pool) > 1:
+        yield _changed(parts, place, leaf, lambda a: _filled(a, lower), lambda b: _filled(b, values))
+    for one in ids if highest < classes else ():
+        some = lambda a, one=one: _every_third(_filled(a, lower), one)  # noqa: E731
+        yield _changed(parts, place, leaf, some, lambda b: _filled(b, values))
+
+
+def _num_classes(parts: Parts, leaf: Tensor) -> int:
+    """Return of how many classes ids are; 0: they may be something else, of which no others are made up."""
+    for out in parts.outputs:
+        sizes = out.shape
+        if out.is_floating_point() and len(sizes) > 1:
+            for classes, others in ((sizes[-1], sizes[:-1]), (sizes[1], (sizes[0], *sizes[2:]))):
+                if leaf.shape == others or (leaf.dim() == 1 and leaf.numel() == prod(others)):
+                    return classes
+    return 0
+
+
+def _changed(parts: Parts, place: int, leaf: Tensor, first: object, rest: object = lambda b: b) -> Parts:
+    a, b = parts.cut(len(parts.outputs) + place, leaf)
+    targets = [*parts.targets]
+    targets[place] = torch.cat([first(a), rest(b)])  # type: ignore[operator]
+    return replace(parts, targets=targets)
+
+
+def _every_third(leaf: Tensor, value: int) -> Tensor:
+    changed = leaf.clone().flatten()
+    changed[::3] = value
+    return changed.view_as(leaf)
+
+
+def _filled(leaf: Tensor, values: Tensor) -> Tensor:
+    places = torch.arange(leaf.numel(), device=leaf.device) % len(values)
+    return values[places].view_as(leaf)
+
+
+def _rows_of_each(leaf: Tensor, samples: int) -> int:
+    """Return how many rows of a leaf belong to each sample; 0: it belongs to all."""
+    return leaf.shape[0] // samples if leaf.dim() and leaf.shape[0] and leaf.shape[0] % samples == 0 else 0
+
+
+def _taken(leaf: Tensor, unit: int, places: Sequence[int], scales: Sequence[float] | None = None) -> Tensor:
+    """Return the rows of some samples, those of outputs scaled."""
+    if not unit:
+        return leaf
+    rows = leaf.reshape(-1, unit, *leaf.shape[1:])[places]
+    if scales is not None and leaf.is_floating_point():
+        rows = _telling(rows)
+        rows = rows * torch.tensor(scales, dtype=leaf.dtype, device=leaf.device).view(-1, *[1] * (rows.dim() - 1))
+    return rows.flatten(0, 1)
+
+
+def _telling(rows: Tensor) -> Tensor:
+    """Return numbers without such as are not finite; others, where all are zero."""
+    if rows.any():
+        return rows.nan_to_num(0.5, 1.5, -1.5)
+    return (torch.arange(rows.numel(), device=rows.device) % 7 + 1).div(8).to(rows.dtype).view_as(rows)

@@ -1,0 +1,390 @@
+"""What a loss is over, found by experiment: a sum, or a mean over samples, tokens, targets or weights of classes.
+
+    o = a ⊕ b, two unlike parts (`loss_parts`); values, and gradients with respect to the outputs
+
+    ∂L(o)/∂a = r_a ∂L(a)/∂a       r_a = r_b = 1, L(o) = L(a) + L(b)                    a sum
+    ∂L(o)/∂b = r_b ∂L(b)/∂b       r_a + r_b = 1, L(o) = r_a L(a) + r_b L(b)            a mean, by weights as r_a : r_b
+                                  anything else, or weights that nothing here knows    refused: no weights of
+                                                                                       microbatches make it the batch's
+
+A weight has to fit in every experiment. So contrastive losses, norms, maxima, quantiles, and sums of means over unlike
+things are refused, and losses that ignore some targets are told from those that do not, before any are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..blocks.trees import flatten
+from ..comm.device import AllGenerators
+from .functions_kept import FunctionKept, class_weights, whole_numbers
+from .loss_parts import Parts, along_samples, along_tokens, cut_elsewhere, with_other_targets
+
+Loss = Callable[[Any, Any], Any]
+
+
+class Over(StrEnum):
+    """What a loss is over."""
+
+    SUM = "sum"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+    TARGETS = "targets"
+    NUMBERS = "numbers"
+    CLASSES = "classes"
+    DIVISOR = "divisor"
+    MICROBATCH = "microbatch"
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """What a microbatch weighs in the loss of the batch.
+
+    Attributes:
+        over: what the loss is over.
+        leaf: the leaf of targets that says so; `shift`: without its first tokens.
+        ignored: the target that counts for nothing.
+        table: which of the rows of class weights that the loss knows.
+        by_slices: whether a slice of the sequences weighs as its tokens; else as much as any.
+        is_guarded: whether the gradient is not finite of a microbatch that weighs nothing.
+    """
+
+    over: Over
+    leaf: int = 0
+    shift: int = 0
+    ignored: int = -100
+    table: int = 0
+    by_slices: bool = True
+    is_guarded: bool = False
+
+    def of_targets(self, targets: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:
+        """Return what targets weigh, 0-dimensional."""
+        leaf = targets[self.leaf]
+        leaf = leaf[:, self.shift :] if self.shift else leaf
+        if self.over is Over.NUMBERS:
+            return leaf.detach().sum(dtype=torch.promote_types(leaf.dtype, torch.float32))
+        kept = leaf != self.ignored
+        if self.over is Over.TARGETS:
+            return kept.sum()
+        table = tables[self.table].detach()
+        return torch.where(kept, table.to(leaf.device)[torch.where(kept, leaf, 0)], 0.0).sum()
+
+
+Candidates = dict[LossWeight, Callable[["Parts", "Share"], float | None]]
+"""Weights that fit so far, and what gives the first part's share by them."""
+
+
+class Finding(NamedTuple):
+    """What an examination found: a weight, or why there is none."""
+
+    weight: LossWeight | None
+    why: str = ""
+
+
+class _Tried(NamedTuple):
+    """A loss of a batch or a part: its value, gradients of the outputs' leaves, what it was divided by."""
+
+    value: Tensor
+    gradients: Sequence[Tensor | None]
+    divisor: Tensor | None
+
+
+class Share(NamedTuple):
+    """What an experiment gave: the first part's share in a mean, None of a sum; `is_told`: anything at all."""
+
+    first: float | None = None
+    divisors: tuple[float, float] | None = None
+    tolerance: float = 0.0
+    why: str = ""
+    is_told: bool = True
+
+
+_UNTOLD = Share(is_told=False)
+
+
+def examine_loss(loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> Finding:
+    """Return what a loss is over that gives one number; it is as if it had not been called.
+
+    Args:
+        loss: (output, targets) → a loss.
+        output, targets: those of a microbatch, with as many samples.
+        sliced: whether sequences are cut, so that it has to hold along tokens as well.
+    """
+    return LossExamination(loss, output, targets, samples, sliced=sliced).run()
+
+
+class LossExamination:
+    """Experiments on one function of outputs and targets."""
+
+    def __init__(self, loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool) -> None:
+        self._loss, self._sliced = loss, sliced
+        self._output_tree, outputs = flatten(output)
+        self._target_tree, given = flatten(targets)
+        self._device = outputs[0].device if outputs else torch.device("cpu")
+        self.kept = FunctionKept(loss, self._device)
+        self._tables = class_weights(loss)
+        self._parts = along_samples([t.detach() for t in outputs], given, samples)
+        self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
+        self.is_safe = True
+
+    def run(self) -> Finding:
+        """Return what all experiments agree on."""
+        if not any(
+            unit and leaf.is_floating_point()
+            for unit, leaf in zip(self._parts.units, self._parts.outputs, strict=False)
+        ):
+            return Finding(None, "its output has no rows of samples")
+        parts = self.usable()
+        if parts is None:
+            return Finding(None, "it cannot be called with some of the samples")
+        candidates = dict(self.candidates(parts))
+        told: list[Share] = []
+        others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe))
+        if self._moves(parts):
+            return Finding(None, "it changes what it goes by with each microbatch, and not once for a batch")
+        for some in (parts, parts.scaled(1, 0.5), parts.scaled(0.5, 1), cut_elsewhere(parts), *others):
+            share = self._share(some)
+            if share.why:
+                return Finding(None, share.why)
+            if share.is_told:
+                told.append(share)
+                candidates = {w: of for w, of in candidates.items() if _fits(of(some, share), share)}
+        if not told:
+            return self._without_gradient(parts)
+        if len({share.first is None for share in told}) > 1:
+            return Finding(None, "it is a sum of some targets, and a mean of others")
+        if told[0].first is None:
+            return self._along_tokens([parts, *others], LossWeight(Over.SUM), candidates)
+        if not candidates:
+            return Finding(None, "it is a mean, but neither over samples, tokens or targets, nor by weights of classes")
+        weight = self.chosen(candidates)
+        finding = self._along_tokens([parts, *others], weight, candidates)
+        if finding.weight is not None and self._fails_at_zero(parts, weight):
+            return Finding(replace(finding.weight, is_guarded=True))
+        return finding
+
+    def chosen(self, candidates: Candidates) -> LossWeight:
+        """Return one of the weights that fit: where ids could not be tried, targets may be ignored later."""
+        if not self.is_safe:
+            return next((w for w in candidates if w.over is Over.TARGETS and w.ignored == -100), next(iter(candidates)))
+        return next(iter(candidates))
+
+    def _along_tokens(self, tried: Sequence[Parts], weight: LossWeight, candidates: Candidates) -> Finding:
+        """Return the weight of slices of sequences too; and of samples of other lengths."""
+        cuts = [(cut, self._share(cut)) for cut in map(along_tokens, tried) if cut is not None]
+        told = [(cut, share) for cut, share in cuts if share.is_told]
+        if not told:
+            return Finding(weight)
+        is_odd = any(share.why for _, share in told)
+        if weight.over is Over.SUM:
+            holds = not is_odd and all(share.first is None for _, share in told)
+        elif weight.over is Over.SAMPLES:
+            if not is_odd and all(share.first is None for _, share in told):
+                return Finding(LossWeight(Over.SAMPLES, by_slices=False))
+            holds = not is_odd and all(share.first is not None and _fits(cut.share, share) for cut, share in told)
+            weight = LossWeight(Over.TOKENS) if holds else weight
+        else:
+            means = ((candidates[weight](cut, share), share) for cut, share in told)
+            holds = not is_odd and all(share.first is not None and _fits(its, share) for its, share in means)
+        if self._sliced and not holds:
+            return Finding(None, "it is not the same over slices of the sequences, into which they are cut here")
+        return Finding(weight)
+
+    def _fails_at_zero(self, parts: Parts, weight: LossWeight) -> bool:
+        """Whether the gradient is not finite where all targets weigh nothing."""
+        if weight.over not in (Over.TARGETS, Over.NUMBERS, Over.CLASSES):
+            return weight.over is Over.DIVISOR
+        targets = list(parts.targets)
+        value = 0 if weight.over is Over.NUMBERS else weight.ignored
+        targets[weight.leaf] = torch.full_like(targets[weight.leaf], value)
+        tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
+        return tried is not None and any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)
+
+    def _moves(self, parts: Parts) -> bool:
+        """Whether another call with the same numbers gives another loss, generators being where they were."""
+        device = parts.outputs[0].device
+        try:
+            with torch.no_grad():
+                generators = AllGenerators(device)
+                one = self.call(parts.outputs, parts.targets)
+                generators.put_back()
+                other = self.call(parts.outputs, parts.targets)
+        finally:
+            self.kept.put_back()
+        return not bool(torch.isclose(one, other, rtol=1e-4, atol=1e-7, equal_nan=True))
+
+    def _without_gradient(self, parts: Parts) -> Finding:
+        whole = self.try_once(parts.outputs, parts.targets)
+        if whole is not None and not any(g is not None and g.any() for g in whole.gradients):
+            return Finding(LossWeight(Over.SAMPLES))
+        return Finding(None, "of some of the samples it is not finite, or has no gradient")
+
+    def usable(self) -> Parts | None:
+        """Return the parts in the widest type, on the host where that can be, that the loss takes."""
+        is_bound = "vocabulary" in getattr(self._loss, "keywords", {})
+        places = [self._device] if is_bound else list(dict.fromkeys([torch.device("cpu"), self._device]))
+        for place in places:
+            for dtype in (torch.float64, torch.float32, None):
+                made = Parts(
+                    [_moved(t, place, dtype) for t in self._parts.outputs],
+                    [_moved(t, place, dtype) for t in self._parts.targets],
+                    *(self._parts.first, self._parts.rest, self._parts.along, self._parts.units),
+                )
+                if self.try_once(made.outputs, made.targets, may_be_infinite=True) is not None:
+                    self.is_safe = place.type == "cpu"
+                    return made
+        return None
+
+    def candidates(self, parts: Parts) -> Iterator[tuple[LossWeight, Callable[[Parts, Share], float | None]]]:
+        """Yield weights that are known, and what gives the share of the first part by them."""
+        yield LossWeight(Over.SAMPLES), lambda parts, _: parts.share
+        for weight in self._of_targets(parts):
+            yield weight, lambda parts, _, weight=weight: self._share_of(weight, parts)  # type: ignore[misc]
+        yield LossWeight(Over.DIVISOR), lambda _, share: _quotient(*share.divisors) if share.divisors else None
+
+    def _of_targets(self, parts: Parts) -> Iterator[LossWeight]:
+        tables = range(len(self._tables))
+        units = parts.units[len(parts.outputs) :]
+        for place, (unit, leaf) in enumerate(zip(units, parts.targets, strict=True)):
+            for shift in range(1 + (leaf.dim() > 1)) if unit else ():
+                if leaf.is_floating_point() or leaf.dtype is torch.bool:
+                    yield LossWeight(Over.NUMBERS, place, shift)
+                    continue
+                values = leaf.unique()[:64].tolist() if leaf.numel() < 1 << 20 else []
+                for ignored in dict.fromkeys([*self.ids, *values]):
+                    yield LossWeight(Over.TARGETS, place, shift, ignored)
+                for table in tables:
+                    for ignored in self.ids:
+                        yield LossWeight(Over.CLASSES, place, shift, ignored, table)
+
+    def _share_of(self, weight: LossWeight, parts: Parts) -> float | None:
+        try:
+            (_, a), (_, b) = parts.halves()
+            return _quotient(*(float(weight.of_targets(part, self._tables)) for part in (a, b)))
+        except (IndexError, RuntimeError):  # ids that the weights of classes have not
+            return None
+
+    def _share(self, parts: Parts) -> Share:
+        """Return what a loss makes of two parts together, by what it makes of each."""
+        one, other = parts.halves()
+        whole, a, b = self.try_once(parts.outputs, parts.targets), self.try_once(*one), self.try_once(*other)
+        if whole is None or a is None or b is None:
+            return _UNTOLD
+        tolerance = 1e-6 if whole.value.dtype is torch.float64 else 2e-3 if whole.value.dtype is torch.float32 else 5e-2
+        of_a, of_b = [], []
+        for number, gradient in enumerate(whole.gradients):
+            if gradient is not None and parts.units[number]:
+                mine, its = parts.cut(number, gradient)
+                of_a.append((mine, a.gradients[number]))
+                of_b.append((its, b.gradients[number]))
+        ratios = [_ratio(pairs, tolerance) for pairs in (of_a, of_b)]
+        if "unlike" in ratios:
+            return Share(why="its gradient for one sample depends on the other samples of the batch")
+        r_a, r_b = (None if r == "none" else float(r) for r in ratios)
+        if r_a is None and r_b is None:
+            return _UNTOLD
+        value, of_one, of_other = (float(t.value) for t in (whole, a, b))
+        least = tolerance * 4 * (abs(of_one) + abs(of_other) + abs(value) + 1e-9)
+        if all(r is None or abs(r - 1) < tolerance for r in (r_a, r_b)) and abs(value - of_one - of_other) < least:
+            return Share(None)
+        r_a, r_b = (
+            (1 - r_b if r_a is None and r_b is not None else r_a),
+            (1 - r_a if r_b is None and r_a is not None else r_b),
+        )
+        assert r_a is not None
+        assert r_b is not None
+        if abs(r_a + r_b - 1) > tolerance * 4 or abs(value - r_a * of_one - r_b * of_other) > least:
+            return Share(why="of two batches together it is neither the sum nor a mean of what it is of each")
+        divisors = None
+        if a.divisor is not None and b.divisor is not None:
+            divisors = float(a.divisor), float(b.divisor)
+        return Share(r_a, divisors, tolerance * 4)
+
+    def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+        """Return what the function gives for leaves of an output and of targets."""
+        return self._loss(self._output_tree.build(outputs), self._target_tree.build(targets))
+
+    def try_once(
+        self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
+    ) -> _Tried | None:
+        """Return what the loss makes of these; None where that is no finite number, or it cannot be called so."""
+        leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in outputs]
+        wanted = [t for t in leaves if t.requires_grad]
+        try:
+            with torch.enable_grad(), _Checked():
+                value = self.call(leaves, targets)
+                if not isinstance(value, Tensor) or value.dim():
+                    return None
+                divisor = divisor_of(value)
+                found = torch.autograd.grad(value, wanted, allow_unused=True) if value.requires_grad else ()
+        except Exception:  # what a user's code says to what is no batch of its own
+            return None
+        finally:
+            self.kept.put_back()
+        by_leaf = iter(found or [None] * len(wanted))
+        gradients = [next(by_leaf) if t.requires_grad else None for t in leaves]
+        finite = all(g is None or bool(g.isfinite().all()) for g in gradients) and bool(value.isfinite())
+        return _Tried(value.detach(), gradients, divisor) if finite or may_be_infinite else None
+
+
+class _Checked(TorchFunctionMode):
+    """While it is entered, what torch does not check itself before it reads memory is refused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False))
+        given |= kwargs or {}
+        if func in (torch.ctc_loss, F.ctc_loss) and any(
+            isinstance(found := given.get(name), Tensor) and bool((found < 0).any())
+            for name in given
+            if name != "log_probs"
+        ):
+            raise ValueError("ctc_loss reads memory that is not there for targets below zero")
+        return func(*args, **(kwargs or {}))
+
+
+def divisor_of(loss: Tensor) -> Tensor | None:
+    """Return the number that a loss was divided by at the end, as its graph has it; None where it was not so."""
+    node: Any = loss.grad_fn
+    if node is None:
+        return None
+    weight = getattr(node, "_saved_total_weight", None)
+    if weight is not None and getattr(node, "_saved_reduction", None) == 1:  # what autograd calls a mean
+        return weight if weight.dim() == 0 else None
+    inputs = [function for function, _ in node.next_functions]
+    if node.name() != "DivBackward0" or inputs[0] is None or any(function is not None for function in inputs[1:]):
+        return None
+    divisor = node._saved_other
+    return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 else None
+
+
+def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float) -> float | str:
+    """Return by what gradients of a part are multiplied in the whole; "none": there are none; "unlike": by nothing."""
+    whole = torch.cat([mine.flatten().double() for mine, _ in pairs]) if pairs else torch.zeros(1)
+    parts = [torch.zeros_like(mine) if alone is None else alone for mine, alone in pairs]
+    alone = torch.cat([part.flatten().double() for part in parts]) if pairs else torch.zeros(1)
+    size, of_whole = float(alone.norm()), float(whole.norm())
+    if size <= 1e-12 * max(of_whole, 1e-30):
+        return "unlike" if of_whole > 1e-12 else "none"
+    ratio = float(whole @ alone) / size**2
+    return "unlike" if float((whole - ratio * alone).norm()) > tolerance * max(of_whole, size * 1e-3) else ratio
+
+
+def _fits(share: float | None, seen: Share) -> bool:
+    """Whether a weight gives the first part the share that it was seen to have; of a sum nothing is asked."""
+    return seen.first is None or (share is not None and abs(share - seen.first) <= seen.tolerance)
+
+
+def _quotient(first: float, rest: float) -> float | None:
+    return first / (first + rest) if first + rest else None
+
+
+def _moved(leaf: Tensor, place: torch.device, dtype: torch.dtype | None) -> Tensor:
+    return leaf.to(place, dtype if leaf.is_floating_point() else None)

@@ -1,0 +1,97 @@
+"""What a metric is over, found by experiment on its values alone: a sum, or a mean.
+
+    M(o) = M(a) + M(b)                a sum, which is what is expected of a metric
+    M(o) = w_a M(a) + w_b M(b)        a mean, by weights that are known (`loss_weights`)
+
+Where classes are predicted, some predictions are made right, since a metric that is zero tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .loss_parts import Parts, with_other_targets
+from .loss_weights import Candidates, Finding, LossExamination, LossWeight, Over, Share
+
+_NEAR = 2e-3
+
+
+def examine_metric(metric: Any, output: Any, targets: Any, samples: int) -> Finding:
+    """Return what a metric is over that gives one number; one that is always zero counts as a sum."""
+    return _MetricExamination(metric, output, targets, samples, sliced=False).run()
+
+
+class _MetricExamination(LossExamination):
+    def run(self) -> Finding:
+        """Return what all values agree on."""
+        parts = self.usable()
+        if parts is None or not any(parts.units):
+            return Finding(LossWeight(Over.SUM))
+        candidates = dict(self.candidates(parts))
+        is_sum, is_told = True, False
+        for tried in self._tried(parts):
+            values = self._values(tried)
+            if values is None or not any(values):
+                continue
+            whole, a, b = values
+            least, is_told = _NEAR * max(map(abs, values)), True
+            is_sum = is_sum and abs(whole - a - b) <= least
+            candidates = _fitting(candidates, tried, values, least)
+            if not is_sum and not candidates:
+                return Finding(None, "it is neither a sum nor a mean over samples, tokens or targets")
+        return Finding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
+
+    def _tried(self, parts: Parts) -> Iterator[Parts]:
+        for some in (parts, *with_other_targets(parts, self.ids, is_safe=self.is_safe)):
+            yield some
+            yield _with_hits(some)
+
+    def _values(self, parts: Parts) -> tuple[float, float, float] | None:
+        one, other = parts.halves()
+        found = [self._value(*some) for some in ((parts.outputs, parts.targets), one, other)]
+        whole, a, b = found
+        return None if whole is None or a is None or b is None else (whole, a, b)
+
+    def _value(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float | None:
+        try:
+            with torch.no_grad():
+                value = float(self.call(outputs, targets))
+        except Exception:  # what a user's code says to what is no batch of its own
+            return None
+        finally:
+            self.kept.put_back()
+        return value if abs(value) < torch.inf else None
+
+    def try_once(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False) -> Any:
+        """Return whether the metric can be called with these; None: it cannot."""
+        return self._value(outputs, targets)
+
+
+def _fitting(candidates: Candidates, parts: Parts, values: Sequence[float], least: float) -> Candidates:
+    """Return the weights by which the whole is the mean of the parts."""
+    whole, a, b = values
+    found = Candidates()
+    for weight, of in candidates.items():
+        share = of(parts, Share())
+        if share is not None and abs(whole - share * a - (1 - share) * b) <= least:
+            found[weight] = of
+    return found
+
+
+def _with_hits(parts: Parts) -> Parts:
+    """Return the same where the first rows of logits predict their targets."""
+    outputs = list(parts.outputs)
+    for place, leaf in enumerate(outputs):
+        for targets in parts.targets:
+            if targets.dtype is torch.int64 and leaf.is_floating_point() and leaf.shape[:-1] == targets.shape:
+                hits = leaf.clone()
+                wanted = targets.clamp(0, leaf.shape[-1] - 1).unsqueeze(-1)
+                hits.scatter_(-1, wanted, float(leaf.abs().max()) + 1)
+                outputs[place] = torch.where(torch.arange(len(leaf)).view(-1, *[1] * (leaf.dim() - 1)) < 3, hits, leaf)
+                break
+    return replace(parts, outputs=outputs)

@@ -1,0 +1,64 @@
+"""The loss and the metrics of a run, and when ranks agree on what these are over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quintsched.errors import UsageError
+from quintsched.plan import Plan
+
+from ..parallel.mesh_groups import MeshGroups
+from ..stage.mean_losses import WeighedLoss, WeighedMetric
+from ..stage.rank_model import RankModel
+from .rank_state import RunOptions
+from .tally import Figures
+
+
+class RunLosses:
+    """What a run makes of outputs and targets.
+
+    Attributes:
+        loss, metrics: the user's, weighed.
+        earlier: figures of batches whose gradients wait for those of others.
+    """
+
+    def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
+        self._model, self._groups, self._device = model, groups, device
+        self.loss = WeighedLoss(options.loss_fn, options.loss_over)
+        self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
+        self.earlier: list[Figures] = []
+        self._asked_in_vain = False
+
+    def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
+        """Let a loss that is a sum of means know a whole batch (collective then).
+
+        `targets` are those of each unit, as far as the rank has them. Raises `UsageError` for one of several batches.
+        """
+        if self.loss.means is None:
+            return
+        if not last or self.earlier:
+            raise UsageError(
+                "a SumOfMeans is weighed by all that a step is over; give its batch in one step, without last=False"
+            )
+        holds_all = self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])
+        is_alone = self._model.num_replicas == 1 and len(plan.routes) == 1
+        given = [some for some in targets if some is not None] if holds_all else []
+        self.loss.begin(given, self._device, None if is_alone else self._groups.metrics)
+
+    def settle(self, plan: Plan, *, accumulates: bool) -> None:
+        """Have all ranks agree on what the loss is over, before weights first change; see `WeighedLoss.settle`."""
+        loss = self.loss
+        if loss.is_settled and not loss.refusal:
+            return
+        of_metrics = next((metric.refusal for metric in self.metrics.values() if metric.refusal), "")
+        is_alone = plan.schedule.num_units * self._model.num_replicas == 1 and not accumulates and not self.earlier
+        loss.settle(self._groups.world, matters=not is_alone, of_metrics=of_metrics)
+        self._asked_in_vain = not loss.is_settled
+
+    def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
+        """Have them agree after an evaluation; one that only wants outputs may find no loss, ever again."""
+        if not (wants_outputs and self._asked_in_vain):
+            self.settle(plan, accumulates=False)

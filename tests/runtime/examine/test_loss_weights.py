@@ -1,0 +1,175 @@
+"""What losses of the literature are over: each is weighed so that microbatches give the whole batch's, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quintsched.runtime.examine.loss_weights import Over, examine_loss
+from quintsched.runtime.examine.metric_weights import examine_metric
+
+CLASSES, TOKENS, SAMPLES = 5, 6, 8
+RANDOM = torch.Generator().manual_seed(1)
+ROWS = torch.randn(SAMPLES, CLASSES, generator=RANDOM)
+IDS = torch.randint(0, CLASSES, (SAMPLES,), generator=RANDOM)
+NUMBERS = torch.rand(SAMPLES, CLASSES, generator=RANDOM)
+LOGITS = torch.randn(SAMPLES, TOKENS, CLASSES, generator=RANDOM)
+LABELS = torch.randint(0, CLASSES, (SAMPLES, TOKENS), generator=RANDOM)
+MASK = (torch.rand(SAMPLES, TOKENS, generator=RANDOM) > 0.4).float()
+CLASS_WEIGHTS = torch.rand(CLASSES, generator=RANDOM) + 0.1
+LENGTHS = torch.tensor([1, 2, 1, 2, 2, 1, 1, 2])
+CTC = (LABELS[:, :2].clamp(min=1), torch.full((SAMPLES,), TOKENS), LENGTHS)
+
+
+def each(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each target, also of such as are negative."""
+    rows = F.cross_entropy(output.flatten(0, -2), targets.clamp(min=0).flatten(), reduction="none")
+    return rows.view_as(targets)
+
+
+def focal(output: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(output, targets, reduction="none")
+    return (CLASS_WEIGHTS.to(losses.dtype)[targets] * (1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def masked(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    return (each(output, targets[0]) * targets[1]).sum() / targets[1].sum()
+
+
+def of_two_pads(output: Tensor, targets: Tensor) -> Tensor:
+    counts = (targets != 0) & (targets != 3)
+    return (each(output, targets) * counts).sum() / counts.sum()
+
+
+def by_samples(output: Tensor, targets: Tensor) -> Tensor:
+    kept = targets != -100
+    return ((each(output, targets) * kept).sum(1) / kept.sum(1)).mean()
+
+
+def ctc(output: Tensor, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), *targets)
+
+
+def distilled(output: Tensor, targets: Tensor) -> Tensor:
+    return 4 * F.kl_div(F.log_softmax(output / 2, -1), F.softmax(targets / 2, -1), reduction="batchmean")
+
+
+FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
+    "cross-entropy": (F.cross_entropy, ROWS, IDS, Over.TARGETS),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), ROWS, IDS, Over.SUM),
+    "sum / constant": (lambda o, t: (o - t).square().sum() / 8, ROWS, NUMBERS, Over.SUM),
+    "class weights": (nn.CrossEntropyLoss(CLASS_WEIGHTS), ROWS, IDS, Over.CLASSES),
+    "smoothed": (lambda o, t: F.cross_entropy(o, t, CLASS_WEIGHTS.to(o.dtype), label_smoothing=0.1), ROWS, IDS, None),
+    "another pad": (lambda o, t: F.cross_entropy(o, t, ignore_index=255), ROWS, IDS, Over.TARGETS),
+    "shifted": (lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten()), LOGITS, LABELS, None),
+    "mask": (masked, LOGITS, (LABELS, MASK), Over.NUMBERS),
+    "two pads": (of_two_pads, LOGITS, LABELS, Over.DIVISOR),
+    "mean of means": (by_samples, LOGITS, LABELS, Over.SAMPLES),
+    "focal": (focal, ROWS, IDS, Over.SAMPLES),
+    "ctc": (ctc, LOGITS, CTC, Over.SAMPLES),
+    "distilled": (distilled, ROWS, NUMBERS, Over.SAMPLES),
+    "huber": (nn.HuberLoss(), ROWS, NUMBERS, Over.TOKENS),
+    "weights": (lambda o, t: F.mse_loss(o, t, weight=t), ROWS, NUMBERS, Over.NUMBERS),
+    "probabilities": (lambda o, t: F.binary_cross_entropy(o, t), ROWS.sigmoid(), NUMBERS, Over.TOKENS),
+    "detached": (lambda o, t: F.mse_loss(o.detach(), t), ROWS, NUMBERS, Over.SAMPLES),
+}
+
+
+def rows(tree: Any, count: int) -> Any:
+    return tuple(leaf[:count] for leaf in tree) if isinstance(tree, tuple) else tree[:count]
+
+
+@pytest.mark.parametrize("samples", [1, 3, SAMPLES])
+@pytest.mark.parametrize("name", FOUND)
+def test_a_loss_is_weighed_by_what_it_is_over(name: str, samples: int) -> None:
+    loss, output, targets, over = FOUND[name]
+    weight, why = examine_loss(loss, rows(output, samples), rows(targets, samples), samples)
+    assert weight is not None, why
+    assert over is None or weight.over is over
+    if name == "another pad":
+        assert weight.ignored == 255
+    if name == "shifted":
+        assert (weight.over, weight.shift) == (Over.TARGETS, 1)
+
+
+def supcon(output: Tensor, targets: Tensor) -> Tensor:
+    similar = F.normalize(output, dim=1) @ F.normalize(output, dim=1).T
+    same = (targets[:, None] == targets[None]).to(output.dtype)
+    return -(((similar - similar.logsumexp(1, keepdim=True)) * same).sum(1) / same.sum(1)).mean()
+
+
+def dice(output: Tensor, targets: Tensor) -> Tensor:
+    found = output.sigmoid()
+    return 1 - 2 * (found * targets).sum() / (found.sum() + targets.sum())
+
+
+def ccc(output: Tensor, targets: Tensor) -> Tensor:
+    shared = ((output - output.mean()) * (targets - targets.mean())).mean()
+    return 1 - 2 * shared / (output.var() + targets.var() + (output.mean() - targets.mean()) ** 2)
+
+
+def gan_hinge(output: Tensor, targets: Tensor) -> Tensor:
+    is_real = targets > 0.5
+    return F.relu(1 - output[is_real]).mean() + F.relu(1 + output[~is_real]).mean()
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
+    "rmse": (lambda o, t: F.mse_loss(o, t).sqrt(), ROWS, NUMBERS),
+    "norm": (lambda o, t: (o - t).norm(), ROWS, NUMBERS),
+    "log of a mean": (lambda o, t: F.mse_loss(o, t).log(), ROWS, NUMBERS),
+    "maximum": (lambda o, t: F.cross_entropy(o, t, reduction="none").max(), ROWS, IDS),
+    "quantile": (lambda o, t: (o - t).abs().mean(1).quantile(0.9), ROWS, NUMBERS),
+    "hardest": (lambda o, t: each(o, t).topk(max(1, len(o) // 2)).values.mean(), ROWS, IDS),
+    "infonce": (lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o))), ROWS, NUMBERS),
+    "supcon": (supcon, ROWS, IDS),
+    "dice": (dice, ROWS, NUMBERS.round()),
+    "ccc": (ccc, ROWS, NUMBERS),
+    "vicreg": (lambda o, t: F.mse_loss(o, t) + F.relu(1 - (o.var(0) + 1e-4).sqrt()).mean(), ROWS, NUMBERS),
+    "gan hinge": (gan_hinge, ROWS[:, 0], (IDS > 1).float()),
+    "two means": (lambda o, t: F.cross_entropy(o, t) + 0.1 * o.square().mean(), ROWS, IDS),
+    "balanced": (
+        lambda o, t: F.cross_entropy(o, t, 1 / torch.bincount(t, minlength=CLASSES).clamp(1).to(o)),
+        ROWS,
+        IDS,
+    ),
+    "sum / root": (lambda o, t: (o - t).square().sum() / len(o) ** 0.5, ROWS, NUMBERS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("samples", [1, 3, SAMPLES])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_weights_of_microbatches_make_up_is_refused(name: str, samples: int) -> None:
+    loss, output, targets = REFUSED[name]
+    weight, why = examine_loss(loss, rows(output, samples), rows(targets, samples), samples)
+    assert weight is None
+    assert why
+
+
+def test_slices_of_sequences_have_to_hold_too() -> None:
+    def examined(loss: Any) -> Any:
+        return examine_loss(loss, LOGITS, LABELS, SAMPLES, sliced=True)
+
+    assert examined(lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten())).weight is not None
+    assert not examined(lambda o, t: each(o, t).sum(1).mean()).weight.by_slices
+    assert examined(by_samples).weight is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "over"),
+    [
+        (lambda o, t: (o.argmax(-1) == t).sum(), Over.SUM),
+        (lambda o, t: (o.argmax(-1) == t).float().mean(), Over.SAMPLES),
+        (lambda o, t: (o.argmax(-1) == t)[t != -100].float().mean(), Over.TARGETS),
+        (lambda o, t: (o.argmax(-1) == t).float().std(), None),
+    ],
+)
+def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
+    weight, why = examine_metric(metric, ROWS, IDS, SAMPLES)
+    assert (weight is None) == bool(why)
+    assert (weight and weight.over) == over
