@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
-from .adapters import transformers
+from .adapters import routers, transformers
 from .adapters.attention import Sight
 from .flow import HIDDEN, Call, Flow, Span, SpanWalk, Stop, replaced
 from .frame import Frame
@@ -29,6 +29,7 @@ class Origin:
         settings: what else its forward is called with.
         select: what of the model's output the last block returns.
         sees: whether its attentions can be given what lies beyond a slice of a sequence.
+        has_routers: whether its loss has a part of its routers, whose logits ride along to the last block.
 
     Attributes:
         uncarried: inputs that no later block needs, as samples on the meta device.
@@ -44,10 +45,11 @@ class Origin:
         settings: Mapping[str, Any],
         select: Callable[[Any], Any],
         sees: bool = False,
+        has_routers: bool = False,
     ) -> None:
         self.frame, self.flow, self.spans = frame, flow, tuple(spans)
         self.inputs, self.settings, self.select = tuple(inputs), dict(settings), select
-        self.sees = sees
+        self.sees, self.has_routers = sees, has_routers
         self.uncarried: dict[str, Tensor] = {}
         self.unused: list[str] = []
         self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
@@ -59,7 +61,8 @@ class Origin:
         """Return by which names block `number` takes more than what the block before leaves."""
         calls = self.spans[number].calls
         riders = (r.name for r in self.flow.riders if any(call in calls for call, _ in r.takers))
-        return (*self.inputs, *riders, *(("context", "past") if self.sees else ()))
+        of_routers = range(len(self.flow.calls)) if self.has_routers and self.spans[number].is_last else ()
+        return (*self.inputs, *riders, *map(routers.rider, of_routers), *(("context", "past") if self.sees else ()))
 
     def inputs_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what of that which a block is given by name are inputs of the model."""
@@ -68,6 +71,11 @@ class Origin:
     def sight_of(self, given: Mapping[str, Any]) -> Sight | None:
         """Return how far attentions see beyond a slice, where a block is given one."""
         context, past = given.get("context"), given.get("past")
+        if self.has_routers and (context is not None or past is not None):
+            raise MisfitError(
+                "output_router_logits adds a loss of all tokens to the model's own, but sequences are cut into slices "
+                "(cp, slices); set config.output_router_logits = False, or use another mesh"
+            )
         return None if context is None and past is None else Sight(context, past)
 
     def arguments(

@@ -22,6 +22,7 @@ from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..blocks.blocks import Carry
 from ..blocks.untouched import asks_for_graph
+from .adapters import routers
 from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
 from .frame import Frame
@@ -36,7 +37,7 @@ class _LayerBlock:
     _read: Sequence[str]
     training: bool
 
-    def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+    def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor | Carry:
         origin = self._origin
         call = origin.spans[self._number].calls.start
         with _seeing(self, origin.frame, sight := origin.sight_of(given)):
@@ -44,14 +45,15 @@ class _LayerBlock:
                 outer: nn.Module = self.get_submodule(OUTER)  # type: ignore[attr-defined]
                 _show_weights(origin.frame, outer, self._read, is_meta=hidden.is_meta)
             args, kwargs = origin.arguments(self._number, hidden, given, sight, training=self.training)
-            try:
-                made = super().forward(*args, **kwargs)  # type: ignore[misc]
-            except Exception as error:
-                looks_at_numbers = hidden.is_meta and not asks_for_graph(error)
-                if looks_at_numbers and origin.flow.keeps[call]:
-                    return torch.empty_like(hidden)
-                raise
-        return hidden_of(origin.flow.results[call], made)
+            with routers.collecting(wanted=origin.has_routers) as logits:
+                try:
+                    left = hidden_of(origin.flow.results[call], super().forward(*args, **kwargs))  # type: ignore[misc]
+                except Exception as error:
+                    looks_at_numbers = hidden.is_meta and not asks_for_graph(error)
+                    if not looks_at_numbers or not origin.flow.keeps[call] or (origin.has_routers and not logits):
+                        raise
+                    left = torch.empty_like(hidden)
+        return Carry(left, **{routers.rider(call): routers.joined(logits, len(hidden))}) if logits else left
 
 
 OUTER = "of_model"
@@ -145,7 +147,10 @@ class Segment(nn.Module):
         self._settle(is_meta=like.is_meta)
         riders = {rider.name: extras[rider.name] for rider in origin.flow.riders if extras.get(rider.name) is not None}
         walk = _SegmentWalk(self, computable(like).device, None if span.is_first else computable(given), riders)
-        output = walk.go(origin.called_with(inputs, like, sight))
+        if origin.has_routers and span.is_last:
+            walk.logits = {call: computable(extras.get(routers.rider(call))) for call in range(len(origin.flow.calls))}
+        asked = {routers.ASKS: True} if walk.logits is not None else {}
+        output = walk.go(origin.called_with(inputs, like, sight) | asked)
         if span.is_last:
             selected = origin.select(output)
             return as_meta(selected) if like.is_meta else selected
@@ -206,6 +211,15 @@ class _SegmentWalk(SpanWalk):
         taken = {name: computable(rider) for name, rider in riders.items()}
         super().__init__(block._place.frame, device, origin.flow, block._number, origin.spans, hidden, taken)
         self._block = block
+        self.logits: Mapping[int, Tensor | None] | None = None
+        """Of routers, by call, where the output is to have their loss."""
+
+    def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a call gives; what its routers gave on another stage is collected as if it had run here."""
+        logits = None if self.logits is None or number in self.span.calls else self.logits[number]
+        if logits is not None:
+            routers.give(logits)
+        return super().layer(layer, number, args, kwargs)
 
     def is_training(self) -> bool:
         return self._block.training

@@ -38,6 +38,21 @@ def require_equal(
             )
 
 
+def require_equal_loss(
+    model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], loss_fn: Callable[..., Any] | None
+) -> None:
+    """Raise `MisfitError` unless the loss that goes with the blocks is the model's own; the ids are the labels."""
+    assert loss_fn is not None
+    labels = next(iter(inputs.values()))
+    own = _tried(lambda given: _run(model, {**given, "labels": labels})["loss"], [model, *blocks], inputs)
+    total, weight = _tried(lambda given: loss_fn(chain(blocks, given), labels), [model, *blocks], inputs)
+    if not _off(own, (total / weight).to(own.dtype)) <= TOLERANCE:
+        raise MisfitError(
+            f"the loss of {type(model).__name__} is not that of its logits and its routers; set "
+            "config.output_router_logits = False"
+        )
+
+
 def _tried(run: Callable[[Any], Any], modules: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
     """Return what a run of the inputs gives: from the same state of modules and generators each time."""
     with untouched(nn.ModuleList(modules)):

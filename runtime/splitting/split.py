@@ -23,14 +23,14 @@ from ..blocks.blocks import Block
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..parallel.tensor.rules import Rules
-from .adapters import transformers
+from .adapters import routers, transformers
 from .building import BlockBuilder, built_without_weights, materialised
 from .experiments import find_riders, find_unneeded
 from .flow import Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
 from .parts import OUTER, TARGET_NAMES, layer_block, segment
-from .proof import require_equal
+from .proof import require_equal, require_equal_loss
 from .structure import find_layers, named_layers
 from .ties import apart, untie
 from .traced import segments
@@ -168,6 +168,8 @@ def _walked(
         require_equal(model, made, inputs, origin.select)
     if prove and longer:
         require_equal(model, made, transformers.example(model, longer=True), origin.select)
+    if prove and origin.has_routers:
+        require_equal_loss(model, made, inputs, found.loss_fn)
     return found
 
 
@@ -199,10 +201,15 @@ def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str],
         config=getattr(model, "config", None),
         conversions=transformers.conversions(model) if is_known else (),
         generation_config=getattr(model, "generation_config", None),
-        loss_fn=transformers.loss_of(model) if is_known else None,
+        loss_fn=_loss_of(model, origin) if is_known else None,
         aliases=_aliases(model),
         optional={*origin.unused, *chain.from_iterable(origin.flow.buffers)},
     )
+
+
+def _loss_of(model: nn.Module, origin: Origin) -> Callable[..., Any] | None:
+    loss = transformers.loss_of(model)
+    return routers.RouterLoss(model, loss) if origin.has_routers and loss is not None else loss
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -301,11 +308,15 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     frame = Frame(model, layers)
     select = transformers.select if transformers.is_one(model) else _first
     settings = transformers.settings(model) if transformers.is_one(model) else {}
+    if has_routers := transformers.is_one(model) and routers.asked(model):
+        routers.watch(model)
+        select, settings = routers.select, {**settings, routers.ASKS: False}
     flow = capture(frame, model, {**inputs, **settings})
     spans = _spans(flow)
     flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
-    origin = Origin(frame, flow, spans, names, settings, select, sees=transformers.is_one(model))
+    is_one = transformers.is_one(model)
+    origin = Origin(frame, flow, spans, names, settings, select, sees=is_one, has_routers=has_routers)
     origin.uncarried = find_unneeded(frame, flow, spans, {**inputs, **settings}, select)
     origin.unused = _unused(model, flow)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]

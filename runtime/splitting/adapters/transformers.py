@@ -59,11 +59,6 @@ def unpacked(model: Any, called: Mapping[str, Any]) -> dict[str, Tensor]:
 def require_whole_loss(model: Any) -> None:
     """Raise `MisfitError` for what a model does in training that its blocks would not do."""
     config = model.config
-    if getattr(config, "output_router_logits", False):
-        raise MisfitError(
-            "output_router_logits adds a loss of the routers to the model's own, which blocks do not have; set "
-            "config.output_router_logits = False"
-        )
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             raise MisfitError(f"{name} leaves out layers at random, which blocks cannot; set config.{name} = 0.0")

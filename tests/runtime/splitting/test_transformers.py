@@ -253,8 +253,38 @@ def test_the_example_runs(monkeypatch, capsys):
     assert "after 2 steps the loss is" in capsys.readouterr().out
 
 
-def test_losses_of_routers_are_refused():
-    config = transformers.MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=IDS)
-    config.output_router_logits = True
-    with pytest.raises(MisfitError, match="output_router_logits adds a loss"):
-        split(lambda: transformers.AutoModelForCausalLM.from_config(config))
+def mixture(**settings):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=IDS, num_local_experts=4)
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager", **settings)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_losses_of_routers_are_the_models_own(mesh):
+    model, (ids, mask, _) = mixture(), batch()
+    labels = ids.masked_fill(mask == 0, -100)
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
+    found = split_losses(model, plan, lambda engine: engine.step(ids, labels, attention_mask=mask))
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    weight = (labels[:, 1:] != -100).sum()
+    for _ in range(2):
+        optimizer.zero_grad()
+        parts = torch.arange(SAMPLES).chunk(MICROBATCHES)
+        shares = [(labels[rows, 1:] != -100).sum() / weight for rows in parts]
+        own = [model(ids[rows], attention_mask=mask[rows], labels=labels[rows]).loss for rows in parts]
+        loss = sum(share * part for share, part in zip(shares, own, strict=True))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert found == [pytest.approx(expected, rel=1e-5)] * plan.mesh.size
+
+
+def test_losses_of_routers_are_refused_where_they_are_not_known():
+    config = mixture().config
+    with pytest.raises(MisfitError, match="adds a loss of the routers"):
+        split(transformers.MixtralForTokenClassification(config))
+    plan = qs.compile("1f1b", mesh="cp=2", microbatches=MICROBATCHES)
+    with pytest.raises(MisfitError, match="adds a loss of all tokens"):
+        split_losses(mixture(), plan, lambda engine: engine.step(batch()[0], batch()[0]))
