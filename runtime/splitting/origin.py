@@ -29,6 +29,7 @@ class Origin:
         settings: what else its forward is called with.
         select: what of the model's output the last block returns.
         sees: whether its attentions can be given what lies beyond a slice of a sequence.
+        pools: whether it gives one output for each sequence, of which the last block then needs all.
         has_routers: whether its loss has a part of its routers, whose logits ride along to the last block.
 
     Attributes:
@@ -45,11 +46,12 @@ class Origin:
         settings: Mapping[str, Any],
         select: Callable[[Any], Any],
         sees: bool = False,
+        pools: bool = False,
         has_routers: bool = False,
     ) -> None:
         self.frame, self.flow, self.spans = frame, flow, tuple(spans)
         self.inputs, self.settings, self.select = tuple(inputs), dict(settings), select
-        self.sees, self.has_routers = sees, has_routers
+        self.sees, self.pools, self.has_routers = sees, pools, has_routers
         self.uncarried: dict[str, Tensor] = {}
         self.unused: list[str] = []
         self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from quintsched.errors import MisfitError, UsageError, suggest
 
@@ -135,7 +136,11 @@ class Segment(nn.Module):
 
     def _run(self, given: Any, extras: dict[str, Any]) -> Any:
         """Run the block's part of the model's forward."""
-        with _seeing(self, self._place.frame, sight := self._origin.sight_of(extras)):
+        origin, sight = self._origin, self._origin.sight_of(extras)
+        if origin.pools and origin.spans[self._number].is_last and sight is not None and sight.context is not None:
+            whole, sight = sight.context.whole, None
+            given, extras = tree_map_only(Tensor, whole, (given, {**extras, "context": None}))
+        with _seeing(self, self._place.frame, sight):
             return self._run_seeing(given, extras, sight)
 
     def _run_seeing(self, given: Any, extras: dict[str, Any], sight: Sight | None) -> Any:

@@ -316,7 +316,8 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
     is_one = transformers.is_one(model)
-    origin = Origin(frame, flow, spans, names, settings, select, sees=is_one, has_routers=has_routers)
+    pools = is_one and transformers.pools(model)
+    origin = Origin(frame, flow, spans, names, settings, select, sees=is_one, pools=pools, has_routers=has_routers)
     origin.uncarried = find_unneeded(frame, flow, spans, {**inputs, **settings}, select)
     origin.unused = _unused(model, flow)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]

@@ -100,6 +100,19 @@ class Context:
             )
         return self._attend(query, key, value, causal)
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return whole sequences of what has their slices here, (samples, tokens here, …); else the tensor itself.
+
+        All ranks of cp call this; each has a loss of all tokens then, which counts as a part of it.
+        """
+        if tensor.dim() < 2 or tensor.shape[1] != len(self.positions):
+            return tensor
+        if not tensor.is_floating_point():
+            return whole_sequences(tensor, self._group, 1)
+        shard = SequenceShard(self._group.size, self._group.index)
+        order = _all_positions(self._group, shard, self.length).argsort()
+        return all_gather(tensor, self._group, 1).index_select(1, order)
+
 
 class ContextParallel:
     """Context parallelism as one rank sees it.

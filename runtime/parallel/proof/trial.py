@@ -114,6 +114,9 @@ def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures
         for name, tensor in whole.outputs.items()
         if name in runs[0][2]
     }
+    if setting.context is not None:  # of what has no tokens each rank has all, and its loss is one of as many
+        alike = {name for name, dim in dims.items() if dim is None and name != LOSS}
+        seeds = {name: seed / setting.context.size if name in alike else seed for name, seed in seeds.items()}
     for take, _, made in reversed(runs):
         _backward(made, seeds, dims, take)
     _add_up_partial(block, setting)

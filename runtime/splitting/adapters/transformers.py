@@ -56,6 +56,11 @@ def unpacked(model: Any, called: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"attention_mask": ids.new_ones(ids.shape[:2], dtype=torch.long)}
 
 
+def pools(model: Any) -> bool:
+    """Whether a model of sequences gives one output for each of them."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
 def require_whole_loss(model: Any) -> None:
     """Raise `MisfitError` for what a model does in training that its blocks would not do."""
     config = model.config

@@ -183,6 +183,8 @@ class BatchCutter:
         if targets is None:
             return [None] * into.num_units
         if isinstance(targets, Tensor):
+            if targets.dim() == 1 and into.slices == 1:  # one of each sequence, whoever has slices of it
+                return self._microbatches(into, "targets", targets)
             return self._units(into, "targets", targets)
         tree, rows = self._rows(into, "targets", targets)
         return [tree.build(row) for row in rows]

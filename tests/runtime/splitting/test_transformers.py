@@ -146,6 +146,26 @@ def test_attention_that_slices_cannot_have_is_refused(kind, model, said):
         split_losses(model_of(kind, **model), plan, lambda engine: engine.step(ids, ids))
 
 
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=2,pp=2"])
+def test_sequences_that_are_cut_are_classified_as_whole_ones(mesh):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=IDS, pad_token_id=0, num_labels=3)
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(config).double()
+    ids, mask, _ = batch()
+    ids, labels = ids * mask, torch.arange(SAMPLES) % 3  # the last token that is no padding lies in any slice
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
+    found = split_losses(model, plan, lambda engine: engine.step(ids, labels))
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert found == [pytest.approx(expected, rel=1e-9)] * plan.mesh.size
+
+
 def test_a_loss_that_shifts_is_refused_where_sequences_are_cut():
     def shifting(logits, labels):
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
