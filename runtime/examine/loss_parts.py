@@ -14,7 +14,7 @@ No more memory is taken than that of two microbatches, or 32 MB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 _ROWS, _FREE_BYTES = 6, 32 << 20
 _MOST_IDS = 8
+Change = Callable[[Tensor], Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -117,6 +118,30 @@ def along_tokens(parts: Parts) -> Parts | None:
     return replace(parts, first=first, rest=length - first, along=1, units=units)
 
 
+def with_ignored_tokens(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
+    """Yield such parts as they are, and with the last token of each sequence ignored."""
+    yield parts
+    for place, leaf in enumerate(parts.targets):
+        if not parts.units[len(parts.outputs) + place] or parts.rest < 2:
+            continue
+        if leaf.dtype in _INTEGERS:
+            classes = _num_classes(parts, leaf) if is_safe and int(leaf.max()) < _num_classes(parts, leaf) else 0
+            kept = torch.where(leaf < 0, 0, leaf)
+            for one in ids if classes else ():
+                yield _changed(parts, place, torch.where(kept == one, (one + 1) % classes, kept), rest=_ended(one))
+        elif _is_mask(leaf):
+            yield _changed(parts, place, torch.ones_like(leaf), rest=_ended(0))
+
+
+def _ended(value: int) -> Change:
+    def ended(leaf: Tensor) -> Tensor:
+        changed = leaf.clone()
+        changed[:, -1] = value
+        return changed
+
+    return ended
+
+
 def with_other_targets(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
     """Yield the same outputs with other targets; unless it `is_safe`, none that the data have not."""
     yield from _by_rows(parts)
@@ -127,8 +152,7 @@ def with_other_targets(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> It
             yield from _by_ids(parts, place, leaf, ids, is_safe=is_safe)
         elif leaf.dtype is torch.bool or leaf.is_floating_point():
             yield _changed(parts, place, leaf, lambda a: _every_third(a, 0))
-            is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
-            yield _changed(parts, place, leaf, torch.ones_like if is_mask else lambda a: a * 0.5)
+            yield _changed(parts, place, leaf, torch.ones_like if _is_mask(leaf) else lambda a: a * 0.5)
 
 
 def _by_rows(parts: Parts) -> Iterator[Parts]:
@@ -175,10 +199,20 @@ def _num_classes(parts: Parts, leaf: Tensor) -> int:
     return 0
 
 
-def _changed(parts: Parts, place: int, leaf: Tensor, first: object, rest: object = lambda b: b) -> Parts:
+def _is_mask(leaf: Tensor) -> bool:
+    is_number = leaf.is_floating_point() or leaf.dtype is torch.bool
+    return is_number and bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def _same(leaf: Tensor) -> Tensor:
+    return leaf
+
+
+def _changed(parts: Parts, place: int, leaf: Tensor, first: Change = _same, rest: Change = _same) -> Parts:
+    """Return the same with another leaf of targets, whose parts are changed."""
     a, b = parts.cut(len(parts.outputs) + place, leaf)
     targets = [*parts.targets]
-    targets[place] = torch.cat([first(a), rest(b)])  # type: ignore[operator]
+    targets[place] = torch.cat([first(a), rest(b)], parts.along)
     return replace(parts, targets=targets)
 
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..blocks.trees import flatten
 from ..comm.device import AllGenerators
 from .functions_kept import FunctionKept, class_weights, whole_numbers
-from .loss_parts import Parts, along_samples, along_tokens, cut_elsewhere, with_other_targets
+from .loss_parts import Parts, along_samples, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
 
 Loss = Callable[[Any, Any], Any]
 
@@ -162,11 +162,11 @@ class LossExamination:
         if len({share.first is None for share in told}) > 1:
             return Finding(None, "it is a sum of some targets, and a mean of others")
         if told[0].first is None:
-            return self._along_tokens([parts, *others], LossWeight(Over.SUM), candidates)
+            return self._along_tokens(parts, LossWeight(Over.SUM), candidates)
         if not candidates:
             return Finding(None, "it is a mean, but neither over samples, tokens or targets, nor by weights of classes")
         weight = self.chosen(candidates)
-        finding = self._along_tokens([parts, *others], weight, candidates)
+        finding = self._along_tokens(parts, weight, candidates)
         if finding.weight is not None and self._fails_at_zero(parts, weight):
             return Finding(replace(finding.weight, is_guarded=True))
         return finding
@@ -177,9 +177,11 @@ class LossExamination:
             return next((w for w in candidates if w.over is Over.TARGETS and w.ignored == -100), next(iter(candidates)))
         return next(iter(candidates))
 
-    def _along_tokens(self, tried: Sequence[Parts], weight: LossWeight, candidates: Candidates) -> Finding:
+    def _along_tokens(self, parts: Parts, weight: LossWeight, candidates: Candidates) -> Finding:
         """Return the weight of slices of sequences too; and of samples of other lengths."""
-        cuts = [(cut, self._share(cut)) for cut in map(along_tokens, tried) if cut is not None]
+        cut_parts = along_tokens(parts)
+        tried = with_ignored_tokens(cut_parts, self.ids, is_safe=self.is_safe) if cut_parts is not None else ()
+        cuts = [(cut, self._share(cut)) for cut in tried]
         told = [(cut, share) for cut, share in cuts if share.is_told]
         if not told:
             return Finding(weight)

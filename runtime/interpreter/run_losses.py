@@ -11,6 +11,7 @@ from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
 from ..parallel.mesh_groups import MeshGroups
+from ..stage.losses import cuts_sequences
 from ..stage.mean_losses import WeighedLoss, WeighedMetric
 from ..stage.rank_model import RankModel
 from .rank_state import RunOptions
@@ -27,9 +28,10 @@ class RunLosses:
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
         self._model, self._groups, self._device = model, groups, device
-        self.loss = WeighedLoss(options.loss_fn, options.loss_over)
+        self.loss = WeighedLoss(options.loss_fn, options.loss_over, is_cut=cuts_sequences(model.plan))
         self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
         self.earlier: list[Figures] = []
+        self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = False
 
     def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
@@ -44,7 +46,7 @@ class RunLosses:
                 "a SumOfMeans is weighed by all that a step is over; give its batch in one step, without last=False"
             )
         holds_all = self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])
-        is_alone = self._model.num_replicas == 1 and len(plan.routes) == 1
+        is_alone = self._num_shares == 1 and len(plan.routes) == 1
         given = [some for some in targets if some is not None] if holds_all else []
         self.loss.begin(given, self._device, None if is_alone else self._groups.metrics)
 
@@ -54,7 +56,7 @@ class RunLosses:
         if loss.is_settled and not loss.refusal:
             return
         of_metrics = next((metric.refusal for metric in self.metrics.values() if metric.refusal), "")
-        is_alone = plan.schedule.num_units * self._model.num_replicas == 1 and not accumulates and not self.earlier
+        is_alone = plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier
         loss.settle(self._groups.world, matters=not is_alone, of_metrics=of_metrics)
         self._asked_in_vain = not loss.is_settled
 

@@ -52,6 +52,7 @@ class WeighedLoss:
     Args:
         loss_fn: the user's.
         over: what it is over, as the user says; None: it is examined.
+        is_cut: whether sequences are cut, in training.
 
     Attributes:
         has_others: whether blocks have losses of their own beside it.
@@ -60,8 +61,8 @@ class WeighedLoss:
         refusal: why no weights of microbatches make it the loss of the batch; "": some do.
     """
 
-    def __init__(self, loss_fn: Callable[..., Found], over: LossOver | None = None) -> None:
-        self._loss_fn, self.has_others = loss_fn, False
+    def __init__(self, loss_fn: Callable[..., Found], over: LossOver | None = None, *, is_cut: bool = False) -> None:
+        self._loss_fn, self._is_cut, self.has_others = loss_fn, is_cut, False
         self._weight = None if over is None else LossWeight(Over(over))
         self._tables = class_weights(loss_fn) if over is None else []
         self._is_stated = False
@@ -97,7 +98,7 @@ class WeighedLoss:
         found = self._loss_fn(output, targets)
         if isinstance(found, Tensor) and not found.dim():
             if self._weight is None:
-                rule = self._find(found, output, targets, samples, is_cut=slices > 1)
+                rule = self._find(found, output, targets, samples)
                 if rule.is_guarded:
                     self._guard(output)
             return self._weigh(found, output, targets, samples, usual, slices)
@@ -134,13 +135,13 @@ class WeighedLoss:
             if weight is None or weight.over not in (Over.SUM, Over.SAMPLES):
                 self.refusal = f"term {number} of its SumOfMeans is no sum ({why or weight})"
 
-    def _find(self, found: Tensor, output: Any, targets: Any, samples: int, *, is_cut: bool) -> LossWeight:
+    def _find(self, found: Tensor, output: Any, targets: Any, samples: int) -> LossWeight:
         """Find out what the loss is over; one that was only handed on says it by its graph."""
         finding = (
             Finding(LossWeight(Over.DIVISOR, is_guarded=True)) if any(found is t for t in tensors_of(output)) else None
         )
         if finding is None:
-            finding = examine_loss(self._loss_fn, output, targets, samples, sliced=is_cut)
+            finding = examine_loss(self._loss_fn, output, targets, samples, sliced=self._is_cut)
         elif divisor_of(found) is None:
             finding = Finding(None, "a block has found it, and it is only handed on")
         self._weight, self.refusal = finding.weight or LossWeight(Over.SAMPLES), finding.why

@@ -1,0 +1,102 @@
+"""Losses of several outputs, each a mean over things of its own, are those of the whole batch on any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine, SumOfMeans
+from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.splitting.adapters.transformers import pretraining_loss, select
+
+from ..toys import sgd
+
+IDS, SAMPLES, TOKENS = 7, 8, 5
+RANDOM = torch.Generator().manual_seed(0)
+INPUTS = torch.randint(IDS, (SAMPLES, TOKENS), generator=RANDOM)
+LABELS = torch.where(torch.rand(SAMPLES, TOKENS, generator=RANDOM) < 0.6, -100, INPUTS)
+LABELS[0] = -100
+PAIRS = torch.randint(2, (SAMPLES,), generator=RANDOM)
+
+
+class Heads(nn.Module):
+    """As that of BertForPreTraining: what stands behind masked tokens, and whether two sentences follow each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.pairs = nn.Linear(6, IDS), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"prediction_logits": self.tokens(x), "seq_relationship_logits": self.pairs(x[:, 0])}
+
+
+BLOCKS = [lambda: nn.Embedding(IDS, 6), Heads]
+TARGETS = {"labels": LABELS, "next_sentence_label": PAIRS}
+
+
+def plain_loss(output: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+    of_tokens = F.cross_entropy(output["prediction_logits"].flatten(0, 1), targets["labels"].flatten())
+    return of_tokens + F.cross_entropy(output["seq_relationship_logits"], targets["next_sentence_label"])
+
+
+@pytest.mark.parametrize(("mesh", "count"), [("dp=1", 8), ("dp=2,pp=2", 2)])
+def test_masked_tokens_and_pairs_are_those_of_the_whole_batch(mesh: str, count: int) -> None:
+    plan, loss_fn = qs.compile("1f1b", mesh=mesh, microbatches=count), pretraining_loss("next_sentence_label")
+
+    def run(transport: Transport) -> tuple[float, float, dict[str, Tensor]]:
+        engine = Engine(plan, BLOCKS, loss_fn, sgd, dtype=torch.float64, transport=transport)
+        mine = slice(0, 5) if engine.replica == 0 and engine.num_replicas > 1 else slice(5 * engine.replica, SAMPLES)
+        targets = {name: labels[mine] for name, labels in TARGETS.items()}
+        evaluated = engine.evaluate(INPUTS[mine], targets).loss.item()
+        return evaluated, engine.step(INPUTS[mine], targets).loss.item(), engine.full_weights()
+
+    model = build_model(BLOCKS, 0, torch.float64)
+    optimizer = sgd(list(model.parameters()))
+    loss = plain_loss(model(INPUTS), TARGETS)
+    loss.backward()
+    optimizer.step()
+    expected = dict(model.named_parameters())
+    for evaluated, found, weights in run_local(plan.mesh.size, run):
+        assert evaluated == pytest.approx(loss.item(), rel=1e-12)
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+def engine_of(loss_fn: Any) -> Engine:
+    return Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), BLOCKS, loss_fn, sgd, dtype=torch.float64)
+
+
+def test_the_same_as_one_number_is_refused_with_the_line_to_write() -> None:
+    with pytest.raises(MisfitError, match="SumOfMeans"):
+        engine_of(plain_loss).step(INPUTS, TARGETS)
+
+
+def test_terms_are_sums() -> None:
+    with pytest.raises(MisfitError, match="term 0 of its SumOfMeans is no sum"):
+        engine_of(SumOfMeans((plain_loss, lambda targets: len(targets["labels"])))).step(INPUTS, TARGETS)
+    with pytest.raises(UsageError, match="pairs of functions"):
+        SumOfMeans(plain_loss)  # type: ignore[arg-type]
+
+
+def test_gradients_of_several_batches_are_not_added_up() -> None:
+    with pytest.raises(UsageError, match="in one step"):
+        engine_of(pretraining_loss("next_sentence_label")).step(INPUTS, TARGETS, last=False)
+
+
+def test_both_logits_count_of_such_an_output() -> None:
+    output = {"prediction_logits": LABELS, "seq_relationship_logits": PAIRS, "hidden_states": None}
+    assert list(select(output)) == ["prediction_logits", "seq_relationship_logits"]
+    assert select({"logits": LABELS}) is LABELS
+
+
+def test_a_model_without_a_loss_of_its_own_wants_one() -> None:
+    with pytest.raises(UsageError, match="no loss of its own that is known; give one"):
+        engine_of(None)
