@@ -32,7 +32,7 @@ def fuzz(name: str, first: int, count: int) -> Found:
     """Feed inputs number `first` on to a reader; return kinds, the longest time, bytes, and faults by their words."""
     warnings.simplefilter("error")
     reader = READERS[name]
-    mutator, kinds, slowest, size = Mutator(reader.seeds(), first), Counter[str](), 0.0, 0
+    mutator, kinds, slowest, size = Mutator(reader.seeds(), first, stays_json=reader.stays_json), Counter[str](), 0.0, 0
     faults: dict[str, bytes] = {}
     with limited_memory():
         for _ in range(count):

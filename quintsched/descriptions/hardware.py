@@ -9,18 +9,28 @@ the figures of the datasheet, in `measured`, and is taken in their place.
 
 from __future__ import annotations
 
-from pydantic import Field
+from itertools import pairwise
 
-from quintsched.descriptions.model import Description, Size
+from pydantic import Field, model_validator
+
+from quintsched.descriptions.model import Amount, Description, Figure, Ranks, Size
 
 
 class Curve(Description):
     """A measured rate by size, interpolated linearly in the logarithm of the size, constant beyond both ends."""
 
-    sizes: tuple[float, ...]
-    """Floating-point operations, or bytes; rising."""
-    rates: tuple[float, ...]
-    """Operations or bytes per second at that size."""
+    sizes: tuple[Amount, ...] = Field(min_length=1)
+    """Floating-point operations, or bytes; rising, above 0."""
+    rates: tuple[Amount, ...]
+    """Operations or bytes per second at that size, above 0."""
+
+    @model_validator(mode="after")
+    def _sizes_and_rates_agree(self) -> Curve:
+        if len(self.sizes) != len(self.rates):
+            raise ValueError(f"{len(self.sizes)} sizes, but {len(self.rates)} rates; give one for each size")
+        if min(self.sizes + self.rates) < 1e-12 or any(small >= large for small, large in pairwise(self.sizes)):
+            raise ValueError("sizes rise from above 0, and rates are above 0")
+        return self
 
 
 class Measured(Description):
@@ -38,44 +48,50 @@ class Measured(Description):
     """A step of AdamW in float32: numbers stepped per second, by numbers."""
     link: Curve | None = None
     """A message between two neighbours: bytes per second by bytes."""
-    all_reduce: dict[int, Curve] = Field(default_factory=dict)
+    all_reduce: dict[Ranks, Curve] = Field(default_factory=dict)
     """A sum over that many ranks: bytes of the tensor per second, by bytes."""
     link_work: Curve | None = None
     """On a CPU, what cores lose by a message, where many ranks compute: bytes per second of a core, by bytes."""
-    all_reduce_work: dict[int, Curve] = Field(default_factory=dict)
+    all_reduce_work: dict[Ranks, Curve] = Field(default_factory=dict)
     """The same by a sum over that many ranks: bytes of the tensor per second of a core."""
-    kernel_s: float | None = None
+    kernel_s: Amount | None = None
     """What one operation takes however small it is."""
-    cores: int | None = None
+    cores: Size | None = None
     """On a CPU: how many cores the processes share."""
-    sharing: dict[int, float] = Field(default_factory=dict)
+    sharing: dict[Ranks, Figure] = Field(default_factory=dict)
     """On a CPU: how fast one of that many processes computes while it has a core, relative to one that is alone."""
+
+    @model_validator(mode="after")
+    def _work_is_of_known_sums(self) -> Measured:
+        for ranks in self.all_reduce_work.keys() - self.all_reduce.keys():
+            raise ValueError(f"all_reduce_work is given for {ranks} ranks, but all_reduce is not")
+        return self
 
 
 class Hardware(Description):
     """A kind of GPU and how many of them are connected; see the module."""
 
     name: str = "hardware"
-    tflops: dict[str, float]
+    tflops: dict[str, Figure] = Field(min_length=1)
     """Peak of matrix products by dtype ("bf16", "fp16", "tf32", "fp32", "fp64"), dense, in 10^12 per second."""
     processors: Size = 108
     """Streaming multiprocessors, or what else makes the tiles of a matrix product side by side."""
-    memory_gb: float = Field(gt=0)
+    memory_gb: Figure
     """Memory of one GPU in 10^9 bytes."""
-    memory_gbps: float = Field(gt=0)
+    memory_gbps: Figure
     gpus_per_node: Size = 8
-    link_gbps: float = Field(gt=0)
+    link_gbps: Figure
     """NVLink, or whatever connects the GPUs of a node."""
-    network_gbps: float = Field(gt=0)
+    network_gbps: Figure
     """Between nodes, for each GPU."""
-    pcie_gbps: float = Field(default=32.0, gt=0)
+    pcie_gbps: Figure = 32.0
     """To the host's memory."""
-    reserved_gb: float = Field(default=1.0, ge=0)
+    reserved_gb: Amount = 1.0
     """What the driver, the context and communication libraries take."""
-    efficiency: float = Field(default=1.0, gt=0)
+    efficiency: Figure = 1.0
     """The one constant of its own that a GPU other than the A100 may have: it multiplies the fitted efficiency of
     matrix products."""
-    attention: float = Field(default=1.0, gt=0)
+    attention: Figure = 1.0
     """What share of the A100's efficiency fused attention reaches, where its kernels were written for that GPU."""
     measured: Measured | None = None
     sources: dict[str, str] = Field(default_factory=dict)

@@ -15,6 +15,14 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
+Count = Annotated[int, Field(ge=0, le=2**31)]
+"""A size that may be 0."""
+Ranks = Annotated[int, Field(ge=1, le=2**31)]
+"""A size that is a key of an object, where JSON writes it as text."""
+Figure = Annotated[float, Field(gt=1e-12, le=1e15)]
+"""What was measured, or stands in a datasheet: far beyond what there is, and far from what no number holds."""
+Amount = Annotated[float, Field(ge=0, le=1e24)]
+"""Seconds, bytes or operations, of which there may be none."""
 
 
 class Description(BaseModel):
@@ -38,13 +46,13 @@ class Experts(Description):
     """Experts that each token passes."""
     ffn: Size
     """Width of one expert's feed-forward network."""
-    shared: int = Field(default=0, ge=0)
+    shared: Count = 0
     """Experts of that width that every token passes besides."""
-    first_dense: int = Field(default=0, ge=0)
+    first_dense: Count = 0
     """How many layers at the beginning have a plain feed-forward network instead."""
     every: Size = 1
     """k: every k-th of the remaining layers has experts, the others a plain network."""
-    padded_to: float | None = Field(default=None, gt=0)
+    padded_to: Figure | None = None
     """How many times an even load every expert is given, by padding and dropping; none: what is routed to it."""
 
     @property
@@ -58,7 +66,7 @@ class LatentAttention(Description):
 
     kv_rank: Size
     """Width of the latent of keys and values."""
-    q_rank: int = Field(default=0, ge=0)
+    q_rank: Count = 0
     """Width of the latent of queries; 0: queries are projected directly."""
     rope_size: Size = 64
     """Of each head, what carries the position."""
@@ -99,8 +107,8 @@ class Model(Description):
     """Width of the feed-forward network; None: 4 · hidden."""
     activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     """Of the feed-forward network; those with "glu" have a second matrix, the gate."""
-    vocab: int = Field(
-        default=51200, ge=0, validation_alias=_also("vocab", "vocab_size", "vocabulary", "padded_vocab_size")
+    vocab: Count = Field(
+        default=51200, validation_alias=_also("vocab", "vocab_size", "vocabulary", "padded_vocab_size")
     )
     """0 where images are read."""
     positions: Literal["learned", "rope", "alibi", "none"] = "learned"
@@ -108,7 +116,7 @@ class Model(Description):
         default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions")
     )
     """The longest sequence: rows of a learned position embedding, and the sequence where a strategy gives none."""
-    extra_positions: int = Field(default=0, ge=0)
+    extra_positions: Count = 0
     """Rows of a learned position embedding beyond those of the sequence (2 in OPT)."""
     embedding_norm: bool = False
     """A norm right behind the embedding (BLOOM)."""

@@ -8,13 +8,11 @@ dp · tp · pp · cp · ep = gpus; the batch is cut over dp · ep replicas into 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from quintsched.descriptions.model import Count, Description, Size
 
-from quintsched.descriptions.model import Description, Size
-
-Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=0)] | tuple[int, ...]
+Recompute = Literal["none", "selective", "full"] | Count | tuple[int, ...]
 """Of each stage's layers: none, the attention's scores alone, all, K of them, or a number for each stage."""
 
 

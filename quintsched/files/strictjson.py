@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,15 +35,31 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return made
 
 
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[-+.\w]+')
+
+
+class _BadNumber(Exception):
+    """What stands for a number in a file, and why it is none."""
+
+
 def _no_constant(name: str) -> NoReturn:
-    raise InputError(f"{name} is not a JSON number")
+    raise _BadNumber(name, "is not a JSON number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise InputError(f"{shorten(text)} is too large for a number")
+        raise _BadNumber(text, "is too large for a number")
     return value
+
+
+def _place(text: str, is_meant: Callable[[str], bool]) -> str:
+    """Return where the first word outside of strings is that is meant."""
+    for found in _TOKEN.finditer(text):
+        if is_meant(found[0]):
+            line, before = text.count("\n", 0, found.start()) + 1, text.rfind("\n", 0, found.start())
+            return f" at line {line}, column {found.start() - before}"
+    return ""
 
 
 def parse_strict(text: str | bytes) -> object:
@@ -56,8 +75,13 @@ def parse_strict(text: str | bytes) -> object:
         raise InputError(f"not UTF-8 text: byte {error.start} cannot be read") from error
     except RecursionError as error:
         raise InputError("nested too deeply") from error
-    except ValueError as error:
-        raise InputError(f"not JSON: {error}") from error
+    except _BadNumber as error:
+        token, why = error.args
+        raise InputError(f"{shorten(token)} {why}{_place(str(text), token.__eq__)}") from None
+    except ValueError as error:  # an int of more digits than Python reads
+        most = sys.get_int_max_str_digits()
+        where = _place(str(text), lambda token: len(token) > most and token.lstrip("-").isdigit())
+        raise InputError(f"not JSON: a number of more than {most} digits{where}") from error
 
 
 def pointer(*steps: object) -> str:

@@ -20,9 +20,12 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic import ValidationError
+
 from quintsched.descriptions.hardware import Curve
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole
+from quintsched.files.strictjson import describe_faults
 from quintsched.profiles.layout import Layout, Placed, Stage
 from quintsched.profiles.profile import Kind, Measures, Operator, Profile
 
@@ -120,6 +123,15 @@ def read_folder(folder: Path, size: str | None = None, hidden: int | None = None
 
 def assemble(tables: Mapping[str, Table], source: str, size: str | None = None, hidden: int | None = None) -> Profile:
     """Return the profile of one size from tables by the names of Aceso's files; raises as `read_folder` does."""
+    try:
+        return _assembled(tables, source, size, hidden)
+    except ValidationError as error:
+        raise InputError(f"{source}: {describe_faults(error)}") from None
+    except ArithmeticError as error:
+        raise InputError(f"{source}: its tables give no sizes of a model: {error}") from None
+
+
+def _assembled(tables: Mapping[str, Table], source: str, size: str | None, hidden: int | None) -> Profile:
     named = [match for name in tables if (match := OPERATORS.fullmatch(name))]
     known = sorted({match["size"] for match in named})
     if size is None and hidden is not None and len(known) > 1:
@@ -160,8 +172,10 @@ def tables(named: Mapping[str, Any], source: str) -> dict[str, Table]:
     for name, table in named.items():
         if not isinstance(table, dict) or not {"columns", "rows"} <= set(table):
             raise InputError(f"{source}: /profiles/{name}: columns and rows are needed")
-        head = [table["columns"]] if name.startswith(MESSAGES) else []
-        made[name] = [*head, *table["rows"]]
+        rows: list[Any] = [table["columns"], *table["rows"]] if isinstance(table["rows"], list) else [None]
+        if not all(isinstance(row, list) for row in rows):
+            raise InputError(f"{source}: /profiles/{name}: columns are a list, and rows a list of lists")
+        made[name] = rows if name.startswith(MESSAGES) else rows[1:]
     return made
 
 
@@ -233,7 +247,9 @@ def _read(name: str, tables: Mapping[str, Table], read: Callable[[Table], T]) ->
     """Return what a table says; raises `InputError` with its name where it is none."""
     try:
         return read(tables[name])
-    except (ValueError, TypeError, IndexError) as error:
+    except ValidationError as error:
+        raise InputError(f"{name}: not a table of Aceso's: {describe_faults(error)}") from None
+    except (ValueError, TypeError, IndexError, ArithmeticError) as error:
         raise InputError(f"{name}: not a table of Aceso's: {error}") from None
 
 

@@ -17,13 +17,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import ValidationError
 
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole
-from quintsched.files.strictjson import parse_strict
+from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.profiles.profile import Kind, MeasuredStep, Profile
 
 MOST_BYTES = 2**31
@@ -54,8 +55,8 @@ class Event:
     name: str
     start: float
     duration: float
-    thread: tuple[Any, Any]
-    correlation: Any
+    thread: tuple[str, str]
+    correlation: str | None
 
     @property
     def end(self) -> float:
@@ -83,7 +84,10 @@ def from_trace(trace: object, model: Model, strategy: Strategy, source: str) -> 
         seconds[kind] = seconds.get(kind, 0.0) + took * MICROSECOND / steps
     if not seconds:
         raise InputError(f"{source}: no kernels and no operators; profile with activities CUDA and CPU, or CPU")
-    measured = MeasuredStep(model=model, strategy=strategy, seconds=seconds)
+    try:
+        measured = MeasuredStep(model=model, strategy=strategy, seconds=seconds)
+    except ValidationError as error:
+        raise InputError(f"{source}: {describe_faults(error)}") from None
     return Profile(name=model.name, source=source, steps=(measured,))
 
 
@@ -100,11 +104,12 @@ def _events(trace: object, source: str) -> Iterator[Event]:
             continue
         try:
             start, duration = float(event["ts"]), float(event.get("dur", 0.0))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise InputError(f"{source}: the event {event.get('name')!r} has no time") from None
-        arguments = event.get("args") or {}
-        thread = (event.get("pid"), event.get("tid"))
-        yield Event(event["cat"], str(event.get("name")), start, duration, thread, arguments.get("correlation"))
+        arguments = event.get("args")
+        correlation = str(arguments.get("correlation")) if isinstance(arguments, dict) else None
+        thread = (str(event.get("pid")), str(event.get("tid")))
+        yield Event(str(event["cat"]), str(event.get("name")), start, duration, thread, correlation)
 
 
 def _kernels(kernels: Iterable[Event], events: list[Event]) -> Iterator[tuple[Kind, float]]:
@@ -125,7 +130,7 @@ ANNOTATED = frozenset({"user_annotation", "cpu_op"})
 def _operators(events: list[Event]) -> Iterator[tuple[Kind, float]]:
     """Yield what operators took on their threads, what they call left out."""
     of_optimizer = _Spans(event for event in events if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED)
-    of_thread: dict[tuple[Any, Any], list[Event]] = {}
+    of_thread: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.category == "cpu_op" and not event.name.startswith((STEP, OPTIMIZER, "autograd::")):
             of_thread.setdefault(event.thread, []).append(event)
@@ -152,7 +157,7 @@ class _Spans:
     """Spans of time that do not overlap on a thread, to ask what lies within one."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        self._of_thread: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
+        self._of_thread: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for event in events:
             self._of_thread.setdefault(event.thread, []).append((event.start, event.end))
         for spans in self._of_thread.values():

@@ -19,14 +19,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from quintsched.descriptions.hardware import Curve
-from quintsched.descriptions.model import Description, Model, Size
+from quintsched.descriptions.model import Amount, Count, Description, Figure, Model, Ranks, Size
 from quintsched.descriptions.strategy import Strategy
 
 Kind = Literal["product", "attention", "pass", "block", "communication", "optimizer"]
 """Work that matrix products bound, fused attention, passes over memory, all of a block together, waiting for other
 ranks, and stepping the weights."""
 
-Bytes = float
+Bytes = Amount
 
 
 class Operator(Description):
@@ -37,25 +37,25 @@ class Operator(Description):
     tp: Size = 1
     microbatch: Size = 1
     seq: Size
-    cut: int = Field(default=0, ge=0)
+    cut: Count = 0
     """Which of several ways to cut it over `tp`; 0: the usual one."""
-    forward_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
+    forward_s: Amount
+    backward_s: Amount
     """Without the weight's half, where the profile's `weight_gradients` says so."""
-    flops: float = Field(default=0.0, ge=0)
+    flops: Amount = 0.0
     """Operations of the forward's matrix product, on one GPU."""
-    all_reduce_forward: Bytes = Field(default=0.0, ge=0)
+    all_reduce_forward: Bytes = 0.0
     """What the forward sums over `tp` where that is more than 1; the time of that is in `forward_s`."""
-    all_reduce_backward: Bytes = Field(default=0.0, ge=0)
-    weights: Bytes = Field(default=0.0, ge=0)
-    input: Bytes = Field(default=0.0, ge=0)
+    all_reduce_backward: Bytes = 0.0
+    weights: Bytes = 0.0
+    input: Bytes = 0.0
     """Of the input that the first operator of a stage receives, with what passes it by."""
-    output: Bytes = Field(default=0.0, ge=0)
-    passed: Bytes = Field(default=0.0, ge=0)
+    output: Bytes = 0.0
+    passed: Bytes = 0.0
     """What is handed on beside the output: the residual, values of attention."""
-    whole: Bytes = Field(default=0.0, ge=0)
+    whole: Bytes = 0.0
     """Of `output` and `passed`, what every GPU of `tp` has alike; the rest is cut."""
-    kept: Bytes = Field(default=0.0, ge=0)
+    kept: Bytes = 0.0
     """What stays for the backward, the output included."""
     output_freed: bool = False
     """Whether nothing of `kept` stays once the next operator has run: no backward reads it."""
@@ -63,7 +63,7 @@ class Operator(Description):
     """Whether `output` and `kept` are attention's scores, which grow with heads and the square of the sequence."""
     in_place: bool = False
     """Whether the backward overwrites the gradient it is given."""
-    aside: Bytes = Field(default=0.0, ge=0)
+    aside: Bytes = 0.0
     """What is kept for an operator further on, `aside_until`, which a recomputed segment that ends before it keeps."""
     aside_until: str | None = None
     split: bool = True
@@ -96,7 +96,7 @@ class MeasuredStep(Description):
 
     model: Model
     strategy: Strategy
-    seconds: dict[Kind, float]
+    seconds: dict[Kind, Amount]
     """Of the GPU's busy time; what is missing was not measured."""
 
 
@@ -116,11 +116,11 @@ class Profile(Description):
     """Whether `backward_s` includes the products for weights' gradients."""
     alone: bool = False
     """Whether each operator was run by itself, over and over, as no run does; see `rates`."""
-    accumulation_bytes: float = Field(default=0.0, ge=0)
+    accumulation_bytes: Amount = 0.0
     """What adding up gradients moves, for each byte of weights and microbatch, where `backward_s` does not have it."""
-    memory_rate: float | None = Field(default=None, gt=0)
+    memory_rate: Figure | None = None
     """Bytes per second that a pass over memory reaches."""
-    collectives: dict[str, dict[int, Curve]] = Field(default_factory=dict)
+    collectives: dict[str, dict[Ranks, Curve]] = Field(default_factory=dict)
     """"all_reduce", "all_gather" …: by number of ranks, bytes per second by bytes of one rank's tensor."""
     message: Curve | None = None
     """Between two GPUs of a node: bytes per second by bytes."""

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from quintsched.descriptions.hardware import Hardware
-from quintsched.descriptions.model import Description, Model
+from quintsched.descriptions.model import Description, Model, Size
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
@@ -70,9 +70,9 @@ class Certificate(Description):
     version: Literal[1] = 1
     model: Model
     hardware: Hardware
-    gpus: int
-    batch: int
-    seq: int
+    gpus: Size
+    batch: Size
+    seq: Size
     choices: Choices
     top: int = Field(ge=1)
     strategies: int

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from quintsched.descriptions.model import Description, Size
+from quintsched.descriptions.model import Count, Description, Size
 from quintsched.errors import UsageError, quoted, suggest
 
-Recompute = Literal["none", "selective", "full", "per-stage"] | int
+Recompute = Literal["none", "selective", "full", "per-stage"] | Count
 """Of each stage's layers: none, the attention's scores alone, all, K of them; or another number in each stage."""
 DType = Literal["bf16", "fp16", "fp32", "fp64"]
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")

@@ -37,11 +37,14 @@ TALL: tuple[tuple[bytes, bytes], ...] = ((b"[", b"]"), (b'{"a":', b"}"), (b"- ",
 
 
 class Mutator:
-    """Makes inputs of some good ones; `random_seed` fixes them all."""
+    """Makes inputs of some good ones; `random_seed` fixes them all. With `stays_json` only values are changed."""
 
-    def __init__(self, seeds: Sequence[bytes], random_seed: int) -> None:
+    def __init__(self, seeds: Sequence[bytes], random_seed: int, *, stays_json: bool = False) -> None:
         self._seeds, self._random = seeds, random.Random(random_seed)
         self._ways: tuple[Callable[[bytearray], None], ...] = (
+            *(self._other_value,) * 3,
+            self._other_number,
+        ) if stays_json else (
             *(self._flip, self._cut_end, self._cut_out, self._insert, self._repeat, self._splice) * 2,
             *(self._other_number, self._other_word, self._double_key) * 3,
             *(self._other_value,) * 8,

@@ -41,6 +41,7 @@ from quintsched.tuning.tune import tune
 from quintsched.verify.soundness import check
 
 from ..planner.tuning.problems import groups, problem
+from . import in_use
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +52,8 @@ class Reader:
 
     seeds: Callable[[], Sequence[bytes]]
     read: Callable[[bytes], object]
+    stays_json: bool = False
+    """Whether only values of its files are changed, which so come to be used."""
 
 
 @cache
@@ -196,6 +199,7 @@ def read_stall(data: bytes) -> object:
     return StallReport.from_json(data).words()
 
 
+@cache
 def certificate_seeds() -> list[bytes]:
     found = []
     for number in [number for number in range(24) if groups(problem(number))][:3]:
@@ -269,4 +273,10 @@ READERS: dict[str, Reader] = {
     "model in YAML": Reader(model_texts, by_path(find_model, "model.yaml")),
     "row": Reader(row_seeds, read_rows),
     "collective": Reader(collective_seeds, collective_json.loads),
+    "model in use": Reader(in_use.models, by_path(in_use.predict_with("model"), "model.json"), stays_json=True),
+    "hardware in use": Reader(in_use.hardware, by_path(in_use.predict_with("hardware"), "h.json"), stays_json=True),
+    "profile in use": Reader(in_use.profiles, by_path(in_use.predict_measured, "profile.json"), stays_json=True),
+    "trace in use": Reader(in_use.traces, by_path(in_use.predict_traced, "kineto.json"), stays_json=True),
+    "certificate in use": Reader(certificate_seeds, by_path(in_use.check_read, "certificate.json"), stays_json=True),
+    "profile": Reader(in_use.profiles, by_path(in_use.predict_measured, "profile.json")),
 }

@@ -65,7 +65,7 @@ def predict(
     if rows is not None:
         emit([_answer(row, flags, start, simulate) for row in read_rows(rows)])
         return
-    found = _predict(flags, start)
+    found = predicted(flags, start)
     simulated_s = simulated(found) if simulate else None
     if as_json:
         emit(as_data(found, simulated_s))
@@ -93,13 +93,14 @@ def _answer(row: Any, flags: Mapping[str, Any], start: MeasuredStart | None, sim
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
-        found = _predict({**flags, **row}, start)
+        found = predicted({**flags, **row}, start)
         return as_data(found, simulated(found) if simulate else None)
     except QuintschedError as error:
         return {"error": str(error)}
 
 
-def _predict(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:
+def predicted(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:
+    """Return what is predicted of a row of flags."""
     from quintsched.descriptions.rows import read_row
     from quintsched.prediction.profiled.predict import predict_from_profile
     from quintsched.prediction.step import predict

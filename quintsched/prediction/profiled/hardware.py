@@ -10,6 +10,7 @@ and the number of nodes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -118,9 +119,9 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
         seconds[kind] += float(total[0]) * times * strategy.microbatches / strategy.pp
 
     again = _recomputed(model, strategy)
-    for layer in range(model.layers):
-        for operator in operators.block(model, sizes, experts=has_experts(model, layer)):
-            add(operator, 1.0, again)
+    for experts, layers in Counter(has_experts(model, layer) for layer in range(model.layers)).items():
+        for operator in operators.block(model, sizes, experts=experts):
+            add(operator, float(layers), again)
     for operator in (*operators.embedding(model, sizes), *operators.head(model, sizes)):
         add(operator, 1.0, 0.0)
     terms = predict(model, hardware, strategy, constants).breakdown_s

@@ -197,3 +197,30 @@ def test_a_gpt_by_its_sizes_alone_is_megatrons() -> None:
 def test_a_name_of_a_hub_is_no_file():
     with pytest.raises(UsageError, match=r"unknown model 'meta-llama/Llama-9-8B'.*or give a file"):
         find_model("meta-llama/Llama-9-8B")
+
+
+CURVE = {"sizes": [1e3, 1e6], "rates": [1e9, 1e10]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"tflops": {}}, "/tflops: Dictionary should have at least 1 item"),
+        ({"tflops": {"bf16": 0}}, "/tflops/bf16: Input should be greater than"),
+        ({"link_gbps": 5e-324}, "/link_gbps: Input should be greater than"),
+        ({"network_gbps": 1e300}, "/network_gbps: Input should be at most 1e[+]15"),
+        ({"measured": {"memory": CURVE | {"rates": [1e9]}}}, "/measured/memory: 2 sizes, but 1 rates"),
+        ({"measured": {"memory": {"sizes": [], "rates": []}}}, "/measured/memory/sizes: Tuple should have at least 1"),
+        ({"measured": {"link": CURVE | {"sizes": [1e6, 1e3]}}}, "/measured/link: sizes rise from above 0"),
+        ({"measured": {"link": CURVE | {"sizes": [0, 1e3]}}}, "/measured/link: sizes rise from above 0"),
+        ({"measured": {"link": CURVE | {"rates": [1e9, 0]}}}, "/measured/link: sizes rise from above 0"),
+        ({"measured": {"all_reduce": {0: CURVE}}}, "/measured/all_reduce/0/"),
+        (
+            {"measured": {"all_reduce_work": {2: CURVE}}},
+            "/measured: all_reduce_work is given for 2 ranks, but all_reduce",
+        ),
+    ],
+)
+def test_figures_of_hardware_that_cannot_be_used(changes: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InputError, match=f"the hardware: {fault}"):
+        find_hardware({"like": "a100-80gb"} | changes)

@@ -154,6 +154,21 @@ def test_what_a_trace_needs_is_asked_for(tmp_path):
         ('{"traceEvents": []}', "no kernels and no operators"),
         ('{"traceEvents": {}}', "/traceEvents"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm"}]}', "no time"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1' + "0" * 400 + "}]}", "no time"),
+        (
+            '{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": -5}]}',
+            "/seconds/pass: Input should be at least 0",
+        ),
+        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": true}}}', "/profiles/gpt_1B_mbs1_tp1_algo0: "),
+        (
+            '{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": 1, "rows": []}}}',
+            "columns are a list, and rows a list of",
+        ),
+        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": [{"a": 1}]}}}', "rows a list of lists"),
+        (
+            '{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": [[1, 1' + "0" * 400 + ", 1]]}}}",
+            "not a table",
+        ),
         ('{"operators": [{"name": "a"}]}', "/operators/0/seq"),
         ('{"name": "nothing"}', "neither operators nor steps"),
         ('{"layer": ["a"], "steps": []}', "no times of a"),
