@@ -15,6 +15,7 @@ from textwrap import wrap
 from typing import ParamSpec
 
 from quintsched.errors import UnsoundError, UsageError
+from quintsched.formats.plan_json import least_size
 from quintsched.ir.instructions import Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
@@ -83,13 +84,19 @@ def compile(request: CompileRequest) -> Plan:
     return compile_request(request)
 
 
-def compile_request(request: CompileRequest) -> Plan:
-    """Compile what is asked for, as `compile` does."""
+Room = Callable[[int, int], None]
+"""Gets how many instructions a plan has at least, and how many bytes its file; raises what it likes."""
+
+
+def compile_request(request: CompileRequest, room: Room | None = None) -> Plan:
+    """Compile what is asked for, as `compile` does; `room` is asked before the work."""
     schedule, mesh = load_schedule(request.schedule), Mesh.parse(request.mesh)
     own, placed = schedule.placed(mesh.pp, request.chunks), _placed(schedule, request)
     runs = find_runs(schedule, own, placed)
     shape = replace(_shape(schedule, request, placed, runs), stage_to_pp=placed)
     shape = replace(shape, recompute=_per_stage(request.recompute, schedule, shape))
+    if room is not None:
+        room(*least_size(placed, routes_of(schedule, shape), schedule.mode == "train"))
     with _placement_at_fault(schedule, own, placed):
         return _proved(_order(schedule, shape, mesh, request, runs), request)
 

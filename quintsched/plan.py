@@ -91,15 +91,18 @@ class Plan(PlanData):
         return cls.of(loads(text))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan file; raises `UsageError` where that cannot be done."""
-        from quintsched.formats.plan_json import save
+        """Write the plan file: JSON, or under a name with `.qplan` compressed columns, for millions of instructions.
+
+        Raises `UsageError` where that cannot be done.
+        """
+        from quintsched.formats.plan_file import save
 
         save(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file; raises `UsageError` for a missing one, `InputError` for a broken one."""
-        from quintsched.formats.plan_json import load
+        """Read a plan file of either form; raises `UsageError` for a missing one, `InputError` for a broken one."""
+        from quintsched.formats.plan_file import load
 
         return cls.of(load(Path(path)))
 

@@ -54,10 +54,10 @@ def emit(data: object) -> None:
 def read_plan(file: str) -> Plan:
     """Read a plan file, or standard input for "-"."""
     from quintsched.files.atomic import read_whole
-    from quintsched.formats.plan_json import MAX_BYTES
+    from quintsched.formats.plan_file import MAX_BYTES, loads
     from quintsched.plan import Plan
 
-    return Plan.from_json(read_whole(None, MAX_BYTES, "the plan")) if file == "-" else Plan.load(file)
+    return Plan.of(loads(read_whole(None, MAX_BYTES, "the plan"))) if file == "-" else Plan.load(file)
 
 
 def read_costs(file: Path | None) -> Costs | None:

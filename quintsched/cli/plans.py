@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 
 
 PlanOutput = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="PLAN", help="The plan file (.qplan: compressed); default: standard output."
+    ),
 ]
 PrintAfter = Annotated[
     str | None,
@@ -52,9 +56,11 @@ def compile(
     """Compile a plan and prove it sound."""
     from quintsched.cli.check import report
     from quintsched.compiler import compile_request
+    from quintsched.formats.plan_file import require_room
 
     refuse_input(output, settings["costs"], settings["schedule"])
-    plan = compile_request(read_request(settings, after=_watch(print_after)))
+    room = None if output is None else partial(require_room, output, least="at least ")
+    plan = compile_request(read_request(settings, after=_watch(print_after)), room)
     verdict = plan.check(profile="blocking")
     if output is None:
         note(f"{plan.title}\n{verdict.explain()}")

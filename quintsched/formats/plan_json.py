@@ -8,133 +8,34 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.collectives.collective_json import CollectiveEntry, entries
-from quintsched.errors import InputError, UsageError, suggest
-from quintsched.files.atomic import read_whole, write_whole
-from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
+from quintsched.errors import InputError, suggest
+from quintsched.files.strictjson import parse_strict, pointer, shorten
+from quintsched.formats.plan_head import LARGEST, PlanFile, entries_of, plan_of, read_head, wellformed
 from quintsched.ir import instructions as ins
 from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints
-from quintsched.ir.communication import MOST, Communication, Means, Wire
 from quintsched.ir.layout import Route
-from quintsched.ir.mesh import AXES, Mesh
-from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
+from quintsched.ir.mesh import AXES
+from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
-from quintsched.ir.zero import Zero
-from quintsched.verify.wellformed import malformations
-
-FORMAT = "quintsched.plan"
-VERSION = 1
-MAX_BYTES = 2**28
-LARGEST = 2**24
 
 PROGRAMS, END = '\n "programs": [\n', "]}\n"
 """What stands before the programs, and after them."""
 
-Size = Annotated[int, Field(ge=1, le=LARGEST)]
-Index = Annotated[int, Field(ge=0, le=LARGEST)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _ScheduleFile(_Strict):
-    name: str = Field(min_length=1, max_length=200, pattern=r"^\P{C}*$")
-    microbatches: Size
-    chunks: Size
-    slices: Size
-    options: dict[str, int | float | str | bool]
-
-
-class _RouteFile(_Strict):
-    stages: list[Index]
-    microbatches: list[Index]
-
-
-class _WireFile(_Strict):
-    latency_s: Annotated[float, Field(ge=0, le=MOST)]
-    bandwidth: Annotated[float, Field(ge=1 / MOST, le=MOST)]
-
-
-class _ZeroFile(_Strict):
-    stage: Annotated[int, Field(ge=0, le=3)]
-    every: Annotated[int, Field(ge=1, le=MAX_ZERO_EVERY)]
-
-
-class _PlanFile(_Strict):
-    format: Literal["quintsched.plan"]
-    version: Literal[1]
-    mode: Literal["train", "forward"]
-    schedule: _ScheduleFile
-    mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
-    stage_to_pp: list[Index] = Field(min_length=1)
-    stage_to_part: list[Index] | None = None
-    blocks_per_stage: list[Index] | None = Field(default=None, min_length=1)
-    routes: list[_RouteFile] | None = None
-    buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
-    recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
-    tied: dict[str, list[Index]] | None = None
-    skips: dict[str, list[Index]] | None = None
-    losses: list[Index] | None = None
-    communication: Means | None = None
-    wire: _WireFile | None = None
-    collectives: dict[str, CollectiveEntry] | None = None
-    zero: _ZeroFile | None = None
-    program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
-    programs: list[list[Any]]
+SEPARATOR = ",\n   "
+"""What stands between instructions."""
 
 
 def dumps(plan: PlanData) -> str:
     """Return the text of a plan file: one instruction per line, keys in a fixed order."""
-    head: dict[str, object] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "mode": plan.mode,
-        "schedule": {
-            "name": plan.schedule.name,
-            "microbatches": plan.schedule.microbatches,
-            "chunks": plan.schedule.chunks,
-            "slices": plan.schedule.slices,
-            "options": dict(sorted(plan.schedule.options.items())),
-        },
-        "mesh": [list(axis) for axis in plan.mesh.axes],
-        "stage_to_pp": list(plan.stage_to_pp),
-        **({"stage_to_part": list(plan.stage_to_part)} if plan.stage_to_part is not None else {}),
-        **({"blocks_per_stage": list(plan.blocks_per_stage)} if plan.blocks_per_stage else {}),
-        "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
-        "buckets_per_stage": plan.buckets_per_stage,
-        **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
-        **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
-        **({"skips": {name: list(stages) for name, stages in sorted(plan.skips.items())}} if plan.skips else {}),
-        **({"losses": list(plan.losses)} if plan.losses else {}),
-        **_communication_entries(plan.communication),
-        **({"zero": {"stage": plan.zero.stage, "every": plan.zero.every}} if plan.zero.stage else {}),
-        "program_axes": ["pp"],
-    }
-    lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
+    lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in entries_of(plan).items()]
     return "{" + "\n".join(lines)[1:] + PROGRAMS + ",\n".join(program_texts(plan.columns)) + END
-
-
-def _communication_entries(communication: Communication) -> dict[str, object]:
-    """Return how buckets are exchanged; nothing where that is native. Only "auto" looks at the wire."""
-    if communication.means == "native":
-        return {}
-    wire = communication.wire
-    reckons = {"wire": {"latency_s": wire.latency_s, "bandwidth": wire.bandwidth}}
-    return {
-        "communication": communication.means,
-        **(reckons if communication.means == "auto" else {}),
-        "collectives": entries(communication.plans),
-    }
 
 
 def program_texts(columns: Columns) -> Iterator[str]:
@@ -152,12 +53,32 @@ def program_texts(columns: Columns) -> Iterator[str]:
                     values[place] = [texts[number] for number in values[place]]
             lines[rows] = [template % of_row for of_row in zip(*values, strict=True)] if values else template
     for first, end in pairwise(columns.first.tolist()):
-        yield "  [" + ",\n   ".join(lines[first:end].tolist()) + "]"
+        yield "  [" + SEPARATOR.join(lines[first:end].tolist()) + "]"
 
 
 def encode(instruction: ins.Instruction) -> dict[str, object]:
     """Return an instruction as plain data: its op and its fields."""
-    return {"op": instruction.op} | {name: getattr(instruction, name) for name in _CODECS[instruction.op].names}
+    return {"op": instruction.op} | {name: getattr(instruction, name) for name in CODECS[instruction.op].names}
+
+
+def least_size(stage_to_pp: Sequence[int], routes: Sequence[Route], trains: bool) -> tuple[int, int]:
+    """Return how many instructions such a plan has at least, and how many bytes: its computations and messages.
+
+    A stage computes each microbatch forward and backward, and ranks exchange the outputs, and gradients of these.
+    """
+    num_instructions = num_bytes = 0
+    for route in routes:
+        units, digits = len(route.microbatches), sum(len(str(unit)) for unit in route.microbatches)
+        found: list[ins.Instruction] = [ins.Fwd(stage, 0) for stage in route.stages]
+        found += [ins.Bwd(stage, 0) for stage in route.stages if trains]
+        for one, other in pairwise(route.stages):
+            here, there = stage_to_pp[one], stage_to_pp[other]
+            if here != there:
+                found += [ins.SendAct(one, 0, there), ins.RecvAct(other, 0, here)]
+                found += [ins.SendGrad(other, 0, here), ins.RecvGrad(one, 0, there)] if trains else []
+        num_instructions += units * len(found)
+        num_bytes += sum(units * (len(json.dumps(encode(i)) + SEPARATOR) - 1) + digits for i in found)
+    return num_instructions, num_bytes
 
 
 def loads(text: str | bytes) -> PlanData:
@@ -182,7 +103,7 @@ def _loads_as_written(text: str | bytes) -> PlanData | None:
     except (InputError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     same = all(map(operator.eq, program_texts(columns), chunks))
-    return _wellformed(_plan_of(file, Programs(columns))) if same else None
+    return wellformed(plan_of(file, Programs(columns))) if same else None
 
 
 def _program_as_written(text: str) -> Columns:
@@ -198,7 +119,7 @@ def _program_as_written(text: str) -> Columns:
             column = columns.setdefault(name, np.full(len(op), ABSENT))
             values = [entry[name] for entry in mine]
             if name not in NUMBERS:
-                read = _READERS[_TYPES[name]]
+                read = READERS[TYPES[name]]
                 values = [table.setdefault(read(value, name), len(table)) for value in values]
             elif min(values) < 0 or max(values) > LARGEST:
                 raise ValueError(name)
@@ -209,94 +130,12 @@ def _program_as_written(text: str) -> Columns:
 def _loads_strictly(text: str | bytes) -> PlanData:
     file = _head(text)
     programs = [tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)]
-    return _wellformed(_plan_of(file, Programs.of(programs)))
+    return wellformed(plan_of(file, Programs.of(programs)))
 
 
-def _head(text: str | bytes) -> _PlanFile:
+def _head(text: str | bytes) -> PlanFile:
     """Return a file whose programs are not looked at yet."""
-    data = parse_strict(text)
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise InputError(f'/format: this is not a plan file; it must say "format": "{FORMAT}"')
-    version = data.get("version")
-    if type(version) is not int:
-        raise InputError(f"/version: it must be a whole number; this release reads {VERSION}")
-    if version > VERSION:
-        raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
-    try:
-        return _PlanFile.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        raise InputError(describe_faults(error)) from error
-
-
-def _wellformed(plan: PlanData) -> PlanData:
-    for malformation in malformations(plan):
-        where = pointer("programs", malformation.rank, malformation.index) if malformation.rank is not None else "/"
-        raise InputError(f"{where}: {malformation.message}")
-    return plan
-
-
-def _plan_of(file: _PlanFile, programs: Programs) -> PlanData:
-    if len({name for name, _ in file.mesh}) != len(file.mesh):
-        raise InputError("/mesh: an axis is given twice")
-    mode: Mode = file.mode
-    schedule = file.schedule
-    try:
-        mesh = Mesh(**dict(file.mesh))
-    except UsageError as error:
-        raise InputError(f"/mesh: {error}") from error
-    _refuse_absurd(file, len(programs.columns))
-    routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
-    if file.routes is None:
-        routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches * schedule.slices)))]
-    return PlanData(
-        mode=mode,
-        schedule=ScheduleSpec(
-            schedule.name, schedule.microbatches, schedule.chunks, schedule.slices, options=schedule.options
-        ),
-        mesh=mesh,
-        stage_to_pp=tuple(file.stage_to_pp),
-        routes=tuple(routes),
-        buckets_per_stage=file.buckets_per_stage,
-        programs=programs,
-        stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
-        recompute=_recompute_of(file),
-        tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
-        skips={name: tuple(stages) for name, stages in (file.skips or {}).items()},
-        losses=tuple(file.losses or ()),
-        communication=_communication_of(file),
-        zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
-        blocks_per_stage=tuple(file.blocks_per_stage or ()),
-    )
-
-
-def _communication_of(file: _PlanFile) -> Communication:
-    plans = {name: entry.collective("collectives", name) for name, entry in (file.collectives or {}).items()}
-    if (file.wire is not None) != (file.communication == "auto"):
-        raise InputError('/wire: it belongs to "communication": "auto", and to no other')
-    wire = Wire() if file.wire is None else Wire(file.wire.latency_s, file.wire.bandwidth)
-    return Communication(file.communication or "native", plans, wire)
-
-
-def _recompute_of(file: _PlanFile) -> tuple[int, ...]:
-    """Return which stages are recomputed; () where a file says of every stage that it is not."""
-    if file.recompute is not None and len(file.recompute) != len(file.stage_to_pp):
-        raise InputError(
-            f"/recompute: it has {len(file.recompute)} values, but there are {len(file.stage_to_pp)} stages"
-        )
-    return tuple(file.recompute or ()) if any(file.recompute or ()) else ()
-
-
-def _refuse_absurd(file: _PlanFile, num_instructions: int) -> None:
-    """Refuse sizes that the programs cannot fill, before anything is made as large as they say."""
-    visits = [(len(route.stages), len(route.microbatches)) for route in file.routes or ()]
-    if file.routes is None:
-        visits = [(len(file.stage_to_pp), file.schedule.microbatches * file.schedule.slices)]
-    forwards = sum(stages * microbatches for stages, microbatches in visits)
-    if max(forwards, file.schedule.microbatches * file.schedule.slices) > num_instructions:
-        raise InputError(
-            f"/programs: they hold {num_instructions} instructions, too few for {file.schedule.microbatches} "
-            f"microbatches on {len(file.stage_to_pp)} stages"
-        )
+    return read_head(parse_strict(text), PlanFile)
 
 
 def _decode_program(program: list[Any], rank: int) -> Iterator[ins.Instruction]:
@@ -312,10 +151,10 @@ def _decode(entry: object) -> ins.Instruction:
     if not isinstance(entry, dict):
         raise InputError(f": an instruction is an object, not {shorten(json.dumps(entry))}")
     op = entry.get("op")
-    codec = _CODECS.get(op) if isinstance(op, str) else None
+    codec = CODECS.get(op) if isinstance(op, str) else None
     if codec is None:
         named = shorten(op) if isinstance(op, str) else shorten(json.dumps(op))
-        raise InputError(f"/op: unknown instruction {named!r}{suggest(named, _CODECS)}")
+        raise InputError(f"/op: unknown instruction {named!r}{suggest(named, CODECS)}")
     if len(entry) != len(codec.names) + 1 or not all(name in entry for name in codec.names):
         raise InputError(codec.describe_keys(entry))
     return codec.make(*[read(entry[name], name) for name, read in codec.readers])
@@ -352,13 +191,14 @@ def _read_name(value: object, name: str) -> str:
     return value
 
 
-_READERS: dict[str, Callable[[object, str], Any]] = {
+READERS: dict[str, Callable[[object, str], Any]] = {
     "int": _read_index,
     "str": _read_name,
     "tuple[int, ...]": _read_indices,
     "tuple[int, int]": _read_pair,
     "tuple[str, ...]": _read_axes,
 }
+"""How a field of an instruction is read, by its type; the message of an `InputError` begins with its name."""
 
 
 class _Codec:
@@ -367,7 +207,7 @@ class _Codec:
     def __init__(self, make: type[ins.Instruction]) -> None:
         self.make = make
         self.names = tuple(field.name for field in fields(make))
-        self.readers = tuple((field.name, _READERS[str(field.type)]) for field in fields(make))
+        self.readers = tuple((field.name, READERS[str(field.type)]) for field in fields(make))
 
     def describe_keys(self, entry: dict[str, object]) -> str:
         """Say which key is missing or unknown."""
@@ -378,23 +218,6 @@ class _Codec:
         return f"{pointer(unknown)}: unknown key of {self.make.__name__}{suggest(unknown, ('op', *self.names))}"
 
 
-_CODECS = {make.__name__: _Codec(make) for make in ins.ALL}
+CODECS = {make.__name__: _Codec(make) for make in ins.ALL}
 _CODE_OF = {kind.__name__: code for code, kind in enumerate(ins.ALL)}
-_TYPES = {field.name: str(field.type) for kind in ins.ALL for field in fields(kind)}
-
-
-def save(plan: PlanData, path: Path) -> None:
-    """Write a plan file, whole or not at all; raises `UsageError` where that cannot be done."""
-    text = dumps(plan)
-    if len(text) > MAX_BYTES:
-        raise UsageError(f"{path}: the plan has {len(text)} bytes; a plan file has at most {MAX_BYTES}")
-    write_whole(path, text, "the plan")
-
-
-def load(path: Path) -> PlanData:
-    """Read a plan file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
-    data = read_whole(path, MAX_BYTES, "the plan")
-    try:
-        return loads(data)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+TYPES = {field.name: str(field.type) for kind in ins.ALL for field in fields(kind)}

@@ -34,10 +34,11 @@ class Malformation:
 
 def malformations(plan: PlanData) -> tuple[Malformation, ...]:
     """Return every malformation of a plan: sizes, routes, and each instruction's numbers. Plans remember it."""
-    return plan.remember("malformations", lambda: tuple(_malformations(plan)))
+    return plan.remember("malformations", lambda: tuple(find_malformations(plan)))
 
 
-def _malformations(plan: PlanData) -> Iterator[Malformation]:
+def find_malformations(plan: PlanData) -> Iterator[Malformation]:
+    """Yield them one by one."""
     head = list(_head_faults(plan))
     if head:
         yield from (Malformation(printable(fault, MOST_LETTERS)) for fault in head)

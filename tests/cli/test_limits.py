@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.formats import plan_json
+from quintsched.formats import plan_file as planfile
 from quintsched.verify.collectives import stays_native
 from tests.traces import write_trace
 
@@ -69,13 +69,32 @@ def test_a_file_that_is_too_long_is_not_read(refused, tmp_path, monkeypatch):
         (*COMPILE, "-s", "zb-auto", "--costs", huge),
     ):
         assert message in refused(1, *arguments)
-    monkeypatch.setattr(plan_json, "MAX_BYTES", 100)
+    monkeypatch.setattr(planfile, "MAX_BYTES", 100)
     with pytest.raises(qs.UsageError, match="/dev/zero: cannot read the plan: it is a device, not a file"):
         qs.Plan.load("/dev/zero")
     with Path("/dev/zero").open("rb") as zero, pytest.raises(qs.InputError, match="more bytes than the 100 that"):
         qs.Plan.load(f"/dev/fd/{zero.fileno()}")
-    with pytest.raises(qs.UsageError, match="a plan file has at most 100"):
+    with pytest.raises(qs.UsageError, match=r"a plan file in JSON has at most 100; name it huge\.qplan"):
         qs.compile("1f1b", mesh="pp=2", microbatches=2).save(huge)
+
+
+def test_a_plan_that_no_file_holds_is_refused_before_the_work(refused, tmp_path):
+    large = ("compile", "-s", "1f1b", "--mesh", "pp=64", "-m", 16000, "-o")
+    said = refused(2, *large, tmp_path / "plan.json")
+    assert "a plan file in JSON has at most 268435456; name it plan.qplan" in said
+    assert "plan.json: the plan has at least 37" in said
+    larger = ("compile", "-s", "1f1b", "--mesh", "pp=64", "-m", 32000, "-o")
+    assert "instructions; a plan file has at most 8388608" in refused(2, *larger, tmp_path / "plan.qplan")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("check",), ("show",), ("simulate", "--json"), ("export", "--to", "torch-csv"), ("render", "-o", "x.svg")],
+)
+def test_a_compressed_plan_is_read_like_any_other(cli, tmp_path, command):
+    written = [(tmp_path / name, cli(*COMPILE, "-s", "zb-h1", "-o", name).code) for name in ("p.json", "p.qplan")]
+    first, second = (cli(command[0], file, *command[1:]) for file, code in written if code == 0)
+    assert (first.code, first.out) == (second.code, second.out)
 
 
 ENDS = """

@@ -6,6 +6,7 @@ import atexit
 import json
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +25,7 @@ from quintsched.descriptions.library import find_hardware, find_model, hardware_
 from quintsched.descriptions.rows import read_row
 from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
-from quintsched.formats import plan_json
+from quintsched.formats import plan_columns, plan_json
 from quintsched.runtime.checkpoint.manifest import DcpManifest, Manifest, RankFile, make_manifest, parse_manifest, seal
 from quintsched.runtime.checkpoint.shard_file import Layout as ShardHeader
 from quintsched.runtime.interchange.boxes import Placement
@@ -96,6 +97,16 @@ def plan_seeds() -> list[bytes]:
 def read_plan(data: bytes) -> object:
     """Read a plan, and check what was read."""
     return check(plan_json.loads(data))
+
+
+def column_seeds() -> list[bytes]:
+    return [zlib.decompress(plan_columns.pack(plan), 31) for plan in plans()]
+
+
+def read_columns(data: bytes) -> object:
+    """Read a plan of columns, which are compressed here, and check what was read."""
+    packer = zlib.compressobj(1, wbits=31)
+    return check(plan_columns.unpack(packer.compress(data) + packer.flush()))
 
 
 def csv_seeds() -> list[bytes]:
@@ -257,6 +268,7 @@ def row_seeds() -> list[bytes]:
 
 READERS: dict[str, Reader] = {
     "plan": Reader(plan_seeds, read_plan),
+    "plan columns": Reader(column_seeds, read_columns),
     "csv": Reader(csv_seeds, read_csv),
     "job": Reader(job_seeds, by_path(load_job, "job.yaml")),
     "costs": Reader(cost_seeds, by_path(Costs.load, "costs.json")),

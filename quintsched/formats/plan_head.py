@@ -1,0 +1,230 @@
+"""What the forms of a plan file have in common: all but the programs, read strictly, and what both refuse.
+
+A plan is data: no name in it is ever resolved to code. Every fault is one `InputError` with a JSON pointer to the
+place.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quintsched.collectives.collective_json import CollectiveEntry, entries
+from quintsched.errors import InputError, UsageError
+from quintsched.files.strictjson import describe_faults, pointer
+from quintsched.ir.communication import MOST, Communication, Means, Wire
+from quintsched.ir.layout import Route
+from quintsched.ir.mesh import Mesh
+from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
+from quintsched.ir.programs import Programs
+from quintsched.ir.zero import Zero
+from quintsched.verify.wellformed import find_malformations
+
+FORMAT = "quintsched.plan"
+VERSION = 1
+LARGEST = 2**24
+"""The largest number in a plan file."""
+
+MOST_CELLS = 2**26
+"""The most pairs of a stage and a microbatch, whether a route has them or not."""
+
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Index = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _ScheduleFile(_Strict):
+    name: str = Field(min_length=1, max_length=200, pattern=r"^\P{C}*$")
+    microbatches: Size
+    chunks: Size
+    slices: Size
+    options: dict[str, int | float | str | bool]
+
+
+class _RouteFile(_Strict):
+    stages: list[Index]
+    microbatches: list[Index]
+
+
+class _WireFile(_Strict):
+    latency_s: Annotated[float, Field(ge=0, le=MOST)]
+    bandwidth: Annotated[float, Field(ge=1 / MOST, le=MOST)]
+
+
+class _ZeroFile(_Strict):
+    stage: Annotated[int, Field(ge=0, le=3)]
+    every: Annotated[int, Field(ge=1, le=MAX_ZERO_EVERY)]
+
+
+class HeadFile(_Strict):
+    """What a plan file says besides its programs."""
+
+    format: str
+    version: Literal[1]
+    mode: Literal["train", "forward"]
+    schedule: _ScheduleFile
+    mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
+    stage_to_pp: list[Index] = Field(min_length=1)
+    stage_to_part: list[Index] | None = None
+    blocks_per_stage: list[Index] | None = Field(default=None, min_length=1)
+    routes: list[_RouteFile] | None = None
+    buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
+    recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
+    tied: dict[str, list[Index]] | None = None
+    skips: dict[str, list[Index]] | None = None
+    losses: list[Index] | None = None
+    communication: Means | None = None
+    wire: _WireFile | None = None
+    collectives: dict[str, CollectiveEntry] | None = None
+    zero: _ZeroFile | None = None
+    program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
+
+
+class PlanFile(HeadFile):
+    """A plan file whose programs are read with it."""
+
+    programs: list[list[Any]]
+
+
+AnyHead = TypeVar("AnyHead", bound=HeadFile)
+
+
+def entries_of(plan: PlanData) -> dict[str, object]:
+    """Return what a plan file says besides the programs, in a fixed order."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "mode": plan.mode,
+        "schedule": {
+            "name": plan.schedule.name,
+            "microbatches": plan.schedule.microbatches,
+            "chunks": plan.schedule.chunks,
+            "slices": plan.schedule.slices,
+            "options": dict(sorted(plan.schedule.options.items())),
+        },
+        "mesh": [list(axis) for axis in plan.mesh.axes],
+        "stage_to_pp": list(plan.stage_to_pp),
+        **({"stage_to_part": list(plan.stage_to_part)} if plan.stage_to_part is not None else {}),
+        **({"blocks_per_stage": list(plan.blocks_per_stage)} if plan.blocks_per_stage else {}),
+        "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
+        "buckets_per_stage": plan.buckets_per_stage,
+        **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
+        **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
+        **({"skips": {name: list(stages) for name, stages in sorted(plan.skips.items())}} if plan.skips else {}),
+        **({"losses": list(plan.losses)} if plan.losses else {}),
+        **_communication_entries(plan.communication),
+        **({"zero": {"stage": plan.zero.stage, "every": plan.zero.every}} if plan.zero.stage else {}),
+        "program_axes": ["pp"],
+    }
+
+
+def _communication_entries(communication: Communication) -> dict[str, object]:
+    """Return how buckets are exchanged; nothing where that is native. Only "auto" looks at the wire."""
+    if communication.means == "native":
+        return {}
+    wire = communication.wire
+    reckons = {"wire": {"latency_s": wire.latency_s, "bandwidth": wire.bandwidth}}
+    return {
+        "communication": communication.means,
+        **(reckons if communication.means == "auto" else {}),
+        "collectives": entries(communication.plans),
+    }
+
+
+def read_head(data: object, form: type[AnyHead], name: str = FORMAT) -> AnyHead:
+    """Return the head of a file of the format `name`; raises `InputError`."""
+    if not isinstance(data, dict) or data.get("format") != name:
+        raise InputError(f'/format: this is not a plan file; it must say "format": "{name}"')
+    version = data.get("version")
+    if type(version) is not int:
+        raise InputError(f"/version: it must be a whole number; this release reads {VERSION}")
+    if version > VERSION:
+        raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
+    try:
+        return form.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise InputError(describe_faults(error)) from error
+
+
+def wellformed(plan: PlanData) -> PlanData:
+    """Return the plan; raises `InputError` for the first number that names nothing, and looks for no others."""
+    for malformation in find_malformations(plan):
+        where = pointer("programs", malformation.rank, malformation.index) if malformation.rank is not None else "/"
+        raise InputError(f"{where}: {malformation.message}")
+    plan.remember("malformations", tuple)
+    return plan
+
+
+def plan_of(file: HeadFile, programs: Programs) -> PlanData:
+    """Return the plan of a head and the programs; raises `InputError` for sizes that do not fit them."""
+    if len({name for name, _ in file.mesh}) != len(file.mesh):
+        raise InputError("/mesh: an axis is given twice")
+    mode: Mode = file.mode
+    schedule = file.schedule
+    try:
+        mesh = Mesh(**dict(file.mesh))
+    except UsageError as error:
+        raise InputError(f"/mesh: {error}") from error
+    _refuse_absurd(file, len(programs.columns))
+    routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
+    if file.routes is None:
+        routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches * schedule.slices)))]
+    return PlanData(
+        mode=mode,
+        schedule=ScheduleSpec(
+            schedule.name, schedule.microbatches, schedule.chunks, schedule.slices, options=schedule.options
+        ),
+        mesh=mesh,
+        stage_to_pp=tuple(file.stage_to_pp),
+        routes=tuple(routes),
+        buckets_per_stage=file.buckets_per_stage,
+        programs=programs,
+        stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
+        recompute=_recompute_of(file),
+        tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
+        skips={name: tuple(stages) for name, stages in (file.skips or {}).items()},
+        losses=tuple(file.losses or ()),
+        communication=_communication_of(file),
+        zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
+        blocks_per_stage=tuple(file.blocks_per_stage or ()),
+    )
+
+
+def _communication_of(file: HeadFile) -> Communication:
+    plans = {name: entry.collective("collectives", name) for name, entry in (file.collectives or {}).items()}
+    if (file.wire is not None) != (file.communication == "auto"):
+        raise InputError('/wire: it belongs to "communication": "auto", and to no other')
+    wire = Wire() if file.wire is None else Wire(file.wire.latency_s, file.wire.bandwidth)
+    return Communication(file.communication or "native", plans, wire)
+
+
+def _recompute_of(file: HeadFile) -> tuple[int, ...]:
+    """Return which stages are recomputed; () where a file says of every stage that it is not."""
+    if file.recompute is not None and len(file.recompute) != len(file.stage_to_pp):
+        raise InputError(
+            f"/recompute: it has {len(file.recompute)} values, but there are {len(file.stage_to_pp)} stages"
+        )
+    return tuple(file.recompute or ()) if any(file.recompute or ()) else ()
+
+
+def _refuse_absurd(file: HeadFile, num_instructions: int) -> None:
+    """Refuse sizes that the programs cannot fill, before anything is made as large as they say."""
+    visits = [(len(route.stages), len(route.microbatches)) for route in file.routes or ()]
+    if file.routes is None:
+        visits = [(len(file.stage_to_pp), file.schedule.microbatches * file.schedule.slices)]
+    forwards = sum(stages * microbatches for stages, microbatches in visits)
+    if max(forwards, file.schedule.microbatches * file.schedule.slices) > num_instructions:
+        raise InputError(
+            f"/programs: they hold {num_instructions} instructions, too few for {file.schedule.microbatches} "
+            f"microbatches on {len(file.stage_to_pp)} stages"
+        )
+    cells = len(file.stage_to_pp) * file.schedule.microbatches * file.schedule.slices
+    if cells > MOST_CELLS:
+        raise InputError(
+            f"/routes: {cells} pairs of a stage and a microbatch are more than the {MOST_CELLS} that are read"
+        )
