@@ -112,18 +112,20 @@ def require_equality(name: str, plan: qs.Plan, clip: float | None = None, build:
     assert worst_difference(found, alone(name, clip)) <= 1e-9
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("mesh", "zero"), PLANS)
 @pytest.mark.parametrize("name", BUILDS)
 def test_own_norms_equal_one_process(name: str, mesh: str, zero: int) -> None:
     require_equality(name, qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero))
 
 
+@pytest.mark.slow
 def test_the_norm_is_that_of_gradients_that_the_engine_has_clipped() -> None:
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
     require_equality("lamb that clips", plan, clip=0.35)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("build", "expected"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.state import grad_buckets
 
+from ..optim.optimizers import plain
 from ..toys import difference, share
 
 WIDTH = 8
@@ -58,25 +59,34 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3),
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.1),
     "adafactor": partial(torch.optim.Adafactor, lr=0.01, weight_decay=0.3, eps=(1e-6, 1e-3)),
+    "several": lambda parameters: [
+        torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01, weight_decay=0.3),
+        torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=0.01, weight_decay=0.3),
+    ],
 }
 
 
-def alone(optimizer: str) -> dict[str, Tensor]:
+def alone(
+    optimizer: str, given: Sequence[Callable[[], nn.Module]] | None = None, tied: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """Train in one process, gradients set to none between steps."""
-    model = build_model(blocks(), 0, torch.float64)
-    stepper = OPTIMIZERS[optimizer](list(model.parameters()))
+    model = build_model(given or blocks(), 0, torch.float64)
+    for name in tied[1:]:
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, model.get_parameter(tied[0]))
+    stepper = plain(OPTIMIZERS[optimizer])(list(model.parameters()))
     for inputs, targets, choose in batches():
-        stepper.zero_grad(set_to_none=True)
+        stepper.zero_grad()
         for x, y, c in zip(inputs.split(2), targets.split(2), choose.split(2), strict=True):
             for block in model:
                 x = block(x, c)
             (loss(x, y)[0] / 8).backward()
         stepper.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
 @pytest.mark.parametrize(
     ("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1), ("pp=2", 0)]
 )
@@ -103,25 +113,164 @@ def test_gradients_have_the_same_bits_whether_a_step_begins_at_zero_or_with_a_co
         require_same_bits(weights, train(plan, OPTIMIZERS["adamw"], 4, parts=parts))
 
 
-def train(plan: qs.Plan, optimizer: Any, ranks: int, *, parts: int = 1) -> list[dict[str, Tensor]]:
+SCHEDULES = [s.name for s in qs.all_schedules() if s.mode == "train" and s.max_slices == 1]
+
+
+@pytest.mark.sampled(28)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_on_every_schedule_recomputed_and_accumulated_too(schedule: str, zero: int) -> None:
+    recompute, parts = zero % 2, 2 - zero // 2
+    microbatches = 4 if schedule == "dualpipe" else 2
+    plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=microbatches, zero=zero, recompute=recompute)
+    given = blocks(len(plan.stage_to_pp))
+    expected = alone("adamw", given)
+    for weights in train(plan, OPTIMIZERS["adamw"], 4, parts=parts, given=given):
+        assert all(difference(weight, expected[name]) <= 1e-12 for name, weight in weights.items())
+
+
+class Pair(Choosing):
+    """Its branches are such as tp cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.other_up, self.other_down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        if x.is_meta or choose[0] > 0:
+            return x + self.down(torch.tanh(self.up(x)))
+        return x + self.other_down(torch.tanh(self.other_up(x)))
+
+
+class Mixture(nn.Module):
+    """Experts that samples reach by their sign, two of four none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        if x.is_meta:
+            return x + 0
+        out, mine = x, (choose > 0).long()
+        for number, expert in enumerate(self.experts):
+            rows = mine == number
+            if rows.any():
+                out = out.index_put((rows.nonzero(as_tuple=True)), expert(x[rows]))
+        return out
+
+
+class RoutedMixture(nn.Module):
+    """Has an expert that no token takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = partial(nn.Linear, WIDTH, WIDTH)
+        self.mixture = MoE(WIDTH, 4, make, top_k=1, balance=0.0, z=0.0)
+        with torch.no_grad():
+            self.mixture.router.weight[3] = -10.0
+
+    def forward(self, x: Tensor, choose: Tensor) -> Any:
+        return x + self.mixture(x.abs())[0]
+
+
+class Lookup(nn.Module):
+    """Has a weight that two stages hold, and uses it for samples with a negative sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        return self.own(x) if x.is_meta or choose[0] > 0 else self.shared(x)
+
+
+class KeptLookup(Lookup):
+    """Never uses it."""
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        return self.own(x)
+
+
+TIED = ("0.shared.weight", "1.shared.weight")
+KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]] = {
+    "tp": ([Pair, Pair], "adamw", "dp=2,tp=2", {}),
+    "matrices gathered over tp": ([Pair, Pair], "several", "dp=2,tp=2", {}),
+    "several optimizers": ([Choosing, Pair], "several", "dp=2,pp=2", {}),
+    "experts of one's own": ([Mixture, Choosing], "adamw", "dp=2,pp=2", {}),
+    "experts over ep": ([RoutedMixture, Pair], "adamw", "dp=2,ep=2", {}),
+    "tied": ([Lookup, Lookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "tied, in use on one stage": ([Lookup, KeptLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "tied, in use on none": ([KeptLookup, KeptLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "sums in messages": ([Choosing, Choosing], "adamw", "dp=2,pp=2", {"communication": "ring"}),
+    "overlapped": (
+        [Choosing, Choosing],
+        "adamw",
+        "dp=2,pp=2",
+        {"schedule": "dualpipe", "microbatches": 4, "overlap": True},
+    ),
+}
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_every_mesh(kind: str, zero: int) -> None:
+    given, optimizer, mesh, options = KINDS[kind]
+    plan = qs.compile(**{"schedule": "1f1b", "mesh": mesh, "microbatches": 2, "zero": zero, **options})
+    tied = TIED if plan.tied else ()
+    expected = alone(optimizer, given, tied)
+    for weights in train(plan, OPTIMIZERS[optimizer], 4, given=given, tied={"shared": tied} if tied else {}):
+        for name, weight in weights.items():
+            assert difference(weight, expected[name]) <= 1e-12, name
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_short_weights_are_not_stepped_either(dtype: torch.dtype) -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=1)
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, blocks(), loss, OPTIMIZERS["adamw"], dtype=dtype, transport=transport)
+        before = {name: weight.clone() for name, weight in engine.full_weights().items()}
+        inputs, targets, choose = batches()[0]
+        mine = choose.chunk(2)[engine.replica]
+        engine.step(*(t.to(dtype) for t in share(engine, inputs, targets) if t is not None), choose=mine)
+        for name, weight in engine.full_weights().items():
+            assert torch.equal(weight, before[name]) is not ("positive" in name), name
+
+    run_local(2, run, timeout_s=60)
+
+
+def train(
+    plan: qs.Plan,
+    optimizer: Any,
+    ranks: int,
+    *,
+    parts: int = 1,
+    given: Sequence[Callable[[], nn.Module]] | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
+) -> list[dict[str, Tensor]]:
     """Return all ranks' weights; gradients are accumulated over some parts of every batch."""
 
     def run(transport: Transport) -> dict[str, Tensor]:
         engine = Engine(
             plan,
-            blocks(max(2, len(plan.stage_to_pp))),
+            given or blocks(max(2, len(plan.stage_to_pp))),
             loss,
             optimizer,
             dtype=torch.float64,
             transport=transport,
             bucket_mb=0.0005,
+            tied=tied,
         )
         for inputs, targets, choose in batches():
             mine = choose.chunk(engine.num_replicas)[engine.replica]
             x, y = share(engine, inputs, targets)
             for part in range(parts):
-                given = [None if t is None else t.chunk(parts)[part] for t in (x, y)]
-                engine.step(*given, choose=mine.chunk(parts)[part], last=part == parts - 1)
+                some = [None if t is None else t.chunk(parts)[part] for t in (x, y)]
+                engine.step(*some, choose=mine.chunk(parts)[part], last=part == parts - 1)
         return engine.full_weights()
 
     return run_local(ranks, run, timeout_s=60)
