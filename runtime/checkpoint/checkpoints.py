@@ -34,7 +34,7 @@ from .manifest import WHAT, DcpManifest, Manifest, RankFile, file_name, make_man
 from .opening import OpenRun, open_run
 from .reading import LOADER, Reading, plan_digest
 from .run_folder import SavedStep
-from .shard_file import write_shard
+from .shard_file import Layout, blocks_of, blocks_of_state, write_shard
 from .writer import Writer
 
 COSTS = "block_costs.json"
@@ -149,7 +149,12 @@ class OpenCheckpoints:
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
         said = self.engine.state_metadata()
         metadata = {key: text for key, text in said.items() if key != RUN}  # the manifest has the run
-        layout, memory = self._buffer.take(state, metadata)
+        if self._is_background:
+            layout, memory = self._buffer.take(state, metadata)
+            blocks = partial(blocks_of, memory)
+        else:
+            layout = Layout.of(state, metadata)
+            blocks = partial(blocks_of_state, layout, state)
         attempt = self.folder.next_attempt()
         final, ranks = self.folder.step_folder(step), self.engine.plan.mesh.size
         joint = JointWrite(attempt, final, self._rank, ranks, self._patience_s, self._writer.given_up)
@@ -158,7 +163,7 @@ class OpenCheckpoints:
         def write(folder: Path) -> RankFile:
             if self._rank == 0:
                 self.folder.clear(attempt)
-            return write_shard(folder / file_name(self._rank), layout, memory)
+            return write_shard(folder / file_name(self._rank), layout, blocks())
 
         def complete(files: Sequence[RankFile]) -> None:
             joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress, self._settings).to_json())

@@ -43,7 +43,7 @@ class Reading:
             fault = f"the mesh is {manifest.mesh}, but that of its plan is {engine.plan.mesh}"
             raise InputError(f"{folder / MANIFEST}: /mesh: {fault}")
         self._state, metadata = read_shard(self._paths[rank], manifest.files[rank])
-        loader = self._state.pop(LOADER, None)
+        loader = self._state.pop(LOADER)
         if loader is not None:
             self._loader = loader.numpy().tobytes()
         self._fits = engine.fits_state(self._state, metadata)

@@ -2,8 +2,9 @@
 
     length of the header (8 bytes) │ {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …} │ memory
 
-The memory is a flat buffer of the host's, into which tensors are copied when they are saved, and of which they are
-views when they are loaded. So a save needs one copy and one write, and a load one read.
+A save in the background writes a flat buffer of the host's, into which tensors were copied; one that is waited for
+writes the tensors as they are. A load reads all once, to verify it, and then maps each tensor as it is asked for: so
+nothing of a file stays resident.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -14,9 +15,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -151,11 +154,47 @@ def blocks_of(memory: Tensor) -> Iterator[memoryview]:
         yield view[start : start + BLOCK]
 
 
-def read_shard(path: Path, file: RankFile) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+def blocks_of_state(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yield the same bytes of tensors that lie where they are, on whatever device, by parts of `BLOCK` on the host."""
+    for slot in layout.slots:
+        for part in state[slot.name].detach().reshape(-1).split(BLOCK // slot.dtype.itemsize):
+            yield from blocks_of(part.cpu().view(torch.uint8)) if part.numel() else ()
+
+
+class MappedTensors(Mapping[str, Tensor]):
+    """The tensors of a file, each mapped into memory by itself when it is asked for, until nobody has it any more.
+
+    Who changes one changes a copy.
+    """
+
+    def __init__(self, path: Path, layout: Layout, first: int) -> None:
+        self._path, self._num_bytes = path, first + layout.num_bytes
+        self._slots = {
+            slot.name: replace(slot, start=first + slot.start, stop=first + slot.stop) for slot in layout.slots
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        slot = self._slots[name]
+        memory = torch.from_file(str(self._path), shared=False, size=self._num_bytes, dtype=torch.uint8)
+        return slot.view(memory)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def pop(self, name: str) -> Tensor | None:
+        """Take a tensor out, and return it; None where there is none."""
+        found = self.get(name)
+        self._slots.pop(name, None)
+        return found
+
+
+def read_shard(path: Path, file: RankFile) -> tuple[MappedTensors, Mapping[str, str]]:
     """Return the tensors of a file, which is what the manifest says of it, and its metadata.
 
-    Its size is looked at before anything is read, its header before there is memory for the rest. Raises `InputError`
-    with the path.
+    Its size is looked at before anything is read, its header before the rest. Raises `InputError` with the path.
     """
     digest = hashlib.sha256()
 
@@ -172,22 +211,19 @@ def read_shard(path: Path, file: RankFile) -> tuple[dict[str, Tensor], Mapping[s
             raise InputError(f"{path}: the file is damaged: its header of {length} bytes is too long")
         try:
             layout = Layout.parse(read(length), size - 8 - length)
-            memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        except (InputError, RuntimeError) as error:
+        except InputError as error:
             raise InputError(f"{path}: the file is damaged: {error}") from None
-        for block in blocks_of(memory):
-            fill(opened, block, path)
-            digest.update(block)
+        _hash_rest(digest, opened, path, layout.num_bytes)
     _require_digest(path, file, digest.hexdigest())
-    return layout.views(memory), layout.metadata
+    return MappedTensors(path, layout, 8 + length), layout.metadata
 
 
-def write_shard(path: Path, layout: Layout, memory: Tensor) -> RankFile:
+def write_shard(path: Path, layout: Layout, blocks: Iterable[memoryview]) -> RankFile:
     """Write a new file, and return what the manifest says of it, when it is on the disk. Raises `OSError`."""
     digest = hashlib.sha256()
     opened = os.open(path, _FLAGS, 0o666)
     try:
-        for block in (memoryview(layout.header()), *blocks_of(memory)):
+        for block in chain([memoryview(layout.header())], blocks):
             digest.update(block)
             left = block
             while left:
@@ -203,13 +239,19 @@ def write_shard(path: Path, layout: Layout, memory: Tensor) -> RankFile:
 
 def hash_file(path: Path) -> RankFile:
     """Return the name, the size and the SHA-256 of a file; raises `InputError`."""
-    digest, block = hashlib.sha256(), bytearray(BLOCK)
+    digest = hashlib.sha256()
     with open_plain(path, WHAT) as (opened, size):
-        for start in range(0, size, BLOCK):
-            part = memoryview(block)[: min(size - start, BLOCK)]
-            fill(opened, part, path)
-            digest.update(part)
+        _hash_rest(digest, opened, path, size)
     return RankFile(name=path.name, bytes=size, sha256=digest.hexdigest())
+
+
+def _hash_rest(digest: hashlib._Hash, opened: BinaryIO, path: Path, num_bytes: int) -> None:
+    """Read so many bytes of an open file into a digest."""
+    block = bytearray(min(BLOCK, num_bytes))
+    for start in range(0, num_bytes, BLOCK):
+        part = memoryview(block)[: min(num_bytes - start, BLOCK)]
+        fill(opened, part, path)
+        digest.update(part)
 
 
 def require_intact(path: Path, file: RankFile) -> None:

@@ -32,6 +32,9 @@ from .layout import RUN, StateLayout, is_plain
 MODEL, STATE, AVERAGE = "model.", OPTIMIZER, "ema."
 """How names begin: of weights and buffers, of what optimizers keep, of averages ("ema.0.<name>")."""
 
+MOST_MAPPED = 2**25
+"""How many bytes of a file are read before it is mapped anew: what was read would stay resident."""
+
 _TOGETHER = "give the files that all ranks of one run have saved after the same step"
 
 
@@ -42,7 +45,7 @@ class SavedPiece:
     path: Path
     name: str
     placement: Placement
-    open_file: Any
+    open_file: MappedFile
 
     def boxes(self) -> list[Box]:
         """Return the boxes of the full tensor that it fills; of their numbers only the places in the file are known."""
@@ -63,6 +66,7 @@ class SavedPiece:
         shape, start = self._slice().get_shape(), part.storage_offset()
         if not shape:
             return self.whole()
+        self.open_file.count(part.numel() * part.element_size())
         if len(shape) == 1:  # boxes may be strided in it
             end = start + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True)) + 1
             flat: Tensor = self._slice()[start:end]
@@ -75,12 +79,31 @@ class SavedPiece:
         return found
 
     def whole(self) -> Tensor:
-        """Return the numbers as they are in the file."""
-        found: Tensor = self.open_file.get_tensor(self.name)
+        """Return the numbers as they are in the file: a copy, since a view would keep all of the file mapped."""
+        found: Tensor = self.open_file.opened.get_tensor(self.name).clone()
+        self.open_file.count(found.nbytes)
         return found
 
     def _slice(self) -> Any:
-        return self.open_file.get_slice(self.name)
+        return self.open_file.opened.get_slice(self.name)
+
+
+class MappedFile:
+    """A safetensors file, which is mapped anew now and then, so that little of what was read of it stays resident."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self.opened = _opened(path)
+
+    def count(self, num_bytes: int) -> None:
+        """Note that so many bytes are read."""
+        self._read += num_bytes
+        if self._read > MOST_MAPPED:
+            self.opened, self._read = _opened(self._path), 0
+
+    def close(self) -> None:
+        """Let go of it; tensors that somebody still has stay."""
+        self.opened = None
 
 
 class SavedState:
@@ -113,7 +136,9 @@ class SavedState:
                 self._keys.setdefault(weight, {})[key] = None
 
     def _add(self, path: Path) -> None:
-        file = self._stack.enter_context(_opened(path))
+        mapped = MappedFile(path)
+        self._stack.callback(mapped.close)
+        file = mapped.opened
         metadata = file.metadata() or {}
         layout = _read_layout(path, metadata)
         if RUN in metadata:
@@ -126,9 +151,9 @@ class SavedState:
             shape = tuple(file.get_slice(name).get_shape())
             whole = Placement(shape, shape, (0,) * len(shape))
             if name in layout.beside:
-                self.beside.setdefault(name, []).append(SavedPiece(path, name, layout.beside[name], file))
+                self.beside.setdefault(name, []).append(SavedPiece(path, name, layout.beside[name], mapped))
             else:
-                piece = SavedPiece(path, name, layout.placements.get(name, whole), file)
+                piece = SavedPiece(path, name, layout.placements.get(name, whole), mapped)
                 _require_sane(piece, shape)
                 self.pieces.setdefault(name, []).append(piece)
 

@@ -183,7 +183,7 @@ def _of_step(state: Mapping[str, Value], step: tuple[int, ...]) -> Mapping[str, 
     if not any(name.startswith(marks) for name in state):
         return state
     mine = f"{BESIDE}{_mark(step)}"
-    return {BESIDE + name.removeprefix(mine): tensor for name, tensor in state.items() if name.startswith(mine)}
+    return {BESIDE + name.removeprefix(mine): state[name] for name in state if name.startswith(mine)}
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -250,7 +250,7 @@ def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapp
     masters.publish(list(stages))
     for name, master, stepper, kept in _optimizer_state(stages, steppers, masters):
         prefix = f"optimizer.{name}."
-        brought = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+        brought = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
         kept.clear()
         flat = {key: tensor.to(stepper.home_of(master, key), copy=True) for key, tensor in brought.items()}
         kept.update(kept_of(flat, master.device))

@@ -156,10 +156,10 @@ class Averages:
 
 def _by_number(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in state.items():
+    for name in state:  # of a file, tensors are not all mapped at once
         if name.startswith("ema."):
             _, number, rest = name.split(".", 2)
-            found.setdefault(int(number), {})[rest] = tensor
+            found.setdefault(int(number), {})[rest] = state[name]
     return found
 
 

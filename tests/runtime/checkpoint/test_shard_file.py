@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ from torch import Tensor
 
 from quintsched.errors import InputError, UsageError
 from quintsched.runtime.blocks.number_types import TYPES
+from quintsched.runtime.checkpoint import shard_file
 from quintsched.runtime.checkpoint.host_buffer import HostBuffer
-from quintsched.runtime.checkpoint.shard_file import Layout, hash_file, read_shard, write_shard
+from quintsched.runtime.checkpoint.shard_file import (
+    Layout,
+    blocks_of,
+    blocks_of_state,
+    hash_file,
+    read_shard,
+    write_shard,
+)
 
 
 def tensors() -> dict[str, Tensor]:
@@ -31,7 +40,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def same(found: Mapping[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
@@ -43,7 +52,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_safetensors_reads_what_we_write_and_we_what_it_writes(tmp_path: Path) -> None:
     ours, theirs, state = tmp_path / "ours", tmp_path / "theirs", tensors()
     layout, memory = HostBuffer(torch.device("cpu")).take(state, {"key": "text"})
-    file = write_shard(ours, layout, memory)
+    file = write_shard(ours, layout, blocks_of(memory))
     assert file == hash_file(ours)
     same(load_file(ours), state)
     found, metadata = read_shard(ours, file)
@@ -53,6 +62,32 @@ def test_safetensors_reads_what_we_write_and_we_what_it_writes(tmp_path: Path) -
     found, metadata = read_shard(theirs, hash_file(theirs))
     same(found, state)
     assert metadata == {"a": "b"}
+
+
+def test_a_save_that_is_waited_for_writes_the_same_bytes_without_a_copy_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_file, "BLOCK", 16)
+    state = tensors() | {"long": torch.arange(50, dtype=torch.float64), "cut": torch.arange(40.0).reshape(8, 5)[:, :3]}
+    layout, memory = HostBuffer(torch.device("cpu")).take(state, {"key": "text"})
+    files = [
+        write_shard(tmp_path / str(number), layout, blocks)
+        for number, blocks in enumerate((blocks_of(memory), blocks_of_state(layout, state)))
+    ]
+    assert files[0].sha256 == files[1].sha256
+
+
+def test_who_changes_what_was_read_changes_neither_the_file_nor_what_others_read(tmp_path: Path) -> None:
+    path, state = tmp_path / "file", tensors()
+    layout, memory = HostBuffer(torch.device("cpu")).take(state, {})
+    file = write_shard(path, layout, blocks_of(memory))
+    found, _ = read_shard(path, file)
+    found["one"].zero_()
+    kept = found["turned"]
+    path.unlink()
+    assert torch.equal(kept, state["turned"])
+    write_shard(path, layout, blocks_of(memory))
+    same(read_shard(path, file)[0], state)
 
 
 def test_tensors_that_do_not_lie_as_their_type_has_to_are_read() -> None:
