@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quintsched.errors import QuintschedError, UsageError, nearest, quoted, suggest
+from quintsched.errors import QuintschedError, UsageError, nearest, printable, quoted, suggest
 
 if TYPE_CHECKING:
     from quintsched.schedules import Schedule
@@ -40,6 +40,14 @@ def file_of(name: str) -> str:
     return name.rpartition(":")[0] if is_user_object(name) else name
 
 
+def require_file(path: Path) -> None:
+    """Raise `UsageError`, which says where it was looked for, unless a user's file is there."""
+    if not os.path.isfile(path):
+        siblings = (str(sibling) for sibling in sorted(path.parent.glob("*.py")))
+        folder = "" if path.is_absolute() else f" in {printable(os.getcwd())}"
+        raise UsageError(f"there is no file {quoted(str(path))}{folder}{nearest(str(path), siblings)}")
+
+
 def load_object(name: str) -> Any:
     """Return the object that "my_file.py:name" names; the path is relative to the current directory.
 
@@ -53,9 +61,7 @@ def load_object(name: str) -> Any:
         raise UsageError(f"{quoted(name)} does not name an object of a file: not all of it can be seen")
     if not is_user_object(name) or not attribute:
         raise UsageError(f"{quoted(name)} does not name an object of a file; write it as my_file.py:name")
-    if not os.path.isfile(path):
-        siblings = (str(sibling) for sibling in sorted(path.parent.glob("*.py")))
-        raise UsageError(f"there is no file {quoted(file)}{nearest(file, siblings)}")
+    require_file(path)
     module = _import_file(path.resolve())
     if not hasattr(module, attribute):
         raise UsageError(f"{file} has no {quoted(attribute)}{suggest(attribute, _own_names(module))}")

@@ -6,6 +6,7 @@ rank 1 waits for its RecvGrad(stage=1, microbatch=0, peer=2) from it since 0.4 s
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 
@@ -29,6 +30,9 @@ PHASES = {
     "ended": "at the end of its run",
 }
 
+
+_EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?::|$)")
+"""How the words of an exception begin that is not ours: with its class."""
 
 LEFT = "it left its loop, or closed its engine, while others go on"
 """What a rank did that has done all it should, by its own account, and that others wait for."""
@@ -118,13 +122,19 @@ def ending(fate: Fate) -> str:
         case "stopped":
             return f"is stopped, as by SIGSTOP{because},"
         case "error":
-            return f"raised {text or 'an error'}," if fate.code is None else f"raised {text} (exit code {fate.code}),"
+            did = f"{_verb(text)} {text}" if text else "raised an error"
+            return f"{did}," if fate.code is None else f"{did} (exit code {fate.code}),"
         case "gone":
             return f"ended, nobody saw how{because},"
         case "unreachable":
             return f"cannot be reached{because}; it was last heard of"
         case "silent":
             return f"does not answer{because}, as if it were stopped; it was last heard of"
+
+
+def _verb(text: str) -> str:
+    """Say how an error of a rank is introduced: what is a sentence of ours already says who raised what."""
+    return "raised" if _EXCEPTION.match(text) else "failed:"
 
 
 def _shortened(text: str) -> str:

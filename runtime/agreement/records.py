@@ -23,7 +23,7 @@ import torch
 import quintsched
 from quintsched.errors import QuintschedError
 from quintsched.plan import Plan
-from quintsched.user_code import file_of, is_user_object
+from quintsched.user_code import file_of, is_user_object, require_file
 
 from ..comm import Transport
 from ..job.config import JobConfig
@@ -89,10 +89,13 @@ def code_settings(job: JobConfig) -> dict[str, Plain]:
 
 
 def user_files(job: JobConfig) -> list[Path]:
-    """Return the files of the user's code that a job names."""
+    """Return the files of the user's code that a job names; raises `UsageError` where one is not there."""
     settings = dict(flatten(job.model_dump()))
     named = [settings.get(name) for name in CODE_SETTINGS]
-    return sorted({Path(file_of(name)) for name in named if isinstance(name, str) and is_user_object(name)})
+    files = sorted({Path(file_of(name)) for name in named if isinstance(name, str) and is_user_object(name)})
+    for file in files:
+        require_file(file)
+    return files
 
 
 def world_settings(transport: Transport) -> dict[str, Plain]:

@@ -43,9 +43,19 @@ class TestUserFiles:
         monkeypatch.chdir(tmp_path)
         assert load_object("mine.py:thing") is absolute
 
+    def test_what_is_missing_is_looked_for_in_a_folder_that_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.write(tmp_path, "def build(): pass")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        for name in ("my mine.py", "mine.py", "code/mine.py"):
+            with pytest.raises(UsageError, match=f"there is no file '{name}' in {tmp_path}/elsewhere$"):
+                load_object(f"{name}:build")
+
     def test_what_is_missing(self, tmp_path: Path) -> None:
         file = self.write(tmp_path, "def build(a): pass\nvalue = 3")
-        with pytest.raises(UsageError, match=r"there is no file .*mien\.py'; did you mean '.*mine\.py'"):
+        with pytest.raises(UsageError, match=r"there is no file .*mien\.py'.*; did you mean '.*mine\.py'"):
             load_object(f"{tmp_path}/mien.py:build")
         with pytest.raises(UsageError, match="there is no file"):
             load_object(f"{tmp_path}/empty/mine.py:build")

@@ -206,7 +206,7 @@ def test_what_one_rank_refuses_is_said_once(job_file: Path, tmp_path: Path, sect
     name = f"{section}={{name: '{odd}:{'load' if section == 'data' else 'build'}'}}"
     code, _, err = launch("--config", job_file, "--set", "parallel.mesh=dp=2", "--set", name)
     assert (code, err.count("not on this one")) == (2, 1)
-    whose = r"rank 1 \(host [^)]+\) raised " if section == "model" else ""
+    whose = r"rank 1 \(host [^)]+\) failed: " if section == "model" else ""
     assert re.match(f"error: {whose}{odd}:2: the import failed: AssertionError: not on this one", err)
 
 

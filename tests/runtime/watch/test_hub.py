@@ -140,7 +140,7 @@ def test_a_rank_hears_whether_its_refusal_was_said(
             ranks[rank].stdin.flush()  # type: ignore[union-attr]
         found = hub.wait(5)
         assert (found is None) is (refusing == (0, 1))
-        assert found is None or (found.culprits == (1,) and "raised no" in found.message)
+        assert found is None or (found.culprits == (1,) and "failed: no" in found.message)
         for rank in refusing:
             assert ranks[rank].stdout.readline() == f"{said}\n"  # type: ignore[union-attr]
 
@@ -249,7 +249,7 @@ def test_a_rank_that_cannot_connect_says_why_and_where(
     assert verdict is not None
     assert (verdict.culprits, verdict.exit_code, verdict.comes_again) == ((1,), 2, False)
     assert verdict.message.startswith(
-        f"rank 1 (host {socket.gethostname()}, pp=1) raised model.py:3: the import failed"
+        f"rank 1 (host {socket.gethostname()}, pp=1) failed: model.py:3: the import failed"
     )
 
 
