@@ -300,6 +300,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         if self._is_closed:
             raise UsageError("this engine was closed; make a new one")
         try:
+            self._model.follow_model()
             prepared = None if targets is None else self._prepare(targets)
             batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
         except (MisfitError, UsageError) as error:

@@ -20,10 +20,18 @@ import functools
 import hashlib
 from argparse import Namespace
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import count
 from random import Random, SystemRandom
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,13 +64,23 @@ class HostState:
     Args:
         modules: roots by their names.
         functions: what else is called, by names.
+        inner: whether the modules in a root are watched as well.
+        beside: modules by names of which only the attributes are watched that code of the others names.
 
     Attributes:
         unseen: the name of an iterator among it, of which nobody can tell where it is; None: there is none.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], functions: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        functions: Mapping[str, Any],
+        *,
+        inner: bool = True,
+        beside: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
         self.unseen: str | None = None
+        self._inner = inner
         self._slots: list[_Slot] = []
         self._names = {"forward", "__call__"}
         self._known: dict[int, Any] = {}
@@ -73,11 +91,12 @@ class HostState:
             self._enter_module(name, root, is_trained=True)
         for name, function in functions.items():
             self._enter(name, function)
-        before = -1
-        while before != len(self._looked_up):  # names that were found late are looked up everywhere
-            before = len(self._looked_up)
-            for name, holder in list(self._holders):
-                self._look_up(name, holder)
+        self._look_up_all()
+        for name, module in beside.items():
+            own = vars(module)
+            for key in self._names & (own.keys() - _OF_TORCH):
+                self._found(f"{name} ({type(module).__name__}).{key}", functools.partial(own.get, key, _GONE))
+        self._look_up_all()
 
     @property
     def is_whole(self) -> bool:
@@ -86,11 +105,24 @@ class HostState:
 
     def changed(self) -> str | None:
         """Return the name of the first thing that is not as it was; None where all is."""
+        return next((name for name, _, _ in self.changes()), None)
+
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the name of each thing that is not as it was, and what was seen and is there now."""
         for name, read, seen in self._slots:
             now = read()
             if now is not seen and not _is_same(now, seen):
-                return name
-        return None
+                yield name, seen, now
+
+    @property
+    def names(self) -> Set[str]:
+        """The names that the code names."""
+        return self._names
+
+    def let_go(self) -> None:
+        """Hold no more of what is watched than the places where it is; nothing new is found from now on."""
+        self._known.clear()
+        self._holders.clear()
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors among it, buffers of modules too, but for their weights."""
@@ -142,7 +174,7 @@ class HostState:
             self._enter(name, thing)
 
     def _enter_module(self, name: str, root: nn.Module, *, is_trained: bool = False) -> None:
-        for inner, module in root.named_modules():
+        for inner, module in root.named_modules() if self._inner else [("", root)]:
             kind = type(module)
             label = f"{name}{inner and '.'}{inner} ({kind.__name__})"
             self._known[id(module)] = module
@@ -202,6 +234,13 @@ class HostState:
             if all(isinstance(entry, PLAIN) for entry in entries):
                 self._watch(name, lambda: tuple(base.__iter__(container)))
             self._enter_all(name, entries)
+
+    def _look_up_all(self) -> None:
+        before = -1
+        while before != len(self._looked_up):  # names that were found late are looked up everywhere
+            before = len(self._looked_up)
+            for name, holder in list(self._holders):
+                self._look_up(name, holder)
 
     def _look_up(self, name: str, holder: Any) -> None:
         """Watch what a holder has under the names that code names."""

@@ -45,6 +45,11 @@ def find_accelerator() -> torch.device | None:
     return found if found is not None and found.type in _LIBRARIES else None
 
 
+def device_kinds() -> tuple[str, ...]:
+    """Return the kinds of devices that modes of torch are kept for."""
+    return ("cpu", *_LIBRARIES)
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Whether the host runs ahead of a device."""
     return device.type in _LIBRARIES

@@ -4,5 +4,5 @@
 
 `frame` is a copy whose forward can be walked without weights, `flow` what such walks find out, `parts` the blocks that
 come of it, `structure` where layers are, `adapters` what is known of a library; `traced` finds the steps of a forward
-by symbols instead. Imports `parallel` and `blocks`.
+by symbols instead. Imports `examine`, `parallel` and `blocks`.
 """

@@ -11,6 +11,9 @@ In the experiment of a block its own weights and its hidden state are finite num
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +22,210 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from quintsched.errors import MisfitError
 
-from .flow import Flow, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
+from ..blocks.untouched import run_alone, untouched
+from ..examine.drawn_values import DrawnValues
+from ..examine.followed import label_of
+from ..examine.modes import Modes
+from ..examine.steady_state import changing
+from .building import BlockBuilder
+from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
 from .frame import Frame, Walk
 
 Place = tuple[int, str]
 """A call, and a place among its arguments."""
+
+
+def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], drawn: DrawnValues | None = None) -> Flow:
+    """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer.
+
+    `drawn` watches the code between layers.
+    """
+    walk = _Capture(frame, model, torch.device("cpu"), drawn)
+    frame.set_training(True)  # code between layers that drops out makes something else of a hidden state
+    try:
+        with torch.enable_grad(), nullcontext() if drawn is None else drawn:
+            walk.around = Modes.now()
+            walk.run(inputs)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise MisfitError(
+            f"the forward of {type(frame.root).__name__} differentiates through its layers ({error}), which lie on "
+            "several ranks; let one block have the gradient and all that it is of: split(model, blocks=[…])"
+        ) from error
+    frame.set_training(False)
+    if not walk.flow.calls:
+        raise MisfitError(f"the forward of {type(frame.root).__name__} calls none of {', '.join(frame.layers[:4])}")
+    return walk.flow
+
+
+class _Capture(Walk):
+    """Notes what is called; all weights and hidden states are unknown."""
+
+    def __init__(self, frame: Frame, model: nn.Module, device: torch.device, drawn: DrawnValues | None) -> None:
+        super().__init__(frame, device)
+        self._model, self._drawn = model, drawn
+        self.around = Modes.now()
+        self.flow = Flow()
+        self._hidden: Tensor | None = None
+
+    def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flow, given = self.flow, by_place((args, kwargs))
+        hidden = next((leaf for leaf in given.values() if leaf is self._hidden), None)
+        is_same = hidden is not None
+        hidden = hidden if is_same else next(filter(is_number, given.values()), None)
+        marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
+        places = [place for place, leaf in marks.items() if leaf is HIDDEN]
+        is_plain = (
+            (is_same or not number)
+            and bool(places)
+            and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
+        )
+        modes = Modes.now()
+        with nullcontext() if self._drawn is None else self._drawn.within(counts=False):
+            made = self._made(layer, args, kwargs, given)
+        flow.modes.append(None if modes == self.around else modes)
+        flow.calls.append(self.frame.name_of(layer))
+        flow.entries.append(places[0] if places else "")
+        flow.arguments.append(replaced((args, kwargs), marks) if is_plain and (is_same or not number) else None)
+        flow.repeats.append(len(places) == 1 and (is_same or not number))
+        flow.keeps.append(hidden is not None and made.sample.shape == hidden.shape)
+        flow.results.append(made)
+        flow.beside.append([])
+        flow.weights.append([])
+        flow.buffers.append([])
+        self._hidden = self.fill(made.sample)
+        return made.rebuilt(self._hidden, (args, kwargs))
+
+    def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
+        """Run a layer for the form of what it gives: on the meta device, or if it looks at its numbers, as it is."""
+        name = self.frame.name_of(layer)
+        self.inside = True
+        try:
+            made, tensors = self._run_layer(layer, (args, kwargs), "meta")
+        except Exception:
+            own = self._model.get_submodule(name)
+            if any(p.is_meta for p in own.parameters()):
+                own = BlockBuilder(self._model, partial(self._model.get_submodule, name))()
+            with untouched(own):
+                made, tensors = self._run_layer(own, (args, kwargs), "cpu")
+        finally:
+            self.inside = False
+        places = {id(tensor): place for tensor, place in zip(tensors, given, strict=True) if isinstance(tensor, Tensor)}
+        leaves, form = tree_flatten(made)
+        first = next((leaf for leaf in leaves if is_number(leaf)), None)
+        if first is None:
+            raise MisfitError(f"{name!r} gives no tensor of floating point")
+        marks: list[str | Mark | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves]
+        return Result(
+            form, tuple(marks), tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        )
+
+    def _run_layer(self, layer: nn.Module, call: Call, device: str) -> tuple[Any, list[Any]]:
+        """Return what a layer gives, and what it was given: tensors of some device, without anything unknown."""
+        leaves, spec = tree_flatten(call)
+        given = [leaf.to(device).nan_to_num(0.1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(given, spec)
+        return run_alone(lambda call: layer(*call[0], **call[1]), (args, kwargs))[0], given
+
+    def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        called = self.flow.beside[self.calls]
+        name = self.frame.name_of(module)
+        if name not in called:
+            called.append(name)
+        if self._drawn is None:
+            return super().beside(module, args, kwargs)
+        with self._drawn.within():
+            made = super().beside(module, args, kwargs)
+        self._drawn.returned(made)
+        return made
+
+    def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
+        self._note(self.flow.weights, owner, name)
+        return super().weight(owner, name, parameter)
+
+    def note_read(self, owner: nn.Module, name: str) -> None:
+        if name not in owner._non_persistent_buffers_set:
+            self._note(self.flow.buffers, owner, name)
+
+    def _note(self, used: list[list[str]], owner: nn.Module, name: str) -> None:
+        full = f"{self.frame.name_of(owner)}.{name}".removeprefix(".")
+        if full not in used[self.calls]:
+            used[self.calls].append(full)
+
+
+def _is_setting(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, bool | str)
+
+
+@dataclass
+class Found:
+    """What the forward of a model was found to do: what it calls, what its blocks are, and which inputs they need."""
+
+    flow: Flow
+    spans: list[Span]
+    unneeded: dict[str, Tensor]
+
+
+def explore(
+    frame: Frame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
+) -> Found:
+    """Find out what a forward does; with `is_own`, one that no library has, it has to do the same in every run.
+
+    Raises `MisfitError`.
+    """
+    flows: list[Flow] = []
+    drawn = DrawnValues() if is_own else None
+
+    def run(given: Mapping[str, Any] = inputs) -> None:
+        flows.append(capture(frame, model, given, drawn))
+
+    if is_own:
+        _require_steady(frame, model, run, lambda: _run_for_others(run, inputs))
+    else:
+        run()
+    if drawn is not None and drawn.reached:
+        raise MisfitError(
+            f"the forward of {type(model).__name__} makes Python values of random draws between its layers "
+            f"({drawn.reached}), which other ranks would draw otherwise; keep draws in tensors, or within a layer"
+        )
+    flow = flows[0]
+    spans = spans_of(flow)
+    flow.riders = find_riders(frame, flow, spans, inputs, select)
+    return Found(flow, spans, find_unneeded(frame, flow, spans, inputs, select))
+
+
+def _require_steady(frame: Frame, model: nn.Module, run: Callable[[], None], again: Callable[[], None]) -> None:
+    everything = {label_of(name): module for name, module in frame.root.named_modules()}
+    modules = {label_of(name): everything[label_of(name)] for name in frame.followed}
+    others = {name: module for name, module in everything.items() if name not in modules}
+    name = changing(modules, others, run, again)
+    if name is not None:
+        raise MisfitError(
+            f"the forward of {type(model).__name__} changes {name} between its layers, where each block would have "
+            "its own: hold it in a buffer of one layer, or change it in the training loop"
+        )
+
+
+def _run_for_others(run: Callable[[Mapping[str, Any]], None], inputs: Mapping[str, Any]) -> None:
+    """Run for other numbers of the same shapes; for the same, where it takes no others."""
+    others = {n: t.flip([*range(t.dim())]) if isinstance(t, Tensor) else t for n, t in inputs.items()}
+    try:
+        run(others)
+    except Exception:
+        run(inputs)
+
+
+def spans_of(flow: Flow) -> list[Span]:
+    """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
+    count = len(flow.calls)
+    before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
+    before = before and bool(flow.entries[0])
+    spans = [Span(range(0, 0), is_first=True)] if before else []
+    for call in range(count):
+        is_first, is_last = call == 0 and not before, call == count - 1 and not behind
+        spans.append(Span(range(call, call + 1), is_first, is_last, enters_call=call == 0 and before))
+    return [*spans, Span(range(count, count), is_last=True)] if behind else spans
 
 
 def find_riders(
@@ -138,7 +340,7 @@ class _Experiment(SpanWalk):
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note what a call is given; its own results are finite, all others unknown."""
-        result, span = self.flow.results[number], self.span
+        result, span = self._known(layer, number), self.span
         if number == 0 and span.enters_call:
             args, kwargs = replaced((args, kwargs), {self.flow.entries[0]: self.hidden})
         given = by_place((args, kwargs))

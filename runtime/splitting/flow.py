@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from quintsched.errors import MisfitError
 
-from ..blocks.untouched import run_alone, untouched
-from .building import BlockBuilder
+from ..examine.modes import Modes
 from .frame import Frame, Walk
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -122,6 +120,7 @@ class Flow:
         arguments: for each call, what its layer is called with, where that is a hidden state and no other tensor.
         repeats: for each call, whether what it is called with depends on no hidden state but for that itself.
         riders: what travels besides the hidden state and the model's inputs.
+        modes: for each call, the modes of torch that it runs under, where these are not those around the model.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -134,6 +133,13 @@ class Flow:
     arguments: list[Call | None] = field(default_factory=list)
     repeats: list[bool] = field(default_factory=list)
     riders: list[Rider] = field(default_factory=list)
+    modes: list[Modes | None] = field(default_factory=list)
+
+    def is_like(self, other: Flow) -> bool:
+        """Whether another one calls the same in the same way; samples and settings may be others."""
+        forms = [[(r.spec, r.leaves, r.sample.shape, r.sample.dtype) for r in flow.results] for flow in (self, other)]
+        names = ("calls", "beside", "weights", "buffers", "entries", "keeps", "repeats", "riders", "modes")
+        return forms[0] == forms[1] and all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def by_place(tree: Any) -> dict[str, Any]:
@@ -155,112 +161,6 @@ def is_number(leaf: Any) -> bool:
 def is_unknown(leaf: Any) -> bool:
     """Whether a leaf depends on what is not there."""
     return is_number(leaf) and bool(leaf.isnan().any())
-
-
-def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any]) -> Flow:
-    """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer."""
-    walk = _Capture(frame, model, torch.device("cpu"))
-    frame.set_training(True)  # code between layers that drops out makes something else of a hidden state
-    try:
-        walk.run(inputs)
-    except RuntimeError as error:
-        if "does not require grad" not in str(error):
-            raise
-        raise MisfitError(
-            f"the forward of {type(frame.root).__name__} differentiates through its layers ({error}), which lie on "
-            "several ranks; let one block have the gradient and all that it is of: split(model, blocks=[…])"
-        ) from error
-    frame.set_training(False)
-    if not walk.flow.calls:
-        raise MisfitError(f"the forward of {type(frame.root).__name__} calls none of {', '.join(frame.layers[:4])}")
-    return walk.flow
-
-
-class _Capture(Walk):
-    """Notes what is called; all weights and hidden states are unknown."""
-
-    def __init__(self, frame: Frame, model: nn.Module, device: torch.device) -> None:
-        super().__init__(frame, device)
-        self._model = model
-        self.flow = Flow()
-        self._hidden: Tensor | None = None
-
-    def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flow, given = self.flow, by_place((args, kwargs))
-        hidden = next((leaf for leaf in given.values() if leaf is self._hidden), None)
-        is_same = hidden is not None
-        hidden = hidden if is_same else next(filter(is_number, given.values()), None)
-        marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
-        places = [place for place, leaf in marks.items() if leaf is HIDDEN]
-        is_plain = bool(places) and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
-        is_plain = is_plain and (is_same or not number)  # not where code between layers has made something else of it
-        made = self._made(layer, args, kwargs, given)
-        flow.calls.append(self.frame.name_of(layer))
-        flow.entries.append(places[0] if places else "")
-        flow.arguments.append(replaced((args, kwargs), marks) if is_plain else None)
-        flow.repeats.append(len(places) == 1 and (is_same or not number))
-        flow.keeps.append(hidden is not None and made.sample.shape == hidden.shape)
-        flow.results.append(made)
-        flow.beside.append([])
-        flow.weights.append([])
-        flow.buffers.append([])
-        self._hidden = self.fill(made.sample)
-        return made.rebuilt(self._hidden, (args, kwargs))
-
-    def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
-        """Run a layer for the form of what it gives: on the meta device, or if it looks at its numbers, as it is."""
-        name = self.frame.name_of(layer)
-        self.inside = True
-        try:
-            made, tensors = self._run_layer(layer, (args, kwargs), "meta")
-        except Exception:
-            own = self._model.get_submodule(name)
-            if any(p.is_meta for p in own.parameters()):
-                own = BlockBuilder(self._model, partial(self._model.get_submodule, name))()
-            with untouched(own):
-                made, tensors = self._run_layer(own, (args, kwargs), "cpu")
-        finally:
-            self.inside = False
-        places = {id(tensor): place for tensor, place in zip(tensors, given, strict=True) if isinstance(tensor, Tensor)}
-        leaves, form = tree_flatten(made)
-        first = next((leaf for leaf in leaves if is_number(leaf)), None)
-        if first is None:
-            raise MisfitError(f"{name!r} gives no tensor of floating point")
-        marks: list[str | Mark | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves]
-        return Result(
-            form, tuple(marks), tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        )
-
-    def _run_layer(self, layer: nn.Module, call: Call, device: str) -> tuple[Any, list[Any]]:
-        """Return what a layer gives, and what it was given: tensors of some device, without anything unknown."""
-        leaves, spec = tree_flatten(call)
-        given = [leaf.to(device).nan_to_num(0.1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(given, spec)
-        return run_alone(lambda call: layer(*call[0], **call[1]), (args, kwargs))[0], given
-
-    def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        called = self.flow.beside[self.calls]
-        name = self.frame.name_of(module)
-        if name not in called:
-            called.append(name)
-        return super().beside(module, args, kwargs)
-
-    def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
-        self._note(self.flow.weights, owner, name)
-        return super().weight(owner, name, parameter)
-
-    def note_read(self, owner: nn.Module, name: str) -> None:
-        if name not in owner._non_persistent_buffers_set:
-            self._note(self.flow.buffers, owner, name)
-
-    def _note(self, used: list[list[str]], owner: nn.Module, name: str) -> None:
-        full = f"{self.frame.name_of(owner)}.{name}".removeprefix(".")
-        if full not in used[self.calls]:
-            used[self.calls].append(full)
-
-
-def _is_setting(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, bool | str)
 
 
 def _hole(constant: Any, hidden: Tensor) -> Any:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from quintsched.errors import MisfitError
 
 from ..blocks.untouched import run_alone
+from ..examine.followed import tensors_in
 
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
@@ -39,6 +40,7 @@ class Frame:
 
     Attributes:
         root: the copy.
+        followed: the names of the modules whose code runs in it.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
@@ -60,6 +62,7 @@ class Frame:
                 _become(module, _Beside)
                 if any(True for _ in module.parameters()):
                     module.to("meta")
+        self.followed = [name for name, module in self.root.named_modules() if _is_here(module)]
         self._index()
 
     def _index(self) -> None:
@@ -71,9 +74,20 @@ class Frame:
     def copy(self) -> Frame:
         """Return another frame of the same model, which shares nothing with this one."""
         other = object.__new__(Frame)
-        other.layers, other.root = self.layers, copy.deepcopy(self.root)
+        other.layers, other.followed, other.root = self.layers, self.followed, copy.deepcopy(self.root)
         other._index()
         return other
+
+    def follow_tensors(self, model: nn.Module) -> None:
+        """Let what runs in the frame have the model's buffers and tensors in attributes, or their numbers elsewhere."""
+        for name in self.followed:
+            module, its = self.root.get_submodule(name), tensors_in(model.get_submodule(name))
+            own = tensors_in(module)
+            for key in own.keys() & its.keys():
+                if own[key].device == its[key].device:
+                    (module._buffers if key in module._buffers else vars(module))[key] = its[key]
+                elif own[key].shape == its[key].shape and not own[key].is_meta:
+                    own[key].copy_(its[key])
 
     def name_of(self, module: nn.Module) -> str:
         """Return the name of a module of the frame in the model."""
@@ -102,6 +116,11 @@ class Frame:
         """Let the code between the layers know whether it is training."""
         for way in self.ways:
             way.training = training
+
+
+def _is_here(module: nn.Module) -> bool:
+    """Whether a module's own code runs in a frame."""
+    return isinstance(module, _Way) or (isinstance(module, _Beside) and not any(True for _ in module.parameters()))
 
 
 def _ends(name: str) -> list[int]:

@@ -12,9 +12,12 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
+from ..comm.device import draws_undone
+from ..examine.followed import Followed, tensors_in
 from .adapters import routers, transformers
 from .adapters.attention import Sight
-from .flow import HIDDEN, Call, Flow, Span, SpanWalk, Stop, replaced
+from .experiments import Found
+from .flow import HIDDEN, Call, SpanWalk, Stop, replaced
 from .frame import Frame
 
 
@@ -23,8 +26,7 @@ class Origin:
 
     Args:
         frame: the model's forward.
-        flow: what is known of it.
-        spans: which part each block is.
+        found: what its forward was found to do.
         inputs: the names of the inputs that its forward takes, the first one first.
         settings: what else its forward is called with.
         select: what of the model's output the last block returns.
@@ -33,15 +35,17 @@ class Origin:
         has_routers: whether its loss has a part of its routers, whose logits ride along to the last block.
 
     Attributes:
+        flow: what passes between its layers.
+        spans: which part each block is.
         uncarried: inputs that no later block needs, as samples on the meta device.
         unused: names of weights and saved buffers that no block uses; the last one has them, to be saved with the rest.
+        frames: the frames in which its forward runs: its own, and those of blocks.
     """
 
     def __init__(
         self,
         frame: Frame,
-        flow: Flow,
-        spans: Sequence[Span],
+        found: Found,
         inputs: Sequence[str],
         settings: Mapping[str, Any],
         select: Callable[[Any], Any],
@@ -49,15 +53,56 @@ class Origin:
         pools: bool = False,
         has_routers: bool = False,
     ) -> None:
-        self.frame, self.flow, self.spans = frame, flow, tuple(spans)
+        self.frame, self.flow, self.spans = frame, found.flow, tuple(found.spans)
         self.inputs, self.settings, self.select = tuple(inputs), dict(settings), select
         self.sees, self.pools, self.has_routers = sees, pools, has_routers
-        self.uncarried: dict[str, Tensor] = {}
         self.unused: list[str] = []
+        self.uncarried = found.unneeded
+        self.frames = [frame]
+        self._watched: tuple[Followed, Callable[[nn.Module], Found]] | None = None
+        self._numbers: dict[int, int] = {}
         self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self
+
+    def watch(self, model: nn.Module, search: Callable[[nn.Module], Found]) -> None:
+        """Follow what the forward of a model reads on the host; `search` finds again what it does."""
+        self._watched = Followed(model, self.frame.followed), search
+
+    def follow(self) -> None:
+        """Let the forward be that of the model as it is now; raises `MisfitError` where it does something else."""
+        if self._watched is None or (model := self._watched[0].model()) is None:
+            return
+        followed, search = self._watched
+        versions = self._versions(model)
+        changed = followed.changed()
+        if versions != self._numbers:
+            self._numbers = versions
+            for frame in self.frames:
+                frame.follow_tensors(model)
+            self._last = ((), torch.float32, {})
+        if changed is None:
+            return
+        for frame in self.frames:
+            followed.copy_attributes(frame.root)
+        followed.note()
+        says = f"{changed} is no longer what it was when the {type(model).__name__} was split"
+        with draws_undone():
+            try:
+                found = search(model)
+            except MisfitError as error:
+                raise MisfitError(f"{says}: {error}") from error
+        for frame in self.frames:
+            frame.follow_tensors(model)
+        if not self.flow.is_like(found.flow) or self.uncarried.keys() != found.unneeded.keys():
+            raise MisfitError(f"{says}, and steers what its forward does; split the model again")
+        self.flow.arguments = found.flow.arguments
+        self._last = ((), torch.float32, {})
+
+    def _versions(self, model: nn.Module) -> dict[int, int]:
+        held = (tensors_in(model.get_submodule(name)).values() for name in self.frame.followed)
+        return {id(tensor): tensor._version for tensors in held for tensor in tensors if not tensor.is_inference()}
 
     def takes(self, number: int) -> tuple[str, ...]:
         """Return by which names block `number` takes more than what the block before leaves."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..blocks.blocks import Carry
 from ..blocks.untouched import asks_for_graph
+from ..examine.modes import recordable
 from .adapters import routers
 from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
@@ -46,7 +47,11 @@ class _LayerBlock:
                 outer: nn.Module = self.get_submodule(OUTER)  # type: ignore[attr-defined]
                 _show_weights(origin.frame, outer, self._read, is_meta=hidden.is_meta)
             args, kwargs = origin.arguments(self._number, hidden, given, sight, training=self.training)
-            with routers.collecting(wanted=origin.has_routers) as logits:
+            modes = origin.flow.modes[call]
+            with (
+                nullcontext() if modes is None else modes.entered(),
+                routers.collecting(wanted=origin.has_routers) as logits,
+            ):
                 try:
                     left = hidden_of(origin.flow.results[call], super().forward(*args, **kwargs))  # type: ignore[misc]
                 except Exception as error:
@@ -54,6 +59,7 @@ class _LayerBlock:
                     if not looks_at_numbers or not origin.flow.keeps[call] or (origin.has_routers and not logits):
                         raise
                     left = torch.empty_like(hidden)
+        left = recordable(left)
         return Carry(left, **{routers.rider(call): routers.joined(logits, len(hidden))}) if logits else left
 
 
@@ -128,6 +134,7 @@ class Segment(nn.Module):
         for name in names:
             _hang(self, name, model.get_submodule(name))
         self._place = _Place(origin.frame.copy(), [name for name in names if name not in layers])
+        origin.frames.append(self._place.frame)
         weights = {name for phase in span.phases for name in (*flow.weights[phase], *flow.buffers[phase])}
         weights |= set(origin.unused) if span.is_last else set()
         self._weights = sorted(name for name in weights if not name.startswith(tuple(f"{n}." for n in names)))
@@ -141,7 +148,8 @@ class Segment(nn.Module):
             whole, sight = sight.context.whole, None
             given, extras = tree_map_only(Tensor, whole, (given, {**extras, "context": None}))
         with _seeing(self, self._place.frame, sight):
-            return self._run_seeing(given, extras, sight)
+            made = self._run_seeing(given, extras, sight)
+        return made if torch.is_inference_mode_enabled() else recordable(made)
 
     def _run_seeing(self, given: Any, extras: dict[str, Any], sight: Sight | None) -> Any:
         origin, span = self._origin, self._origin.spans[self._number]

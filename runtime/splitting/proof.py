@@ -1,41 +1,209 @@
-"""The proof of a split: the whole model and the chain of its blocks give the same numbers for a small input."""
+"""The proof of a split: the whole model and the chain of its blocks do the same with a small input.
+
+in evaluation          outputs, gradients of weights and of inputs
+in training, of own    the same, and what is left in buffers; unless numbers were drawn
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from quintsched.errors import MisfitError
 
+from ..agreement.user_code import is_of_library
 from ..blocks.blocks import accepted_extras, split_result
 from ..blocks.untouched import run_alone, untouched
+from ..comm.device import AllGenerators
 
 TOLERANCE = 1e-5
 """Of the largest number; the same operations run, so there is no rounding to speak of."""
 
+_ROUNDING, _MOST, _LEAST = 1e3, 0.05, 1e-6
+"""Sums of gradients may be in another order: by so many times their precision, at most by so much; less is nothing."""
+
+_ADVICE = (
+    "its forward does more between its layers than can be found by running it: name other blocks, split(model, "
+    "blocks=[…]), or write them by hand"
+)
+
+
+@dataclass
+class _Result:
+    """What a run of a model, or of a chain, has given.
+
+    Attributes:
+        outputs: copies of its tensors.
+        gradients: by what the model calls a weight or an input: a sum of the gradient's numbers, and its norm; None:
+            the outputs have no gradient.
+        buffers: what it has left in those of the model.
+        has_drawn: whether it has drawn numbers.
+    """
+
+    outputs: list[Any]
+    gradients: dict[str, tuple[float, float]] | None = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    has_drawn: bool = False
+
 
 def require_equal(
-    model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], select: Callable[[Any], Any]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    inputs: Mapping[str, Any],
+    select: Callable[[Any], Any],
+    own_names: Mapping[str, str],
 ) -> None:
-    """Raise `MisfitError` unless the blocks, one after the other, give what the model gives; both stay as they are."""
-    runs = (lambda given: select(_run(model, given)), lambda given: chain(blocks, given))
-    whole, chained = (_tried(run, [model, *blocks], inputs) for run in runs)
-    expected, found = tree_flatten(whole)[0], tree_flatten(chained)[0]
-    if len(expected) != len(found):
+    """Raise `MisfitError` unless the blocks, one after the other, do what the model does; all stay as they are.
+
+    `own_names` has what the model calls a weight of a block, "<block>.<name in the block>".
+    """
+    first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    known = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    weights = [(known[name], p) for name, p in model.named_parameters()]
+    copies = [
+        (first.get(id(p)) or known.get(own_names.get(f"{number}.{name}", ""), f"{number}.{name}"), p)
+        for number, block in enumerate(blocks)
+        for name, p in block.named_parameters()
+    ]
+    for training in (False,) if is_of_library(type(model)) else (False, True):
+        run = _Run(model, blocks, inputs, training)
+        expected = run.of(lambda given: select(_run(model, given)), weights)
+        if training and expected.has_drawn:
+            continue
+        found = run.of(lambda given: chain(blocks, given), copies)
+        _compare(type(model).__name__, expected, found)
+
+
+class _Run:
+    """Runs of the same inputs, from the same state of modules and generators each time."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], training: bool
+    ) -> None:
+        self._model, self._modules, self._inputs, self._training = model, [model, *blocks], inputs, training
+
+    def of(self, run: Callable[[Any], Any], weights: Sequence[tuple[str, nn.Parameter]]) -> _Result:
+        """Return what a run gives, and the gradients of weights, and of inputs."""
+        with untouched(nn.ModuleList(self._modules)), torch.enable_grad():
+            for module in self._modules:
+                module.train(self._training)
+            sums = _Sums(weights)
+            generators = AllGenerators()
+            outputs = tree_flatten(run(sums.entered(self._inputs)))[0]
+            has_drawn = generators.have_moved()
+            buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+            return _Result(tree_map(_copied, outputs), sums.of(outputs), buffers, has_drawn)
+
+
+class _Sums:
+    """Sums over gradients, of one weight at a time: no two of them are kept.
+
+    Args:
+        weights: by what the model calls them; several may be one.
+    """
+
+    def __init__(self, weights: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._leaves: list[tuple[str, Tensor]] = [(name, weight) for name, weight in weights if weight.requires_grad]
+        self._found: dict[str, tuple[float, float]] = {}
+
+    def entered(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return inputs that have gradients."""
+
+        def enter(name: str, given: Any) -> Any:
+            if not isinstance(given, Tensor) or not given.is_floating_point():
+                return given.clone() if isinstance(given, Tensor) else given
+            leaf = given.detach().clone().requires_grad_()
+            self._leaves.append((f"input {name}", leaf))
+            return leaf.clone()
+
+        return {name: tree_map(lambda leaf, name=name: enter(name, leaf), given) for name, given in inputs.items()}
+
+    def of(self, outputs: Sequence[Any]) -> dict[str, tuple[float, float]] | None:
+        """Return the sums for what a run gave; None where that has no gradients."""
+        numbers = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+        before = [leaf.grad for _, leaf in self._leaves]
+        hooks = [self._watched(name, leaf) for name, leaf in self._leaves]
+        try:
+            torch.autograd.backward([_sum(number) for number in numbers]) if numbers else None
+        except RuntimeError:  # what it is made of has no gradients, or not twice
+            return None
+        finally:
+            for (_, leaf), gradient, hook in zip(self._leaves, before, hooks, strict=True):
+                leaf.grad = gradient
+                hook.remove()
+        return self._found
+
+    def _watched(self, name: str, leaf: Tensor) -> Any:
+        leaf.grad = None
+
+        def note(leaf: Tensor) -> None:
+            if leaf.grad is not None:
+                total, norm = self._found.get(name, (0.0, 0.0))
+                gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+                self._found[name] = (
+                    total + float(_sum(gradient.abs() if gradient.is_complex() else gradient)),
+                    math.hypot(norm, float(gradient.norm())),
+                )
+            leaf.grad = None
+
+        return leaf.register_post_accumulate_grad_hook(note)
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """Return a sum of numbers, each times another."""
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
+    flat = numbers.reshape(-1, numbers.shape[-1]) if numbers.dim() else numbers.reshape(1, 1)
+    flat = flat.float() if flat.dtype.itemsize < 4 else flat
+    rows, columns = (torch.arange(n, dtype=flat.dtype, device=flat.device).add(1).sin() for n in flat.shape)
+    return rows @ (flat @ columns)
+
+
+def _compare(what: str, expected: _Result, found: _Result) -> None:
+    """Raise `MisfitError` where two runs differ."""
+    if len(expected.outputs) != len(found.outputs):
         raise MisfitError(
-            f"the blocks of {type(model).__name__} give {len(found)} tensors, and the model {len(expected)}"
+            f"the blocks of {what} give {len(found.outputs)} tensors, and the model {len(expected.outputs)}"
         )
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected.outputs, found.outputs, strict=True):
         off = _off(one, other)
         if not off <= TOLERANCE:
             raise MisfitError(
-                f"the blocks of {type(model).__name__} do not give what the model gives: off by {off:.1g} of its "
-                "largest number; its forward does more between its layers than can be found by running it: name other "
-                "blocks, split(model, blocks=[…]), or write them by hand"
+                f"the blocks of {what} do not give what the model gives: off by {off:.1g} of its largest number; "
+                f"{_ADVICE}"
             )
+    for name, one in expected.buffers.items():
+        if not torch.equal(one.nan_to_num(), found.buffers[name].nan_to_num()):
+            raise MisfitError(
+                f"the blocks of {what} leave other numbers in its buffer {name!r} than the model does; {_ADVICE}"
+            )
+    if expected.gradients is not None:
+        _compare_gradients(what, expected.gradients, found.gradients or {}, expected.outputs)
+
+
+def _compare_gradients(
+    what: str, expected: Mapping[str, tuple[float, float]], found: Mapping[str, tuple[float, float]], outputs: Any
+) -> None:
+    precision = max((torch.finfo(o.dtype).eps for o in outputs if _is_number(o)), default=0.0)
+    nothing = _LEAST * max((norm for _, norm in (*expected.values(), *found.values())), default=0.0)
+    for name in [*expected, *(name for name in found if name not in expected)]:
+        (one, its_norm), (other, norm) = expected.get(name, (0.0, 0.0)), found.get(name, (0.0, 0.0))
+        off = abs(one - other) / max(its_norm, norm, nothing, 1e-30)
+        if off > min(_MOST, _ROUNDING * precision):
+            raise MisfitError(
+                f"the blocks of {what} do not give {name!r} the gradient that it has in the model: off by {off:.1g} "
+                f"of it; {_ADVICE}"
+            )
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def require_equal_loss(
@@ -62,7 +230,7 @@ def _tried(run: Callable[[Any], Any], modules: Sequence[nn.Module], inputs: Mapp
 
 
 def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -89,4 +257,10 @@ def _off(expected: Any, found: Any) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
+    if (
+        expected.is_floating_point()
+        and bool((unknown := expected.isnan()).any())
+        and torch.equal(unknown, found.isnan())
+    ):
+        expected, found = expected.nan_to_num(), found.nan_to_num()
     return float((expected - found).abs().max() / max(1e-30, float(expected.abs().max())))

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
 
+from ..agreement.user_code import is_of_library
 from ..blocks.blocks import Block
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers
 from .building import BlockBuilder, built_without_weights, materialised
-from .experiments import find_riders, find_unneeded
-from .flow import Flow, Span, capture
+from .experiments import explore
+from .flow import Flow
 from .frame import Frame
 from .origin import Origin
 from .parts import OUTER, TARGET_NAMES, layer_block, segment
@@ -34,6 +35,7 @@ from .proof import require_equal, require_equal_loss
 from .structure import find_layers, named_layers
 from .ties import apart, untie
 from .traced import segments
+from .tracing import Untraceable
 
 NOT_INPUTS = frozenset(
     {*TARGET_NAMES, "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
@@ -141,20 +143,31 @@ def _whole(
     """Split a model that is there."""
     if isinstance(model, nn.Sequential) and blocks is None:
         return _sequential(model)
+    untraced = ""
     if blocks is None and example is None and not transformers.is_one(model):
-        parts = segments(model)
-        if parts is not None:
-            return _traced(model, parts)
+        try:
+            return _traced(model, segments(model))
+        except Untraceable as error:
+            untraced = f"{_untraced(model, error)}; "
     if transformers.is_one(model):
         transformers.require_whole_loss(model)
-    inputs = _example(model, example)
+    inputs = _example(model, example, untraced)
     try:
         return _walked(model, blocks, inputs, prove, longer=example is None)
-    except (MisfitError, UsageError):
-        found = None if blocks is not None or transformers.is_one(model) else _proved_trace(model, inputs)
-        if found is None:
+    except (MisfitError, UsageError) as error:
+        if blocks is not None or transformers.is_one(model):
             raise
-        return found
+        try:
+            return _proved_trace(model, inputs)
+        except (MisfitError, Untraceable) as other:
+            if isinstance(error, UsageError):  # no layers: tracing is what it was to be cut by
+                raise UsageError(f"{_untraced(model, other)}; and {error}") from error
+            raise MisfitError(f"{error}; {_untraced(model, other)}") from error
+
+
+def _untraced(model: nn.Module, error: Exception) -> str:
+    proved = isinstance(error, MisfitError)
+    return str(error) if proved else f"the forward of {type(model).__name__} cannot be traced: {error}"
 
 
 def _walked(
@@ -165,24 +178,19 @@ def _walked(
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
     found = _found(model, made, prefixes, origin)
     if prove:
-        require_equal(model, made, inputs, origin.select)
+        require_equal(model, made, inputs, origin.select, found.own_names)
     if prove and longer:
-        require_equal(model, made, transformers.example(model, longer=True), origin.select)
+        require_equal(model, made, transformers.example(model, longer=True), origin.select, found.own_names)
     if prove and origin.has_routers:
         require_equal_loss(model, made, inputs, found.loss_fn)
     return found
 
 
-def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split | None:
-    """Return the segments of a model that gives the same for some inputs; None where it has none."""
+def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
+    """Return the segments of a model that gives the same for some inputs; raises `Untraceable`, `MisfitError`."""
     parts = segments(model)
-    if parts is None:
-        return None
     found = _traced(model, parts)
-    try:
-        require_equal(model, parts, inputs, lambda output: output)
-    except MisfitError:
-        return None
+    require_equal(model, parts, inputs, lambda output: output, found.own_names)
     return found
 
 
@@ -262,8 +270,8 @@ def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
     return Split(parts, tied=untie(parts), own_names=own_names, config=config, aliases=_aliases(model))
 
 
-def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return small inputs of a model by name."""
+def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None, untraced: str = "") -> dict[str, Any]:
+    """Return small inputs of a model by name; `untraced` says why it needs some."""
     names = _inputs(model)
     if isinstance(example, Tensor):
         return {names[0]: example}
@@ -272,8 +280,8 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> di
     if transformers.is_one(model):
         return transformers.example(model)
     raise UsageError(
-        f"give an example of what {type(model).__name__}'s forward is called with: split(model, example=inputs), two "
-        "samples are enough"
+        f"{untraced}give an example of what {type(model).__name__}'s forward is called with: split(model, "
+        "example=inputs), two samples are enough"
     )
 
 
@@ -308,31 +316,19 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     frame = Frame(model, layers)
     select = transformers.select if transformers.is_one(model) else _first
     settings = transformers.settings(model) if transformers.is_one(model) else {}
-    if has_routers := transformers.is_one(model) and routers.asked(model):
+    has_routers = transformers.is_one(model) and routers.asked(model)
+    if has_routers:
         routers.watch(model)
         select, settings = routers.select, {**settings, routers.ASKS: False}
-    flow = capture(frame, model, {**inputs, **settings})
-    spans = _spans(flow)
-    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
-    names = _inputs(model)
-    is_one = transformers.is_one(model)
-    pools = is_one and transformers.pools(model)
-    origin = Origin(frame, flow, spans, names, settings, select, sees=is_one, pools=pools, has_routers=has_routers)
-    origin.uncarried = find_unneeded(frame, flow, spans, {**inputs, **settings}, select)
-    origin.unused = _unused(model, flow)
-    return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
-
-
-def _spans(flow: Flow) -> list[Span]:
-    """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
-    count = len(flow.calls)
-    before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
-    before = before and bool(flow.entries[0])
-    spans = [Span(range(0, 0), is_first=True)] if before else []
-    for call in range(count):
-        is_first, is_last = call == 0 and not before, call == count - 1 and not behind
-        spans.append(Span(range(call, call + 1), is_first, is_last, enters_call=call == 0 and before))
-    return [*spans, Span(range(count, count), is_last=True)] if behind else spans
+    called = {**inputs, **settings}
+    search = partial(explore, select=select, is_own=not is_of_library(type(model)))
+    found, is_one = search(frame, model, called), transformers.is_one(model)
+    pools, names = is_one and transformers.pools(model), _inputs(model)
+    origin = Origin(frame, found, names, settings, select, sees=is_one, pools=pools, has_routers=has_routers)
+    origin.watch(model, lambda now: search(frame, now, called))
+    origin.unused = _unused(model, origin.flow)
+    calls, spans = origin.flow.calls, enumerate(origin.spans)
+    return origin, [f"{calls[span.calls[0]]}." if _is_layer(origin, number) else "" for number, span in spans]
 
 
 def _unused(model: nn.Module, flow: Flow) -> list[str]:

@@ -5,26 +5,24 @@
 
 Modules are opened as long as they hold a row of modules, `nn.Sequential` first of all; those that are not are called
 whole. A cut is made before a module with matrices, where the fewest values cross. Weights that several segments use are
-tied. Code that asks for `self.training` between modules is traced both ways.
+tied. Code between modules is traced for training and for evaluation; see `trace_source` for what it reads.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from quintsched.errors import MisfitError
 
 from ..blocks.blocks import Carry
 from ..blocks.module_state import saved_tensors
-from .tracing import Untraceable, trace
-
-_MOST_CROSSING = 8
-"""So many values may cross a cut between what a model itself calls; one, where it is within a part of it."""
+from ..examine.modes import Modes, recordable
+from .trace_source import TraceSource
 
 
 class Segment(nn.Module):
@@ -32,28 +30,55 @@ class Segment(nn.Module):
 
     Args:
         model: whose modules and weights it takes.
-        graphs: its steps, while it trains and while it does not.
+        source: what it has in common with the other segments.
+        number: of the segment; the first is given the model's inputs, others what the segment before has left.
+        targets: the names of the modules, weights and other tensors that its steps use.
         constants: tensors that the forward makes without looking at its inputs.
-        is_first: whether it is given the model's inputs; else what the segment before has left.
     """
 
     def __init__(
-        self, model: nn.Module, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, Tensor], *, is_first: bool
+        self,
+        model: nn.Module,
+        source: TraceSource,
+        number: int,
+        targets: Sequence[str],
+        constants: Mapping[str, Tensor],
     ) -> None:
         super().__init__()
-        self.is_first = is_first
-        self.graphs = dict(graphs)
-        for target in dict.fromkeys(name for graph in graphs.values() for name in _targets(graph)):
+        self._origin, self.number, self.changes = source, number, 0
+        for target in targets:
             _hang(self, target, model, constants)
 
     def forward(self, given: Any) -> Any:
         """Run the steps on what the segment before has left, or on the model's inputs."""
-        graph = self.graphs[self.training]
+        graph = self._origin.graph(self.number, self.training)
         names = [node.name for node in graph.nodes if node.op == "placeholder"]
-        steps = fx.Interpreter(self, graph=graph)
+        steps = _Steps(self, graph=graph)
         steps.extra_traceback = False
-        result = steps.run(*(_by_names(given, names) if self.is_first else _in_order(given, names)))
+        with steps:
+            result = steps.run(*(_in_order(given, names) if self.number else _by_names(given, names)))
+        result = recordable(result)
         return Carry(result) if isinstance(result, tuple) else result
+
+
+class _Steps(fx.Interpreter):
+    """Runs steps under the modes that they were traced under; consecutive ones of the same modes enter them once."""
+
+    def __enter__(self) -> None:
+        self._modes: Modes | None = None
+        self._entered = ExitStack()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a step."""
+        if n.meta.get("modes") != self._modes:
+            self._entered.close()
+            self._modes = n.meta.get("modes")
+            if self._modes is not None:
+                self._entered.enter_context(self._modes.entered())
+        return super().run_node(n)
 
 
 def _by_names(given: Any, names: Sequence[str]) -> Sequence[Any]:
@@ -70,27 +95,15 @@ def _in_order(given: Any, names: Sequence[str]) -> Sequence[Any]:
     return [given] if len(names) == 1 else list(given)
 
 
-def segments(model: nn.Module) -> list[Segment] | None:
-    """Return the model cut wherever it can be; None where its forward cannot be traced, or has no place to cut.
+def segments(model: nn.Module) -> list[Segment]:
+    """Return the model cut wherever it can be; raises `Untraceable` where it cannot be traced, or has no place to cut.
 
     The segments share the model's weights and modules.
     """
-    try:
-        found = {training: trace(model, training) for training in (True, False)}
-    except Untraceable:
-        return None
-    if not _alike(found[True].constants, found[False].constants):
-        return None
-    pieces = {training: _pieces(traced.graph, _cuts(traced.graph, model)) for training, traced in found.items()}
-    if len({len(cut) for cut in pieces.values()}) != 1 or len(pieces[True]) < 2:
-        return None
-    constants = found[True].constants | found[False].constants
-    both = zip(pieces[True], pieces[False], strict=True)
-    made = [
-        Segment(model, {True: one, False: other}, constants, is_first=not number)
-        for number, (one, other) in enumerate(both)
-    ]
+    source = TraceSource(model)
+    made = [Segment(model, source, k, targets, source.constants) for k, targets in enumerate(source.targets)]
     _keep_unused(model, made)
+    source.segments = weakref.WeakSet(made)
     return made
 
 
@@ -101,67 +114,6 @@ def _keep_unused(model: nn.Module, made: Sequence[Segment]) -> None:
         if id(tensor) not in used:
             used.add(id(tensor))
             _hang(made[-1], name, model, {})
-
-
-def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two traces have met the same constants: drawn ones differ, and are no constants."""
-    return all(torch.equal(one[name], other[name]) for name in one.keys() & other.keys())
-
-
-def _cuts(graph: fx.Graph, model: nn.Module) -> list[int]:
-    """Return the places of the steps that segments begin with, but for the first."""
-    nodes = list(graph.nodes)
-    crossing = [len(_crossing(nodes, place)) for place in range(len(nodes))]
-    heavy = [k for k, node in enumerate(nodes) if node.op == "call_module" and _is_heavy(model, node)]
-    cuts = []
-    for before, here in pairwise(heavy):
-        most = _MOST_CROSSING if _is_outside(model, nodes[here]) else 1
-        fewest = min(crossing[before + 1 : here + 1])
-        if 0 < fewest <= most:
-            cuts.append(max(k for k in range(before + 1, here + 1) if crossing[k] == fewest))
-    return cuts
-
-
-def _is_heavy(model: nn.Module, node: fx.Node) -> bool:
-    return any(p.dim() > 1 for p in model.get_submodule(str(node.target)).parameters())
-
-
-def _is_outside(model: nn.Module, node: fx.Node) -> bool:
-    """Whether the model calls a module itself, or one in a row of its own."""
-    owners = str(node.target).split(".")[:-1]
-    rows = [model.get_submodule(".".join(owners[: k + 1])) for k in range(len(owners))]
-    return all(isinstance(row, nn.Sequential | nn.ModuleList) for row in rows)
-
-
-def _crossing(nodes: Sequence[fx.Node], place: int) -> list[fx.Node]:
-    """Return the steps before `place` whose results are used from there on; weights are not results."""
-    later = set(nodes[place:])
-    return [node for node in nodes[:place] if node.op != "get_attr" and not later.isdisjoint(node.users)]
-
-
-def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
-    """Return the graph of each segment: what crosses into it as parameters, what crosses out of it as its result."""
-    nodes = list(graph.nodes)
-    pieces = []
-    for start, stop in zip([0, *cuts], [*cuts, len(nodes)], strict=True):
-        piece, made = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in _crossing(nodes, start):
-            made[node] = piece.placeholder(node.name)
-        for node in nodes[start:stop]:
-            for used in node.all_input_nodes:
-                if used not in made and used.op == "get_attr":
-                    made[used] = piece.node_copy(used)
-            if node.op != "get_attr":
-                made[node] = piece.node_copy(node, made.__getitem__)
-        if stop < len(nodes):
-            left = tuple(made[node] for node in _crossing(nodes, stop))
-            piece.output(left if len(left) > 1 else left[0])
-        pieces.append(piece)
-    return pieces
-
-
-def _targets(graph: fx.Graph) -> list[str]:
-    return [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
 
 
 def _hang(root: nn.Module, target: str, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
@@ -179,5 +131,5 @@ def _hang(root: nn.Module, target: str, model: nn.Module, constants: Mapping[str
     elif isinstance(found, nn.Parameter):
         owner.register_parameter(name, found)
     else:
-        is_saved = target not in constants and name not in source._non_persistent_buffers_set
+        is_saved = name in source._buffers and name not in source._non_persistent_buffers_set
         owner.register_buffer(name, found, persistent=is_saved)

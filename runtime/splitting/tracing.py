@@ -2,7 +2,11 @@
 
     model ──▶ skeleton: the same code, weights without data, classes that ask the tracer ──▶ forward(symbols) ──▶ graph
                         a call of a module      one step, or what it does inside, if it is opened
-                        a weight or a buffer    one step
+                        a weight, a buffer, a tensor in an attribute    one step
+                        x += y                  one step, which changes x in place
+
+What a forward is traced to must not depend on the moment: code that draws numbers, or that sets attributes, is not
+traced. Each step has the modes that it ran under (no_grad, autocast, …), where these are not those around the model.
 
 torch.fx's own `trace` replaces methods of `nn.Module` for as long as it runs, which other threads would meet: ranks may
 be threads. Here only the skeleton's modules have other methods.
@@ -12,7 +16,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
+
+from ..blocks.host_state import HostState
+from ..comm.device import AllGenerators
+from ..examine.followed import label_of, line_in, line_of, tensors_in
+from ..examine.modes import Modes
 
 
 class Untraceable(Exception):
@@ -33,10 +43,16 @@ class Traced:
     Attributes:
         graph: the steps; modules and weights go by their names in the model.
         constants: tensors that the forward makes without looking at its inputs, by the names that steps have for them.
+        entered: the names of the modules whose code was run.
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor]
+    entered: frozenset[str]
+
+
+_TRIES = 3
+"""So often is a trace tried in which generators have moved: another thread may have drawn."""
 
 
 def trace(model: nn.Module, training: bool) -> Traced:
@@ -44,11 +60,15 @@ def trace(model: nn.Module, training: bool) -> Traced:
 
     Raises `Untraceable`.
     """
-    kept, opened = set[str](), set[str]()
+    kept, opened, tries = set[str](), set[str](), 0
     while True:
         tracer = _Tracer(model, training, kept, opened)
         try:
-            return tracer.run()
+            return _steady(tracer)
+        except _Drawn as error:
+            tries += 1
+            if tries == _TRIES:
+                raise Untraceable(str(error)) from error
         except _Unpacked as found:
             if found.name in kept or found.name in opened:
                 raise Untraceable(str(found)) from found
@@ -56,9 +76,29 @@ def trace(model: nn.Module, training: bool) -> Traced:
         except Exception as error:
             inner = tracer.inside[-1] if tracer.inside else ""
             if not inner or inner in kept:
-                raise Untraceable(f"{type(error).__name__}: {error}") from error
+                kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
+                raise Untraceable(f"{kind}{error}") from error
             kept.add(inner)
             opened.discard(inner)
+
+
+def _steady(tracer: _Tracer) -> Traced:
+    """Return what a tracer finds, where it found nothing that the next run of the same code may find otherwise."""
+    state, generators = HostState({"model": tracer.root}, {}), AllGenerators()
+    traced = tracer.run()
+    if generators.have_moved():
+        raise _Drawn(
+            "the forward draws random numbers that are no function of its inputs (torch.rand(…), random.random()), so "
+            "that one draw would stand for all; draw in a module of its own, or as torch.rand_like(x)"
+        )
+    if (changed := state.changed()) is not None:
+        where = line_in(changed, tracer.root.modules())
+        raise Untraceable(f"the forward changes {changed}{where}, which no other rank would see")
+    return traced
+
+
+class _Drawn(Exception):
+    """Numbers are drawn while a forward is traced."""
 
 
 class _Unpacked(TraceError):
@@ -67,6 +107,27 @@ class _Unpacked(TraceError):
     def __init__(self, name: str) -> None:
         super().__init__(f"the result of {name} is taken apart")
         self.name = name
+
+
+class _Symbol(fx.Proxy):
+    """A symbol that is changed in place by `+=` and its kind, as tensors are."""
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    def change(self: fx.Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return change
+
+
+IN_PLACE: tuple[Callable[..., Any], ...] = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+)
+"""What changes its first argument, where that is a tensor."""
+
+for _function in IN_PLACE:
+    setattr(_Symbol, f"__{_function.__name__}__", _in_place(_function))
 
 
 class _Tracer(fx.Tracer):
@@ -78,13 +139,17 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, model: nn.Module, training: bool, kept: set[str], opened: set[str]) -> None:
         super().__init__()
-        self.root = _skeleton(model).train(training)
+        self.root = skeleton(model).train(training)
         self.graph = fx.Graph(tracer_cls=type(self))
         self.tensor_attrs = {}
         self.names = {id(module): name for name, module in self.root.named_modules()}
         self.kept, self.opened, self.inside = kept, opened, list[str]()
+        self.entered, self._around, self._stows = {""}, Modes.now(), False
         for module in list(self.root.modules()):
-            module.__dict__["_tracer"] = self
+            plain = {name for name in tensors_in(module) if name in vars(module)}
+            module.__dict__.update(_tracer=self, _tensors=plain)
+            for name in plain:
+                del module.__dict__[name]  # so that it is asked for
             kind: type = type(module)
             module.__class__ = _watched(kind)
 
@@ -96,13 +161,31 @@ class _Tracer(fx.Tracer):
         self.create_node("output", "output", (self.create_arg(result),), {})
         self.graph.eliminate_dead_code(_stays)
         constants = {n: t for n, t in vars(self.root).items() if n.startswith("_tensor_constant")}
-        return Traced(self.graph, constants)
+        return Traced(self.graph, constants, frozenset(self.entered))
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return the symbol of a step's result."""
+        return _Symbol(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """Return what a step has for an argument; constants become attributes of the root."""
+        before, self._stows = self._stows, True
+        try:
+            return super().create_arg(a)
+        finally:
+            self._stows = before
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Make a step; differentiating is none, since it takes the graph of those before it, which may be elsewhere."""
+        """Make a step, which has the modes that it runs under if these are not those around the model.
+
+        Differentiating is none, since it takes the graph of steps before it, which may be elsewhere.
+        """
         if target in (torch.autograd.grad, torch.autograd.backward, "backward"):
             raise TraceError("the forward differentiates")
-        return super().create_node(kind, target, *args, **kwargs)
+        node = super().create_node(kind, target, *args, **kwargs)
+        if (modes := Modes.now()) != self._around:
+            node.meta["modes"] = modes
+        return node
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one step of a call, or those inside."""
@@ -110,6 +193,7 @@ class _Tracer(fx.Tracer):
         if not self._opens(module, name):
             return self.create_proxy("call_module", name, args, kwargs)
         self.inside.append(name)
+        self.entered.add(name)
         result = module.forward(*args, **kwargs)
         self.inside.pop()
         return result
@@ -118,8 +202,25 @@ class _Tracer(fx.Tracer):
         return name not in self.kept and (name in self.opened or _holds_row(module))
 
     def attribute(self, module: nn.Module, name: str) -> fx.Proxy:
-        """Make a step of a weight or a buffer."""
+        """Make a step of a weight, a buffer or another tensor that a module has."""
         return self.create_proxy("get_attr", f"{self.names[id(module)]}.{name}".lstrip("."), (), {})
+
+    def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Refuse what sets an attribute, but for a tensor that was changed in place, and is the same."""
+        if self._stows:
+            return object.__setattr__(module, name, value)
+        own = self.names[id(module)]
+        if isinstance(value, fx.Proxy) and value.node.target in IN_PLACE:
+            source: Any = value.node.args[0]
+            if source.op == "get_attr" and source.target == f"{own}.{name}".lstrip("."):
+                return None
+        instead = f"change it in place, self.{name}.copy_(…)"
+        if name not in module._buffers:
+            instead = "hold it in a buffer that is changed in place, set it in a layer, or in the training loop"
+        raise Untraceable(
+            f"the forward sets {label_of(own)}.{name}{line_of(type(self.root), name)}, which no other rank would see; "
+            f"{instead}"
+        )
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Unpack a result; one that comes from a module called whole is found by opening it."""
@@ -134,7 +235,7 @@ class _Tracer(fx.Tracer):
             raise
 
 
-def _skeleton(model: nn.Module) -> nn.Module:
+def skeleton(model: nn.Module) -> nn.Module:
     """Return a copy whose weights and buffers have no data."""
     twins: dict[int, Any] = {id(b): b.to("meta") for b in model.buffers()}
     for parameter in model.parameters():
@@ -153,10 +254,16 @@ def _watched(kind: type) -> type:
         return self._tracer.call(self, args, kwargs)
 
     def getattr_(self: Any, name: str) -> Any:
+        if name in vars(self).get("_tensors", ()):
+            return self._tracer.attribute(self, name)
         found = kind.__getattr__(self, name)  # type: ignore[attr-defined]
         return self._tracer.attribute(self, name) if isinstance(found, Tensor) else found
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__getattr__": getattr_, "__module__": kind.__module__})
+    def setattr_(self: Any, name: str, value: Any) -> None:
+        self._tracer.set_attribute(self, name, value)
+
+    body = {"__call__": call, "__getattr__": getattr_, "__setattr__": setattr_, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), body)
 
 
 def _needed(forward: Any) -> list[str]:
@@ -185,6 +292,8 @@ def _is_row(module: nn.Module) -> bool:
 def _stays(node: fx.Node) -> bool:
     """Whether a step counts even if nothing takes its result: it is a module's, or changes something."""
     if node.op in ("placeholder", "output", "call_module"):
+        return True
+    if node.target in IN_PLACE or "out" in node.kwargs:
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.endswith("_") or "assert" in name or "setitem" in name

@@ -30,6 +30,7 @@ from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
 from ..comm.control import share_bytes
 from ..examine.eval_mode import eval_mode_warning
+from ..examine.followed import Source, sources_of
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -230,6 +231,15 @@ class RankModel:
         """What ep shares out, in a line; None without it."""
         size = self._groups.experts.size
         return expert_report(self.outlines, size) if size > 1 else None
+
+    def follow_model(self) -> None:
+        """Let blocks of a split model be those of the model as it is now; raises `MisfitError` if they cannot be."""
+        for source in self._sources:
+            source.follow()
+
+    @cached_property
+    def _sources(self) -> list[Source]:
+        return sources_of(block for stage in self.stages.values() for block in stage.blocks.values())
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,0 +1,94 @@
+"""Whether code makes Python values of random draws, by which it may go another way each time: under any seed.
+
+if random.random() < p: …           Python's generator has moved, numpy's likewise
+if torch.rand(1).item() < p: …      a tensor that was drawn, or made of one, is asked for its number
+x = x + torch.randn_like(x)         nothing: the draw stays a tensor
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+_ASKING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__"})
+"""Methods of tensors that give their numbers to Python."""
+
+
+class DrawnValues(TorchFunctionMode):
+    """Watches what runs under it.
+
+    Attributes:
+        reached: what made a Python value of a draw, in words; None: nothing did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: str | None = None
+        self._drawn: dict[int, Tensor] = {}
+        self._is_ours = self._has_moved = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note draws, and what is made of them."""
+        kwargs = kwargs or {}
+        if self._is_ours:
+            return func(*args, **kwargs)
+        before = self._state()
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_drawn = kwargs.get("generator") is not None or self._state() != before
+        if is_drawn or any(id(tensor) in self._drawn for tensor in given):
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            self._drawn.update({id(tensor): tensor for tensor in made})
+            name = getattr(func, "__name__", "")
+            if name in _ASKING:
+                self.reached = self.reached or f"a tensor that was drawn is asked for its number ({name})"
+        return result
+
+    @contextmanager
+    def within(self, *, counts: bool = True) -> Iterator[None]:
+        """A context for a module that is called whole: what its own code asks Python's generators does not count.
+
+        With `counts` tensors that it draws are noted: it may return them.
+        """
+        before, self._is_ours = self._is_ours, not counts
+        others, now = (random.getstate(), np.random.get_state()), self._of_python()
+        try:
+            yield
+        finally:
+            self._is_ours = before
+            self._has_moved = self._of_python() != now
+            random.setstate(others[0])
+            np.random.set_state(others[1])
+
+    def returned(self, result: Any) -> None:
+        """Note what the last module that was called whole has returned."""
+        if self._has_moved and any(isinstance(leaf, int | float) for leaf in tree_leaves(result)):
+            self.reached = self.reached or "Python's random or numpy's is asked for a number"
+
+    def __enter__(self) -> DrawnValues:
+        self._others = self._of_python()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._of_python() != self._others:
+            self.reached = self.reached or "Python's random or numpy's is asked for a number"
+
+    def _state(self) -> bytes:
+        self._is_ours, before = True, self._is_ours
+        try:
+            return torch.random.get_rng_state().numpy().tobytes()
+        finally:
+            self._is_ours = before
+
+    def _of_python(self) -> str:
+        return repr((random.getstate(), np.random.get_state()))

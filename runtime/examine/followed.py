@@ -1,0 +1,154 @@
+"""Whether what the code of a model reads on the host is still what it was when the model was split.
+
+    split ──▶ Followed(model, ["", "layers"])     the attributes, closures and globals that these modules' code names
+    step  ──▶ followed.changed()                  "model (Mixer).tau": it is another now; None: all is as it was
+
+A model that is gone is as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import weakref
+from collections.abc import Iterable, Iterator, Set
+from types import CodeType, FunctionType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..agreement.user_code import is_of_library
+from ..blocks.host_state import HostState
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+class Source(Protocol):
+    """What the blocks of a model that was split have in common; a block has it as `_origin`."""
+
+    def follow(self) -> None:
+        """Let the blocks be those of the model as it is now; raises `MisfitError` if they cannot be."""
+
+
+def sources_of(blocks: Iterable[nn.Module]) -> list[Source]:
+    """Return what blocks have in common, each once."""
+    found: list[Any] = [vars(block).get("_origin") for block in blocks]
+    return list({id(source): source for source in found if hasattr(source, "follow")}.values())
+
+
+class Followed:
+    """What some modules of a model read on the host, as it is now.
+
+    Args:
+        model: the model; it is not kept alive.
+        names: of the modules whose code is followed.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._model = weakref.ref(model, self._let_go)
+        self._names = tuple(names)
+        self._state: HostState | None = None
+        self._tensors: list[tuple[Tensor, int]] = []
+        self._lengths: dict[str, int] = {}
+        self._keys: dict[str, tuple[dict[str, Any], Set[str]]] = {}
+        self.note()
+
+    def model(self) -> nn.Module | None:
+        """Return the model; None where it is gone."""
+        return self._model()
+
+    def note(self) -> None:
+        """Take all as it is now."""
+        model = self._model()
+        if model is None:
+            return
+        modules = {name: model.get_submodule(name) for name in self._names}
+        labels = {label_of(name): module for name, module in modules.items()}
+        others = {label_of(name): module for name, module in model.named_modules() if name not in modules}
+        self._state = HostState(labels, {}, inner=False, beside=others)
+        spaces = {name: vars(module) for name, module in {**labels, **others}.items()}
+        self._keys = {name: (own, own.keys() & self._state.names) for name, own in spaces.items()}
+        self._lengths = {name: len(own) for name, own in spaces.items()}
+        own = {id(tensor) for module in modules.values() for tensor in tensors_in(module).values()}
+        held = [tensor for tensor in self._state.tensors() if id(tensor) not in own and not tensor.is_inference()]
+        self._tensors = [(tensor, tensor._version) for tensor in held]
+        self._state.let_go()
+
+    def changed(self) -> str | None:
+        """Return the name of something that is no longer as it was noted; None where all is."""
+        if self._state is None:
+            return None
+        if any(tensor._version != version for tensor, version in self._tensors):
+            return "a tensor that the model holds in a container"
+        for name, (own, keys) in self._keys.items():
+            if len(own) != self._lengths[name]:
+                self._lengths[name] = len(own)
+                if other := (own.keys() & self._state.names) ^ keys:
+                    return f"{name}.{min(other)}"
+        return self._state.changed()
+
+    def copy_attributes(self, root: nn.Module) -> None:
+        """Let a copy of the model, which has its modules by the same names, keep what the model does, tensors apart."""
+        model = self._model()
+        if model is None or self._state is None:
+            return
+        modules, weights = dict(root.named_modules()), dict(root.named_parameters())
+        theirs = dict(model.named_modules())
+        memo: dict[int, Any] = {id(module): modules[name] for name, module in theirs.items() if name in modules}
+        memo |= {id(weight): weights[name] for name, weight in model.named_parameters() if name in weights}
+        names = self._state.names - _OF_TORCH
+        for name, module in modules.items():
+            its = theirs.get(name, module)
+            if module is not its:
+                found = {key: vars(its)[key] for key in vars(its).keys() & names}
+                plain = {key: value for key, value in found.items() if not isinstance(value, Tensor)}
+                module.__dict__.update(copy.deepcopy(plain, memo))
+
+    def _let_go(self, _: Any) -> None:
+        self._state, self._tensors, self._keys = None, [], {}
+
+
+def label_of(name: str) -> str:
+    """Return what a module of this name in a model is called in messages."""
+    return f"model.{name}" if name else "model"
+
+
+def tensors_in(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a module itself has and that are no weights: buffers, and plain attributes."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return plain | {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def line_in(name: str, modules: Iterable[nn.Module]) -> str:
+    """Return where the code of modules names what a message calls "model (Mixer).steps[0]", as " (file:line)"."""
+    attribute = name.rpartition(".")[2].partition("[")[0]
+    return next(filter(None, (line_of(type(module), attribute) for module in modules)), "")
+
+
+def line_of(kind: type, attribute: str) -> str:
+    """Return where the code of a class names an attribute, as " (file:line)": where it sets it, if it does so."""
+    found = [(is_set, place) for name, is_set, place in _attributes(kind) if name == attribute]
+    return next((f" ({place})" for _, place in sorted(found, reverse=True)), "")
+
+
+def attributes_set(kind: type) -> set[str]:
+    """Return the names of the attributes that the code of a class sets."""
+    return {name for name, is_set, _ in _attributes(kind) if is_set}
+
+
+def _attributes(kind: type) -> Iterator[tuple[str, bool, str]]:
+    """Yield the attributes that the methods of a class name, its start apart: whether they set them, and where."""
+    for base in kind.__mro__:
+        for function in vars(base).values():
+            if isinstance(function, FunctionType) and function.__name__ != "__init__" and not is_of_library(base):
+                yield from _named(function.__code__)
+
+
+def _named(code: CodeType) -> Iterator[tuple[str, bool, str]]:
+    for step in dis.get_instructions(code):
+        line = (step.positions and step.positions.lineno) or code.co_firstlineno
+        if step.opname.endswith("_ATTR"):
+            yield str(step.argval), step.opname.startswith("STORE"), f"{code.co_filename}:{line}"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _named(constant)

@@ -1,0 +1,282 @@
+"""What the segments of a traced model have in common: its steps, traced again when what its forward reads has changed.
+
+attributes, closures, globals    numbers      the steps have the new ones
+                                 all else     what steers the flow, or a size: refused, split the model again
+buffers, tensors in attributes                the model's own, as they are at each call
+modes around a segment                        one trace for each (no_grad, autocast, …)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
+
+from quintsched.errors import MisfitError
+
+from ..examine.followed import Followed, label_of
+from ..examine.modes import Modes
+from .tracing import IN_PLACE, Traced, Untraceable, skeleton, trace
+
+_MOST_CROSSING = 8
+"""So many values may cross a cut between what a model itself calls; one, where it is within a part of it."""
+
+_ARITHMETIC = frozenset({"add", "sub", "mul", "truediv", "div", "pow", "iadd", "isub", "imul", "itruediv", "ipow"})
+
+_Key = tuple[bool, Modes]
+"""Whether the model trains, and the modes around it."""
+
+
+class TraceSource:
+    """The steps of each segment of a model.
+
+    Args:
+        model: the model; it is not kept alive.
+
+    Attributes:
+        targets: for each segment, the names of the modules, weights and other tensors that its steps use.
+        constants: tensors that the forward makes without looking at its inputs.
+        segments: the model's segments.
+
+    Raises `Untraceable` where its forward cannot be traced, or has no place to cut.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name, self._spare = type(model).__name__, skeleton(model)
+        self._graphs: dict[_Key, list[fx.Graph]] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.segments: Collection[Any] = ()
+        with torch.enable_grad():
+            traces = {(training, Modes.now()): trace(model, training) for training in (True, False)}
+        for key, traced in traces.items():
+            self._graphs[key] = self._cut(model, traced)
+        one, other = self._graphs.values()
+        if len(one) != len(other):
+            raise Untraceable("its forward has other steps while it trains than while it does not")
+        if len(one) < 2:
+            raise Untraceable("its forward has no place between modules with matrices where at most 8 values cross")
+        both = zip(one, other, strict=True)
+        self.targets = [tuple(dict.fromkeys((*_targets(a), *_targets(b)))) for a, b in both]
+        self._require_own_state(one)
+        self._followed = Followed(model, sorted(traces[next(iter(traces))].entered))
+        self._seen = {id(t): t._version for t in self._tensors(model).values() if not t.is_inference()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TraceSource:
+        return self
+
+    def graph(self, number: int, training: bool) -> fx.Graph:
+        """Return the steps of a segment, for the modes that are around it now."""
+        if torch.compiler.is_compiling():
+            return next(graphs for (its, _), graphs in self._graphs.items() if its == training)[number]
+        key = (training, Modes.now())
+        if key not in self._graphs:
+            self._graphs[key] = self._again(key)
+        return self._graphs[key][number]
+
+    def follow(self) -> None:
+        """Let the steps be those of the model as it is now; raises `MisfitError` where these are others."""
+        model = self._followed.model()
+        if model is None:
+            return
+        self._follow_tensors(model)
+        changed = self._followed.changed()
+        if changed is None:
+            return
+        self._followed.copy_attributes(self._spare)
+        says = f"{changed} is no longer what it was when the {self._name} was split"
+        try:
+            graphs = {key: self._again(key) for key in self._graphs}
+        except MisfitError as error:
+            raise MisfitError(f"{says}: {error}") from error
+        for key, now in graphs.items():
+            if not all(map(_same_but_numbers, self._graphs[key], now)):
+                raise MisfitError(f"{says}, and steers what its forward does; split the model again")
+        self._graphs = graphs
+        self._followed.note()
+        for segment in self.segments:
+            segment.changes += 1
+
+    def _cut(self, model: nn.Module, traced: Traced) -> list[fx.Graph]:
+        """Return the pieces of a trace, and take its constants."""
+        known = self.constants
+        if not all(torch.equal(known[name], t) for name, t in traced.constants.items() if name in known):
+            raise Untraceable("its forward makes other constants while it trains than while it does not")
+        self.constants = {**known, **traced.constants}
+        return _pieces(traced.graph, _cuts(traced.graph, model))
+
+    def _again(self, key: _Key) -> list[fx.Graph]:
+        """Return the steps of each segment as the model takes them now."""
+        try:
+            with key[1].entered():
+                traced = trace(self._spare, key[0])
+        except Untraceable as error:
+            raise MisfitError(f"the forward cannot be traced any more: {error}") from error
+        graphs = _pieces(traced.graph, _cuts(traced.graph, self._spare))
+        used = [set(_targets(graph)) for graph in graphs]
+        if len(used) != len(self.targets) or not all(map(set.issubset, used, map(set, self.targets))):
+            raise MisfitError("the forward takes another way than when the model was split; split the model again")
+        if traced.constants.keys() - self.constants.keys():
+            raise MisfitError("the forward makes tensors that it did not make when the model was split")
+        for name, constant in traced.constants.items():
+            self._set_constant(name, constant)
+        return graphs
+
+    def _set_constant(self, name: str, now: Tensor) -> None:
+        if torch.equal(self.constants[name], now):
+            return
+        if self.constants[name].shape != now.shape:
+            raise MisfitError("the forward makes a tensor of another shape than when the model was split")
+        self.constants[name] = now
+        for segment in self.segments:
+            if name in segment._buffers:
+                segment.get_buffer(name).copy_(now)
+
+    def _require_own_state(self, graphs: list[fx.Graph]) -> None:
+        """Raise `Untraceable` for what the forward changes in place, and several segments use."""
+        for graph in graphs:
+            for name in _changed_targets(graph):
+                if sum(name in targets for targets in self.targets) > 1:
+                    raise Untraceable(
+                        f"its forward changes {label_of(name)} in place, and uses it in several blocks; use it in one "
+                        "module"
+                    )
+
+    def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors that steps use and that are no weights, as the model has them."""
+        names = {name for targets in self.targets for name in targets} - self.constants.keys()
+        found = {name: _attribute(model, name) for name in sorted(names)}
+        return {n: t for n, t in found.items() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
+
+    def _follow_tensors(self, model: nn.Module) -> None:
+        """Let segments have the model's tensors, where these are others, or were changed while they have copies."""
+        for name, now in self._tensors(model).items():
+            if self._seen.get(id(now)) == now._version:
+                continue
+            self._seen[id(now)] = now._version
+            for segment in self.segments:
+                owner, key = _owner(segment, name)
+                mine = None if owner is None else owner._buffers.get(key)
+                if owner is None or mine is None or mine is now:
+                    continue
+                if mine.shape != now.shape:
+                    raise MisfitError(f"{name!r} has another shape than when the {self._name} was split")
+                if (mine.device, mine.dtype) == (now.device, now.dtype):
+                    owner._buffers[key] = now
+                else:
+                    mine.copy_(now)
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    *owners, key = name.split(".")
+    module: nn.Module | None = root
+    for part in owners:
+        module = None if module is None else module._modules.get(part)
+    return module, key
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    owner, key = _owner(model, name)
+    return getattr(owner, key, None)
+
+
+def _cuts(graph: fx.Graph, model: nn.Module) -> list[int]:
+    """Return the places of the steps that segments begin with, but for the first."""
+    nodes = list(graph.nodes)
+    crossing = [len(_crossing(nodes, place)) for place in range(len(nodes))]
+    heavy = [k for k, node in enumerate(nodes) if node.op == "call_module" and _is_heavy(model, node)]
+    cuts = []
+    for before, here in pairwise(heavy):
+        most = _MOST_CROSSING if _is_outside(model, nodes[here]) else 1
+        fewest = min(crossing[before + 1 : here + 1])
+        if 0 < fewest <= most:
+            cuts.append(max(k for k in range(before + 1, here + 1) if crossing[k] == fewest))
+    return cuts
+
+
+def _is_heavy(model: nn.Module, node: fx.Node) -> bool:
+    return any(p.dim() > 1 for p in model.get_submodule(str(node.target)).parameters())
+
+
+def _is_outside(model: nn.Module, node: fx.Node) -> bool:
+    """Whether the model calls a module itself, or one in a row of its own."""
+    owners = str(node.target).split(".")[:-1]
+    rows = [model.get_submodule(".".join(owners[: k + 1])) for k in range(len(owners))]
+    return all(isinstance(row, nn.Sequential | nn.ModuleList) for row in rows)
+
+
+def _crossing(nodes: Sequence[fx.Node], place: int) -> list[fx.Node]:
+    """Return the steps before `place` whose results are used from there on; weights are not results."""
+    later = set(nodes[place:])
+    return [node for node in nodes[:place] if node.op != "get_attr" and not later.isdisjoint(node.users)]
+
+
+def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
+    """Return the graph of each segment: what crosses into it as parameters, what crosses out of it as its result."""
+    nodes = list(graph.nodes)
+    pieces = []
+    for start, stop in zip([0, *cuts], [*cuts, len(nodes)], strict=True):
+        piece, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in _crossing(nodes, start):
+            made[node] = piece.placeholder(node.name)
+        for node in nodes[start:stop]:
+            for used in node.all_input_nodes:
+                if used not in made and used.op == "get_attr":
+                    made[used] = piece.node_copy(used)
+            if node.op != "get_attr":
+                made[node] = piece.node_copy(node, made.__getitem__)
+        if stop < len(nodes):
+            left = tuple(made[node] for node in _crossing(nodes, stop))
+            piece.output(left if len(left) > 1 else left[0])
+        pieces.append(piece)
+    return pieces
+
+
+def _targets(graph: fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
+
+
+def _changed_targets(graph: fx.Graph) -> Iterator[str]:
+    """Yield the names of the weights and buffers that steps change in place."""
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        is_call = node.op in ("call_method", "call_function") and not name.endswith("__")
+        if is_call and (name.endswith("_") or name == "setitem" or node.target in IN_PLACE):
+            yield from _base(node.args[0])
+        yield from _base(node.kwargs.get("out"))
+
+
+def _base(node: Any) -> Iterator[str]:
+    """Yield the name of the tensor that a step's result may be a view of."""
+    while isinstance(node, fx.Node) and node.op in ("call_method", "call_function") and node.args:
+        node = node.args[0]
+    if isinstance(node, fx.Node) and node.op == "get_attr":
+        yield str(node.target)
+
+
+def _same_but_numbers(one: fx.Graph, other: fx.Graph) -> bool:
+    """Whether two graphs take the same steps, apart from floats, and whole numbers that are only computed with."""
+    if len(one.nodes) != len(other.nodes):
+        return False
+    return all(_same_step(a, b) for a, b in zip(one.nodes, other.nodes, strict=True))
+
+
+def _same_step(a: fx.Node, b: fx.Node) -> bool:
+    if (a.op, a.target, a.name, a.meta.get("modes")) != (b.op, b.target, b.name, b.meta.get("modes")):
+        return False
+    mine, form = tree_flatten((a.args, a.kwargs))
+    others, its = tree_flatten((b.args, b.kwargs))
+    name = a.target if isinstance(a.target, str) else getattr(a.target, "__name__", "")
+    numbers = (float, int) if name in _ARITHMETIC else float
+    return form == its and all(_same_argument(x, y, numbers) for x, y in zip(mine, others, strict=True))
+
+
+def _same_argument(x: Any, y: Any, numbers: Any) -> bool:
+    if isinstance(x, fx.Node) or isinstance(y, fx.Node):
+        return getattr(x, "name", None) == getattr(y, "name", "")
+    if type(x) is bool or type(y) is bool:
+        return x is y
+    return (isinstance(x, numbers) and isinstance(y, numbers)) or (type(x) is type(y) and bool(x == y))
