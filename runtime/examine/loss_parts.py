@@ -9,7 +9,8 @@ other ids          in one part the lower ones; where they are of classes, also s
 ignored targets    of these in one part only: -100, -1, numbers that the loss knows of; zeros where targets are masks
 along the tokens   the first third of each sequence against the rest
 
-No more memory is taken than that of two microbatches, or 32 MB.
+Large outputs are first cut short along what targets run along too, such as tokens. No more memory is taken than that of
+two microbatches, or 32 MB.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 _ROWS, _FREE_BYTES = 6, 32 << 20
+_TOKENS, _LARGE_BYTES = 6, 4 << 20
 _MOST_IDS = 8
 Change = Callable[[Tensor], Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -79,9 +81,29 @@ class Parts:
         return bool(self.units[number]) and leaf.is_floating_point()
 
 
+def shortened(
+    outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return large outputs and their targets with the first few of what both have many of, such as tokens."""
+    if sum(leaf.nbytes for leaf in outputs) * _ROWS <= _LARGE_BYTES * samples:
+        return outputs, targets
+    sizes = {size for leaf in targets for size in leaf.shape[1:]}
+    sizes |= {len(leaf) // samples for leaf in targets if leaf.dim() == 1 and len(leaf) % samples == 0}
+    long = {size for leaf in outputs for size in leaf.shape[1:] if size > _TOKENS and size in sizes}
+
+    def short(leaf: Tensor) -> Tensor:
+        if leaf.dim() == 1 and len(leaf) // samples in long and len(leaf) % samples == 0:
+            return leaf.view(samples, -1)[:, :_TOKENS].flatten()
+        for dim, size in enumerate(leaf.shape[1:], 1):
+            leaf = leaf.narrow(dim, 0, _TOKENS) if size in long else leaf
+        return leaf
+
+    return [short(leaf) for leaf in outputs], [short(leaf) for leaf in targets]
+
+
 def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int) -> Parts:
     """Return parts of unlike numbers of samples, where memory allows it."""
-    units = [_rows_of_each(leaf, samples) for leaf in (*outputs, *targets)]
+    units = [rows_of_each(leaf, samples) for leaf in (*outputs, *targets)]
     size = sum(leaf.nbytes for leaf in outputs) // samples
     count = _ROWS if 2 * samples >= _ROWS or _ROWS * size <= _FREE_BYTES else 2 * samples
     first = 2 if count == _ROWS else 1
@@ -227,7 +249,7 @@ def _filled(leaf: Tensor, values: Tensor) -> Tensor:
     return values[places].view_as(leaf)
 
 
-def _rows_of_each(leaf: Tensor, samples: int) -> int:
+def rows_of_each(leaf: Tensor, samples: int) -> int:
     """Return how many rows of a leaf belong to each sample; 0: it belongs to all."""
     return leaf.shape[0] // samples if leaf.dim() and leaf.shape[0] and leaf.shape[0] % samples == 0 else 0
 

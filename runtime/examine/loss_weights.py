@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,16 @@ from torch.overrides import TorchFunctionMode
 from ..blocks.trees import flatten
 from ..comm.device import AllGenerators
 from .functions_kept import FunctionKept, class_weights, whole_numbers
-from .loss_parts import Parts, along_samples, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
+from .loss_parts import (
+    Parts,
+    along_samples,
+    along_tokens,
+    cut_elsewhere,
+    rows_of_each,
+    shortened,
+    with_ignored_tokens,
+    with_other_targets,
+)
 
 Loss = Callable[[Any, Any], Any]
 
@@ -131,16 +141,13 @@ class LossExamination:
         self._device = outputs[0].device if outputs else torch.device("cpu")
         self.kept = FunctionKept(loss, self._device)
         self._tables = class_weights(loss)
-        self._parts = along_samples([t.detach() for t in outputs], given, samples)
+        self._leaves, self._samples = ([t.detach() for t in outputs], given), samples
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
         self.is_safe = True
 
     def run(self) -> Finding:
         """Return what all experiments agree on."""
-        if not any(
-            unit and leaf.is_floating_point()
-            for unit, leaf in zip(self._parts.units, self._parts.outputs, strict=False)
-        ):
+        if not any(rows_of_each(leaf, self._samples) for leaf in self._leaves[0] if leaf.is_floating_point()):
             return Finding(None, "its output has no rows of samples")
         parts = self.usable()
         if parts is None:
@@ -180,7 +187,7 @@ class LossExamination:
     def _along_tokens(self, parts: Parts, weight: LossWeight, candidates: Candidates) -> Finding:
         """Return the weight of slices of sequences too; and of samples of other lengths."""
         cut_parts = along_tokens(parts)
-        tried = with_ignored_tokens(cut_parts, self.ids, is_safe=self.is_safe) if cut_parts is not None else ()
+        tried = with_ignored_tokens(cut_parts, [weight.ignored], is_safe=self.is_safe) if cut_parts is not None else ()
         cuts = [(cut, self._share(cut)) for cut in tried]
         told = [(cut, share) for cut, share in cuts if share.is_told]
         if not told:
@@ -233,12 +240,13 @@ class LossExamination:
         """Return the parts in the widest type, on the host where that can be, that the loss takes."""
         is_bound = "vocabulary" in getattr(self._loss, "keywords", {})
         places = [self._device] if is_bound else list(dict.fromkeys([torch.device("cpu"), self._device]))
-        for place in places:
+        for leaves, place in product((shortened(*self._leaves, self._samples), self._leaves), places):
+            parts = along_samples(*leaves, self._samples)
             for dtype in (torch.float64, torch.float32, None):
-                made = Parts(
-                    [_moved(t, place, dtype) for t in self._parts.outputs],
-                    [_moved(t, place, dtype) for t in self._parts.targets],
-                    *(self._parts.first, self._parts.rest, self._parts.along, self._parts.units),
+                made = replace(
+                    parts,
+                    outputs=[_moved(t, place, dtype) for t in parts.outputs],
+                    targets=[_moved(t, place, dtype) for t in parts.targets],
                 )
                 if self.try_once(made.outputs, made.targets, may_be_infinite=True) is not None:
                     self.is_safe = place.type == "cpu"
