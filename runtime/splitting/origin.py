@@ -186,9 +186,15 @@ class Origin:
         """Return what tells a forward where the tokens of a slice are in their sequences."""
         ids = called[self.inputs[0]]
         samples, length = ids.shape[:2]
-        if called.get("position_ids") is not None:
-            raise MisfitError("position_ids are given where sequences are cut into slices (cp, slices); leave them out")
-        told = {"position_ids": sight.positions(length, ids.device).expand(samples, -1)}
+        told: dict[str, Any] = {}
+        if called.get("position_ids") is None:
+            told["position_ids"] = sight.positions(length, ids.device).expand(samples, -1)
+        elif called.get("attention_mask") is None and transformers.reads_packed(self.frame.root):
+            raise MisfitError(
+                "position_ids are given where sequences are cut into slices (cp, slices), and without a cache a model "
+                "may read several sequences out of them, each by itself, which attention over slices cannot; set "
+                "config.use_cache = True before it is split, so that they are positions, or leave them out"
+            )
         if called.get("attention_mask") is None:
             sight.all_seen = told["attention_mask"] = ids.new_ones((samples, length), dtype=torch.bool)
         return {name: value for name, value in told.items() if name in self.inputs}

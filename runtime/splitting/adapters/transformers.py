@@ -47,13 +47,16 @@ def unpacked(model: Any, called: Mapping[str, Any]) -> dict[str, Tensor]:
     Without a cache, and without a mask, transformers takes positions that begin again for several sequences in one row.
     A model that keeps a cache does not; a mask that hides nothing has it not do so here either.
     """
-    if called.get("position_ids") is None or called.get("attention_mask") is not None:
-        return {}
-    keeps_cache = settings(model) and model.config.use_cache
-    if not keeps_cache or "attention_mask" not in signature(model.forward).parameters:
+    if called.get("position_ids") is None or called.get("attention_mask") is not None or reads_packed(model):
         return {}
     ids = called[model.main_input_name]
     return {"attention_mask": ids.new_ones(ids.shape[:2], dtype=torch.long)}
+
+
+def reads_packed(model: Any) -> bool:
+    """Whether a model may take positions that begin again for several sequences, as without a cache, or a mask."""
+    keeps_cache = settings(model) and model.config.use_cache
+    return not keeps_cache or "attention_mask" not in signature(model.forward).parameters
 
 
 def pools(model: Any) -> bool:

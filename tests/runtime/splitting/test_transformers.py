@@ -111,15 +111,25 @@ def test_padded_batches(attention):
     assert as_extra == as_batch == [pytest.approx(expected, rel=1e-9)] * 2
 
 
-@pytest.mark.parametrize("keeps_cache", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_packed_sequences_are_what_the_models_own_forward_makes_of_them(kind, keeps_cache):
-    model = model_of(kind, use_cache=keeps_cache)
-    ids, positions = batch()[0], torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).repeat(SAMPLES, 1)
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=MICROBATCHES)
-    expected = plain_losses(copy.deepcopy(model), positions=positions)
-    found = split_losses(model, plan, lambda engine: engine.step(ids, ids, position_ids=positions))
-    assert found == [pytest.approx(expected, rel=1e-9)]
+PACKED = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).repeat(SAMPLES, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeps_cache", "mesh"),
+    [("llama", True, "dp=1"), ("llama", False, "dp=1"), ("gpt2", False, "dp=1"), ("gpt2", True, "cp=2")],
+)
+def test_packed_sequences_are_what_the_models_own_forward_makes_of_them(kind, keeps_cache, mesh):
+    model, ids = model_of(kind, use_cache=keeps_cache), batch()[0]
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
+    expected = plain_losses(copy.deepcopy(model), positions=PACKED)
+    found = split_losses(model, plan, lambda engine: engine.step(ids, ids, position_ids=PACKED))
+    assert found == [pytest.approx(expected, rel=1e-9)] * plan.mesh.size
+
+
+def test_packed_sequences_that_are_read_apart_are_refused_where_they_are_cut():
+    plan, ids = qs.compile("1f1b", mesh="cp=2", microbatches=MICROBATCHES), batch()[0]
+    with pytest.raises(MisfitError, match="several sequences out of them"):
+        split_losses(model_of(use_cache=False), plan, lambda engine: engine.step(ids, ids, position_ids=PACKED))
 
 
 def test_a_window_is_kept_where_sequences_come_in_slices():
