@@ -137,6 +137,7 @@ class PlanRunner:
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
         self._transport.publisher.begin(plan, self.steps.total + 1)
+        self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:
             units = self._settle_first(plan, batch, compare)
         else:
@@ -185,7 +186,7 @@ class PlanRunner:
         """Return what every block leaves for the next, of a unit; raises `MisfitError`."""
         model, is_first = self._model, spec.mode not in self.interpreters
         try:
-            return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+            parcels = trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
         except MisfitError as error:
             if not wants_data(error):
                 raise
@@ -194,7 +195,15 @@ class PlanRunner:
                     f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
                     "one shape: pad sequences to one length, and give as many samples in every step"
                 ) from error
-            return Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
+            parcels = Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
+        self._follow(spec, batch, unit, parcels)
+        return parcels
+
+    def _follow(self, spec: UnitSpec, batch: Batch, unit: int, parcels: Sequence[Parcel]) -> None:
+        """Let the prover look at units of other shapes than those of the first step."""
+        one = slice(unit, unit + 1)
+        units = FirstUnits(spec.inputs, dict(spec.extras), batch.inputs[one], batch.targets[one], batch.extras[one])
+        self._model.prover.follow(units, parcels, self._groups.pipeline)
 
     @property
     def accumulates(self) -> bool:

@@ -76,6 +76,11 @@ class FirstUnits:
     targets: Sequence[Any]
     extras: Sequence[Mapping[str, Any]]
 
+    @property
+    def first(self) -> FirstUnits:
+        """The first of them alone."""
+        return FirstUnits(self.spec, self.extra_specs, self.inputs[:1], self.targets[:1], self.extras[:1])
+
 
 class Arrivals:
     """What the blocks of a model are given.
@@ -87,6 +92,7 @@ class Arrivals:
         group: the ranks that hold slices of the same sequences.
         slices: into how many units a microbatch is cut.
         dtype: of the weights; None: as they are built.
+        samples: at most so many; None: all, of units that are whole.
     """
 
     def __init__(
@@ -97,12 +103,14 @@ class Arrivals:
         group: Group,
         slices: int,
         dtype: torch.dtype | None,
+        *,
+        samples: int | None = SAMPLES,
     ) -> None:
         self._group, self._cuts, self._of_unit, self._units = group, slices * group.size, parcels, units
         self._of_unit_samples = units.spec.samples.shape[0]
-        self._samples = min(SAMPLES, self._of_unit_samples)
+        self._samples = min(samples or self._of_unit_samples, self._of_unit_samples)
         try:
-            self._whole = self._trace(outlines, dtype)
+            self._whole = list(parcels) if samples is None else self._trace(outlines, dtype)
         except MisfitError:  # blocks that want as many samples as there are
             self._samples = self._of_unit_samples
             self._whole = self._trace(outlines, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from .draws import undisturbed
 from .features_apart import draws_of_python, why_joined
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, run_cut, run_whole, shaken
 from .twins import SEED, Blueprint
+from .ways import alone, everywhere
 
 TOLERANCE = 1e-4
 """Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
@@ -49,6 +51,8 @@ class Kind:
     """Those of this rank, as they are cut."""
     scales: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """At how much larger numbers layers of pairs are proved."""
+    is_parted: bool = False
+    """Whether its pairs were parted, as they were none in the first step."""
     trouble: str = ""
     """Why its twin could not be run whole, the last time that this was tried."""
     draws: bool = False
@@ -169,21 +173,14 @@ class Bench:
 
         `is_asked` says that a rule wants them. Notes at which scales they are proved in `kind.scales`.
         """
-
-        def cuts_of(twin: nn.Module) -> list[Cut]:
-            return find_cuts(twin, {**choice.rules, **self._rules}, self.group.size, str(kind.number), strict=False)
-
-        pairs = [cut.path for cut in cuts_of(kind.blueprint.bare) if cut.is_paired]
+        pairs = self._pairs(kind, choice)
         if not pairs or self.group.size == 1:
             return None
-        setting, device = Setting(tensor=self.group), self.group.device
-        try:
-            why = why_joined(kind.blueprint, cuts_of, arrival, self.group.size, device, trusts=is_asked)
-        except Exception as error:
-            why = f"raises {type(error).__name__} where its features are followed: {error}"
+        setting = Setting(tensor=self.group)
+        why = self.why(kind, arrival, choice, is_asked=is_asked)
         if self._most([float(bool(why))], setting)[0]:
-            return Finding(off=float("inf"), trouble=f"it {why}" if why else "another rank found that it is none")
-        if kind.scales.keys() >= set(pairs):
+            return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
+        if kind.scales.keys() >= {cut.path for cut in pairs}:
             return None
         proved = {1.0}
         for scale in SCALES:
@@ -192,8 +189,32 @@ class Bench:
             if finding is not None:
                 return finding
             proved |= {scale} if whole is not None else set()
-        kind.scales |= dict.fromkeys(pairs, tuple(sorted(proved)))
+        kind.scales |= dict.fromkeys((cut.path for cut in pairs), tuple(sorted(proved)))
         return None
+
+    def _pairs(self, kind: Kind, choice: Choice) -> list[Cut]:
+        return [cut for cut in self._cuts(kind, kind.blueprint.bare, choice) if cut.is_paired]
+
+    def _cuts(self, kind: Kind, twin: nn.Module, choice: Choice) -> list[Cut]:
+        return find_cuts(twin, {**choice.rules, **self._rules}, self.group.size, str(kind.number), strict=False)
+
+    def why(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
+        """Return why a kind's pairs may be none, as this rank finds it: "it …"; see `features_apart`."""
+        cuts_of, size = partial(self._cuts, kind, choice=choice), self.group.size
+        try:
+            found = why_joined(kind.blueprint, cuts_of, arrival, size, self.group.device, trusts=is_asked)
+        except Exception as error:
+            found = f"raises {type(error).__name__} where its features are followed: {error}"
+        return found and f"it {found}"
+
+    def refusal(self, kind: Kind, why: str) -> str:
+        """Return why a kind of block is refused whose pairs are none, with the rules to write."""
+        pairs = self._pairs(kind, kind.choice)
+        names, rules = " and ".join(repr(cut.path) for cut in pairs), everywhere(alone(pairs))
+        return (
+            f"{kind.name} over tp={self.group.size} is cut in pairs, {names}, but {why}; let each take and give full "
+            f"tensors: rules={rules}"
+        )
 
     def _drawn(self, kind: Kind, setting: Setting) -> nn.Module:
         """Return a kind's twin, with what its columns give scaled."""

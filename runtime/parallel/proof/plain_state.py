@@ -17,9 +17,10 @@ from torch import Tensor, nn
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _KNOWN = ("torch.", "quintsched.", "builtins")
 _DEEPEST = 3
+_GONE = object()
 
-State = dict[tuple[int, str], tuple[Mapping[str, Any], object, str]]
-"""Where a value is, by the container's id and the key: the container, the value, and its name."""
+State = dict[tuple[int, Any], tuple[Mapping[Any, Any], object, str]]
+"""Where a value is, by the container's id and the key: the container, the value, and its name; of "", its size."""
 
 
 def plain_state(block: nn.Module) -> State:
@@ -43,26 +44,43 @@ def first_change(before: State, after: State) -> str | None:
     return None
 
 
+def has_changed(held: Mapping[Any, Any], key: Any, before: object) -> bool:
+    """Whether a value is another one by now than it was."""
+    now = held.get(key, _GONE) if key != "" else len(held)
+    return now is not before and _differs(before, _noted(now))
+
+
 def _differs(before: object, after: object) -> bool:
     return type(before) is not type(after) or (before != after and not (before != before and after != after))
+
+
+def _noted(value: object) -> object:
+    """Return what is noted of a value: of several, those that are plain."""
+    if isinstance(value, (list, tuple, set)):
+        return [v if isinstance(v, _PLAIN) else type(v) for v in value]
+    return value
 
 
 def _collect(held: Mapping[str, Any], name: str, found: State, seen: set[int], depth: int) -> None:
     if id(held) in seen or depth > _DEEPEST:
         return
     seen.add(id(held))
+    found[id(held), ""] = (held, len(held), name)
     for key, value in held.items():
         if key == "training" or (depth == 0 and str(key).startswith(("_forward_", "_backward_", "_state_dict_"))):
             continue
         here = f"{name}.{key}"
         if isinstance(value, _PLAIN):
-            found[id(held), str(key)] = (held, value, here)
+            found[id(held), key] = (held, value, here)
         elif isinstance(value, (list, tuple, set)):
-            found[id(held), str(key)] = (held, [v if isinstance(v, _PLAIN) else type(v) for v in value], here)
+            found[id(held), key] = (held, _noted(value), here)
         elif isinstance(value, dict) and key not in ("_parameters", "_modules", "_buffers"):
             _collect(value, here, found, seen, depth + 1)
         elif not isinstance(value, (Tensor, nn.Module, type, FunctionType)) and not _is_known(type(value)):
             _collect(getattr(value, "__dict__", {}), here, found, seen, depth + 1)
+            for kind in type(value).__mro__:
+                if not _is_known(kind):
+                    _collect_class(kind, found, seen)
 
 
 def _collect_class(kind: type, found: State, seen: set[int]) -> None:

@@ -12,7 +12,7 @@ normalise, sort or mix features. A rank runs one twin at a time, so that it hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,14 +30,15 @@ from ..tensor.choice import Choice
 from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
-from ..tensor.rules import RuleData, is_built_in
+from ..tensor.rules import is_built_in
 from .arrivals import Arrival, Arrivals, FirstUnits
 from .bench import Bench, Finding, Kind
 from .chooser import Chooser
 from .kinds import kind_of
+from .later_steps import LaterSteps
 from .trial import Figures, Setting
 from .twins import Blueprint
-from .ways import Way, alone, paired_ways, replicated
+from .ways import Way, alone, everywhere, paired_ways, renumbered, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -78,6 +79,7 @@ class Prover:
         self._chooser = Chooser(self._bench, tensor, outlines, dtype)
         self._kinds: dict[str, Kind] = {}
         self._numbers: dict[int, Kind] = {}
+        self._later = LaterSteps(self._bench, outlines, dtype)
         self._is_done = which == "none"
 
     def choose(self, number: int, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> Choice:
@@ -98,7 +100,7 @@ class Prover:
             if self._setting.tensor is not None:
                 kind.choice = self._chooser.choose(kind)
         kind = self._numbers[number] = self._kinds[name]
-        rules = {_renumbered(path, number): rule for path, rule in kind.choice.rules.items()}
+        rules = {renumbered(path, number): rule for path, rule in kind.choice.rules.items()}
         return replace(kind.choice, rules=rules)
 
     def _unproved(self, number: int, block: nn.Module, cuts: Sequence[Cut], error: Exception) -> Choice:
@@ -143,15 +145,37 @@ class Prover:
         refusal = ""
         if self._kinds:
             arrivals = Arrivals(units, outlines, parcels, self._context, self._setting.slices, self._dtype)
-            found = (
-                self._refusal(kind, arrivals.at(kind.number, outlines[kind.number])) for kind in self._kinds.values()
+            given = [arrivals.at(kind.number, outlines[kind.number]) for kind in self._kinds.values()]
+            proved = list(zip(self._kinds.values(), given, strict=True))
+            refusal = next((text for kind, arrival in proved if (text := self._refusal(kind, arrival))), "")
+            self._later.follow(
+                [
+                    (kind, self._tensor.are_ruled(kind.cuts), arrival)
+                    for kind, arrival in proved
+                    if not kind.is_parted and self._tensor.has_pairs(kind.number, kind.choice)
+                ]
             )
-            refusal = next((text for text in found if text), "")
+            refusal = refusal or self._later.unsound_shapes(units.first, parcels)
         self._kinds.clear()
         self._numbers.clear()
         said = first_said(refusal, world)
         if said:
             raise MisfitError(said)
+
+    def follow(self, units: FirstUnits, parcels: Sequence[Parcel], pipeline: Group) -> None:
+        """Look again at pairs before units of other shapes; all ranks of a pipeline call this, for the same units.
+
+        Raises `MisfitError` on all of them where a block of some is none of pairs then.
+        """
+        if self._setting.tensor is None:
+            return
+        said = first_said(self._later.unsound_shapes(units, parcels), pipeline)
+        if said:
+            raise MisfitError(said)
+
+    def require_sound_state(self) -> None:
+        """Raise `MisfitError` where something was set since the last step by which pairs are none any more."""
+        self._later.require_sound_state()
 
     def _refusal(self, kind: Kind, arrival: Arrival) -> str:
         """Return why a kind of block cannot be run as it is, in words; empty: it can."""
@@ -196,6 +220,7 @@ class Prover:
         if is_asked or is_sliced or not self._tensor.has_pairs(kind.number, kind.choice):
             return
         if {part_pairs(block) for block in kind.blocks} == {True}:
+            kind.is_parted = True
             _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
 
     def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
@@ -205,9 +230,10 @@ class Prover:
             return False
         if {part_pairs(block) for block in kind.blocks} != {True}:
             return False
+        kind.is_parted = True
         advice = self._advice(kind, arrival, whole)
         helps = advice is not None and advice[2] and advice[2] != alone(advice[0])
-        words = f"; as a pair with rules={_everywhere(advice[2])}" if advice and helps else ""
+        words = f"; as a pair with rules={everywhere(advice[2])}" if advice and helps else ""
         _logger.warning("%s: its layers are cut one by one, for in pairs, %s%s", self._title(kind), finding, words)
         return True
 
@@ -241,7 +267,7 @@ class Prover:
         names = " and ".join(repr(cut.path) for cut in pair)
         advice = "their outputs are laid out otherwise" if way else "keep them whole"
         advice = "let each take and give full tensors" if way == alone(pair) else advice
-        rules = _everywhere(way or replicated(pair))
+        rules = everywhere(way or replicated(pair))
         return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={rules}"
 
     def _refused_slices(self, kind: Kind, finding: Finding) -> str:
@@ -258,13 +284,3 @@ class Prover:
     def _title(self, kind: Kind) -> str:
         tensor = self._setting.tensor
         return kind.name if tensor is None else f"{kind.name} over tp={tensor.size}"
-
-
-def _renumbered(path: str, number: int) -> str:
-    _, dot, rest = path.partition(".")
-    return f"{number}{dot}{rest}"
-
-
-def _everywhere(rules: Mapping[str, RuleData]) -> dict[str, RuleData]:
-    """Return rules for the layers of all blocks that are called so."""
-    return {(_renumbered(path, 0).replace("0", "*", 1) if "." in path else path): rule for path, rule in rules.items()}

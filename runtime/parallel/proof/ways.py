@@ -10,7 +10,7 @@ whole     not cut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 
 from ...job.choices import TensorSplit
@@ -105,3 +105,14 @@ def _widths_within(pair: Sequence[Cut]) -> set[int]:
     row = next(cut for cut in pair if cut.split is TensorSplit.ROW)
     width, rest = cut_width(row), cut_width(columns[0]) - cut_width(row)
     return {width, rest // 2} if len(columns) == 1 and rest > 1 else {width}
+
+
+def renumbered(path: str, number: int) -> str:
+    """Return the name of the same layer of another block."""
+    _, dot, rest = path.partition(".")
+    return f"{number}{dot}{rest}"
+
+
+def everywhere(rules: Mapping[str, RuleData]) -> dict[str, RuleData]:
+    """Return rules for the layers of all blocks that are called so."""
+    return {(renumbered(path, 0).replace("0", "*", 1) if "." in path else path): rule for path, rule in rules.items()}

@@ -136,7 +136,7 @@ APART: list[Callable[[Any, Tensor], Tensor]] = [
 def test_what_joins_features_at_some_numbers_is_no_pair(
     between: Callable[[Any, Tensor], Tensor], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = said_of(between, state=torch.tensor(20.0) if "Max" in why or "max" in why else torch.tensor(0.0))
+    said = said_of(between, state=torch.tensor(20.0 if why == "max" else 0.0))
     assert said.endswith("; one by one: 0.fc1, 0.fc2")
     assert f"are cut one by one over tp, for as a pair, it {why}" in caplog.text or f" in {why} in line" in caplog.text
 
@@ -145,3 +145,39 @@ def test_what_joins_features_at_some_numbers_is_no_pair(
 @pytest.mark.parametrize("between", APART)
 def test_what_keeps_features_apart_is_a_pair_and_says_at_which_scales(between: Callable[[Any, Tensor], Tensor]) -> None:
     assert said_of(between).endswith("; pairs proved at scales 0.1, 1, 10, 100: 0.fc1")
+
+
+HOT = False
+STEPS: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda self, y: y.softmax(-1) if y.shape[1] > TOKENS else F.gelu(y),
+    lambda self, y: y.softmax(-1) if y.shape[0] > 2 else F.gelu(y),
+    lambda self, y: y.softmax(-1) if self.config.hot else F.gelu(y),
+    lambda self, y: y.softmax(-1) if self.count else F.gelu(y),
+    lambda self, y: y.softmax(-1) if HOT else F.gelu(y),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("between", STEPS)
+def test_pairs_that_are_none_in_a_later_step_are_refused_before_it(
+    between: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = qs.compile("gpipe", mesh="pp=2,tp=2", microbatches=2)
+    monkeypatch.setitem(globals(), "HOT", False)
+
+    def run(transport: Transport) -> None:
+        blocks = [lambda: Between(lambda self, y: y.tanh()), lambda: Between(between)]
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
+        given = [torch.ones(4, TOKENS, WIDTH, dtype=torch.float64), torch.ones(4, TOKENS, WIDTH, dtype=torch.float64)]
+        for _ in range(2):
+            engine.step(*given)
+        for stage in engine.stages.values():
+            for block in stage.blocks.values():
+                block.config.hot, block.count = True, 1
+        globals()["HOT"] = True
+        engine.step(*(torch.cat((one, one), 1).repeat(2, 1, 1) for one in given))
+
+    with pytest.raises(
+        MisfitError, match=r"block 1 \(Between\) over tp=2 is cut in pairs, '1.fc1' and '1.fc2', but .*"
+    ):
+        run_local(4, run)
