@@ -50,6 +50,7 @@ def calibrate_first(hardware: str) -> None:
 
     file = CALIBRATED.expanduser()
     if hardware.strip().lower() == CPU and not file.is_file():
+        _make_folder(file)
         note(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)")
         code = _measure(file, CPU)
         if code:
@@ -60,8 +61,15 @@ def _measure(file: Path, device: str) -> int:
     """Measure in a process of its own, and return its exit code."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError("measuring this machine needs torch; pip install 'quintsched[runtime]'")
+    _make_folder(file)
+    return call([sys.executable, "-m", "quintsched.runtime.calibrate", str(file), "--device", device])
+
+
+def _make_folder(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{file}: cannot write the description: {error.strerror or error}") from error
-    return call([sys.executable, "-m", "quintsched.runtime.calibrate", str(file), "--device", device])
+        raise UsageError(
+            f"{file}: cannot write the description: {error.strerror or error}; write it elsewhere, like "
+            "`quintsched calibrate -o cpu.json`, and give --hardware cpu.json"
+        ) from error

@@ -65,6 +65,8 @@ class Measured(Description):
     def _work_is_of_known_sums(self) -> Measured:
         for ranks in self.all_reduce_work.keys() - self.all_reduce.keys():
             raise ValueError(f"all_reduce_work is given for {ranks} ranks, but all_reduce is not")
+        if self.cores and self.link and self.link_work and not (self.all_reduce_work and self.sharing):
+            raise ValueError("with cores and link_work, all_reduce_work and sharing are needed too")
         return self
 
 

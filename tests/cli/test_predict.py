@@ -180,3 +180,12 @@ def test_its_plan_in_the_simulator(cli, refused) -> None:
     assert found["simulated_step_s"] == pytest.approx(found["step_s"], rel=0.01)
     assert "by its plan, event by event" in cli("predict", *flags(INTERLEAVED), "--simulate").out
     assert "leave out one" in refused(2, "predict", *flags(INTERLEAVED), "--simulate", "--profile", "x.json")
+
+
+def test_a_home_that_cannot_be_written_says_where_else_to_measure(refused, tmp_path, monkeypatch):
+    (tmp_path / ".cache").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = ("predict", "--model", "gpt-1.3b", "--hardware", "cpu", "--gpus", "1", "--batch", "1")
+    for command in (("calibrate",), asked):
+        message = refused(2, *command)
+        assert "write it elsewhere, like `quintsched calibrate -o cpu.json`, and give --hardware cpu.json" in message

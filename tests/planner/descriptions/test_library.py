@@ -214,6 +214,7 @@ CURVE = {"sizes": [1e3, 1e6], "rates": [1e9, 1e10]}
         ({"measured": {"link": CURVE | {"sizes": [1e6, 1e3]}}}, "/measured/link: sizes rise from above 0"),
         ({"measured": {"link": CURVE | {"sizes": [0, 1e3]}}}, "/measured/link: sizes rise from above 0"),
         ({"measured": {"link": CURVE | {"rates": [1e9, 0]}}}, "/measured/link: sizes rise from above 0"),
+        ({"measured": {"cores": 2, "link": CURVE, "link_work": CURVE}}, "/measured: with cores and link_work"),
         ({"measured": {"all_reduce": {0: CURVE}}}, "/measured/all_reduce/0/"),
         (
             {"measured": {"all_reduce_work": {2: CURVE}}},
