@@ -171,8 +171,15 @@ def _compare(what: str, expected: _Result, found: _Result) -> None:
         raise MisfitError(
             f"the blocks of {what} give {len(found.outputs)} tensors, and the model {len(expected.outputs)}"
         )
-    for one, other in zip(expected.outputs, found.outputs, strict=True):
+    for number, (one, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         off = _off(one, other)
+        if off != off:
+            who = "the model" if not bool(one.isfinite().all()) else "the chain of blocks"
+            raise MisfitError(
+                f"{what} cannot be compared with its blocks: tensor {number} of the output of {who} has numbers that "
+                "are not finite, for a small example; give one of its own, split(model, example=…), or leave the "
+                "comparison out, prove=False"
+            )
         if not off <= TOLERANCE:
             raise MisfitError(
                 f"the blocks of {what} do not give what the model gives: off by {off:.1g} of its largest number; "

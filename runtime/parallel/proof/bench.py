@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,7 @@ from ..tensor.rules import Rules, find_cuts
 from ..tensor.shard import shard_of
 from .arrivals import Arrival
 from .draws import undisturbed
-from .features_apart import draws_of_python, why_joined
+from .features_apart import DRAWS, draws_of_python, why_joined
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, run_cut, run_whole, shaken
 from .twins import SEED, Blueprint
 from .ways import alone, everywhere
@@ -205,7 +206,15 @@ class Bench:
             found = why_joined(kind.blueprint, cuts_of, arrival, size, self.group.device, trusts=is_asked)
         except Exception as error:
             found = f"raises {type(error).__name__} where its features are followed: {error}"
+        kind.draws |= found == DRAWS
         return found and f"it {found}"
+
+    def draws_unlike(self, kind: Kind) -> bool:
+        """Whether a kind draws from Python's generators, and ranks of tp have these in unlike states."""
+        text = repr(draws_of_python()).encode()
+        state = float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
+        draws, most, least = self._most([float(kind.draws), state, -state], Setting(tensor=self.group))
+        return bool(draws) and most != -least
 
     def refusal(self, kind: Kind, why: str) -> str:
         """Return why a kind of block is refused whose pairs are none, with the rules to write."""

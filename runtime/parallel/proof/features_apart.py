@@ -28,6 +28,8 @@ from .plain_state import first_change, plain_state
 from .trial import outputs_of
 from .twins import SEED, Blueprint
 
+DRAWS = "draws from Python's or numpy's generator, by which it may do something else"
+
 _MOST_BRANCHES = 32
 
 
@@ -95,7 +97,7 @@ def _follow(
             owners.require_none(outputs)
             states.append(plain_state(twin))
     if draws_of_python() != drawn:
-        raise Joined("draws from Python's or numpy's generator, by which it may do something else")
+        raise Joined(DRAWS)
     changed = first_change(states[0 if owners.reads else 1], states[-1])
     if changed is not None:
         raise Joined(f"changes {changed!r} in its forward, by which it may do something else in a later step")

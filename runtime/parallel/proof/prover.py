@@ -188,6 +188,11 @@ class Prover:
                 f"{setting.slices} where there was one; run it with a schedule that does not slice"
             )
         whole = self._bench.whole(kind, arrival, setting)
+        if self._bench.draws_unlike(kind):
+            return (
+                f"{self._title(kind)} draws from Python's or numpy's generator, which ranks of tp have in unlike "
+                "states: seed both alike on all ranks, random.seed(…) and numpy.random.seed(…), or draw by torch"
+            )
         if whole is None:
             _logger.warning("%s is not proved, for %s", kind.name, kind.trouble)
             self._part_unproved(kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
+from quintsched.runtime.parallel.proof import bench
 
 from ...toys import sgd
 from .odd_mlps import TOKENS, WIDTH, Mlp
@@ -181,3 +184,29 @@ def test_pairs_that_are_none_in_a_later_step_are_refused_before_it(
         MisfitError, match=r"block 1 \(Between\) over tp=2 is cut in pairs, '1.fc1' and '1.fc2', but .*"
     ):
         run_local(4, run)
+
+
+def skipped(self: Any, y: Tensor) -> Tensor:
+    return y * 0 if self.training and random.random() < 0.5 else y
+
+
+def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
+
+    def run(transport: Transport) -> str | None:
+        engine = Engine(plan, [lambda: Between(skipped)], loss, sgd, dtype=torch.float64, transport=transport)
+        if transport.rank == 0:
+            cuts.append(str(engine.tensor_cuts))
+        engine.step(*(torch.ones(2, TOKENS, WIDTH, dtype=torch.float64) for _ in range(2)))
+        return engine.tensor_cuts
+
+    cuts: list[str] = []
+    monkeypatch.setattr(bench, "draws_of_python", lambda: (threading.get_ident(),))
+    state = random.getstate()
+    with pytest.raises(MisfitError, match=r"block 0 \(Between\) over tp=2 draws from Python's .*: seed both alike"):
+        run_local(2, run)
+    assert cuts[0].endswith("; one by one: 0.fc1, 0.fc2")
+    assert "it draws from Python's or numpy's generator" in caplog.text
+    assert random.getstate() == state
