@@ -61,6 +61,7 @@ class Origin:
         self.frames = [frame]
         self._watched: tuple[Followed, Callable[[nn.Module], Found]] | None = None
         self._numbers: dict[int, int] = {}
+        self._held: dict[str, Tensor] = {}
         self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
@@ -69,11 +70,15 @@ class Origin:
     def watch(self, model: nn.Module, search: Callable[[nn.Module], Found]) -> None:
         """Follow what the forward of a model reads on the host; `search` finds again what it does."""
         self._watched = Followed(model, self.frame.followed), search
+        self._held = {name: model.get_buffer(name) for names in self.flow.buffers for name in names}
 
     def follow(self) -> None:
         """Let the forward be that of the model as it is now; raises `MisfitError` where it does something else."""
         if self._watched is None or (model := self._watched[0].model()) is None:
             return
+        for name, held in self._held.items():  # blocks have these themselves
+            if (now := model.get_buffer(name)) is not held:
+                held.copy_(now)
         followed, search = self._watched
         versions = self._versions(model)
         changed = followed.changed()
