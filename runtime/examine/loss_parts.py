@@ -6,7 +6,7 @@
 as they are        and with either part scaled down: what a mean is over does not depend on outputs
 other rows' targets                          few of the lowest in one part, many of the highest in the other
 other ids          in one part the lower ones; where they are of classes, also such as the data have not
-ignored targets    of these in one part only: -100, -1, numbers that the loss knows of; zeros where targets are masks
+ignored targets    some or all of these in one part only: -100, -1, numbers that the loss knows of; zeros of masks
 along the tokens   the first third of each sequence against the rest
 
 Large outputs are first cut short along what targets run along too, such as tokens. No more memory is taken than that of
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -174,6 +175,8 @@ def with_other_targets(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> It
             yield from _by_ids(parts, place, leaf, ids, is_safe=is_safe)
         elif leaf.dtype is torch.bool or leaf.is_floating_point():
             yield _changed(parts, place, leaf, lambda a: _every_third(a, 0))
+            if _is_mask(leaf):
+                yield _changed(parts, place, leaf, torch.zeros_like, torch.ones_like)
             yield _changed(parts, place, leaf, torch.ones_like if _is_mask(leaf) else lambda a: a * 0.5)
 
 
@@ -208,6 +211,7 @@ def _by_ids(parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], *, is_sa
     for one in ids if highest < classes else ():
         some = lambda a, one=one: _every_third(_filled(a, lower), one)  # noqa: E731
         yield _changed(parts, place, leaf, some, lambda b: _filled(b, values))
+        yield _changed(parts, place, leaf, partial(torch.full_like, fill_value=one), lambda b: _filled(b, values))
 
 
 def _num_classes(parts: Parts, leaf: Tensor) -> int:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..blocks.trees import flatten
 from ..comm.device import AllGenerators
+from .divisors import divisor_of
 from .functions_kept import FunctionKept, class_weights, whole_numbers
 from .loss_parts import (
     Parts,
@@ -135,7 +136,7 @@ class LossExamination:
     """Experiments on one function of outputs and targets."""
 
     def __init__(self, loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool) -> None:
-        self._loss, self._sliced = loss, sliced
+        self._loss, self.is_sliced = loss, sliced
         self._output_tree, outputs = flatten(output)
         self._target_tree, given = flatten(targets)
         self._device = outputs[0].device if outputs else torch.device("cpu")
@@ -147,7 +148,7 @@ class LossExamination:
 
     def run(self) -> Finding:
         """Return what all experiments agree on."""
-        if not any(rows_of_each(leaf, self._samples) for leaf in self._leaves[0] if leaf.is_floating_point()):
+        if not self.has_rows():
             return Finding(None, "its output has no rows of samples")
         parts = self.usable()
         if parts is None:
@@ -155,10 +156,10 @@ class LossExamination:
         candidates = dict(self.candidates(parts))
         told: list[Share] = []
         others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe))
-        if self._moves(parts):
+        if self.moves(parts):
             return Finding(None, "it changes what it goes by with each microbatch, and not once for a batch")
         for some in (parts, parts.scaled(1, 0.5), parts.scaled(0.5, 1), cut_elsewhere(parts), *others):
-            share = self._share(some)
+            share = self.share(some)
             if share.why:
                 return Finding(None, share.why)
             if share.is_told:
@@ -178,6 +179,10 @@ class LossExamination:
             return Finding(replace(finding.weight, is_guarded=True))
         return finding
 
+    def has_rows(self) -> bool:
+        """Whether the output has any for each sample."""
+        return any(rows_of_each(leaf, self._samples) for leaf in self._leaves[0] if leaf.is_floating_point())
+
     def chosen(self, candidates: Candidates) -> LossWeight:
         """Return one of the weights that fit: where ids could not be tried, targets may be ignored later."""
         if not self.is_safe:
@@ -188,7 +193,7 @@ class LossExamination:
         """Return the weight of slices of sequences too; and of samples of other lengths."""
         cut_parts = along_tokens(parts)
         tried = with_ignored_tokens(cut_parts, [weight.ignored], is_safe=self.is_safe) if cut_parts is not None else ()
-        cuts = [(cut, self._share(cut)) for cut in tried]
+        cuts = [(cut, self.share(cut)) for cut in tried]
         told = [(cut, share) for cut, share in cuts if share.is_told]
         if not told:
             return Finding(weight)
@@ -203,7 +208,7 @@ class LossExamination:
         else:
             means = ((candidates[weight](cut, share), share) for cut, share in told)
             holds = not is_odd and all(share.first is not None and _fits(its, share) for its, share in means)
-        if self._sliced and not holds:
+        if self.is_sliced and not holds:
             return Finding(None, "it is not the same over slices of the sequences, into which they are cut here")
         return Finding(weight)
 
@@ -217,7 +222,7 @@ class LossExamination:
         tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
         return tried is not None and any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)
 
-    def _moves(self, parts: Parts) -> bool:
+    def moves(self, parts: Parts) -> bool:
         """Whether another call with the same numbers gives another loss, generators being where they were."""
         device = parts.outputs[0].device
         try:
@@ -282,7 +287,7 @@ class LossExamination:
         except (IndexError, RuntimeError):  # ids that the weights of classes have not
             return None
 
-    def _share(self, parts: Parts) -> Share:
+    def share(self, parts: Parts) -> Share:
         """Return what a loss makes of two parts together, by what it makes of each."""
         one, other = parts.halves()
         whole, a, b = self.try_once(parts.outputs, parts.targets), self.try_once(*one), self.try_once(*other)
@@ -358,21 +363,6 @@ class _Checked(TorchFunctionMode):
         ):
             raise ValueError("ctc_loss reads memory that is not there for targets below zero")
         return func(*args, **(kwargs or {}))
-
-
-def divisor_of(loss: Tensor) -> Tensor | None:
-    """Return the number that a loss was divided by at the end, as its graph has it; None where it was not so."""
-    node: Any = loss.grad_fn
-    if node is None:
-        return None
-    weight = getattr(node, "_saved_total_weight", None)
-    if weight is not None and getattr(node, "_saved_reduction", None) == 1:  # what autograd calls a mean
-        return weight if weight.dim() == 0 else None
-    inputs = [function for function, _ in node.next_functions]
-    if node.name() != "DivBackward0" or inputs[0] is None or any(function is not None for function in inputs[1:]):
-        return None
-    divisor = node._saved_other
-    return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 else None
 
 
 def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float) -> float | str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -129,8 +130,10 @@ class Tally:
             self._num_summed += 1
             found = found.loss, 0.0
         loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if not isinstance(loss, Tensor) or loss.dim():
+        is_weight = weight is None or (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
+        if not isinstance(loss, Tensor) or loss.dim() or not is_weight:
             named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            named += "" if is_weight else f" whose second thing, a {type(weight).__name__}, is no weight"
             raise MisfitError(
                 f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}"
             )

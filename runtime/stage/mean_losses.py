@@ -3,10 +3,10 @@
     microbatch 0    targets 3 4 – –    mean 2.0      sum 4.0, weight 2 ─┐
     microbatch 1    targets 1 7 5 2    mean 1.0      sum 4.0, weight 4 ─┴▶ 8.0 / 6     not (2.0 + 1.0) / 2
 
-A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Any
-other is examined when it is first called (`examine.loss_weights`); what was found is bound, and ranks agree on it
-before the optimizer first steps. Where blocks have auxiliary losses, which are added to the loss of each microbatch as
-it is, means count by samples.
+A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Unless
+that is given, either is examined when it is first called (`examine.loss_weights`, `examine.stated_weights`); what was
+found is bound, and ranks agree on it before the optimizer first steps. Where blocks have auxiliary losses, which are
+added to the loss of each microbatch as it is, means count by samples.
 """
 
 from __future__ import annotations
@@ -25,14 +25,25 @@ from quintsched.errors import MisfitError
 from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
 from ..comm import Group
 from ..comm.control import gather_texts
+from ..examine.divisors import divisor_of
 from ..examine.functions_kept import class_weights
-from ..examine.loss_weights import Finding, LossWeight, Over, divisor_of, examine_loss
+from ..examine.loss_weights import Finding, LossWeight, Over, examine_loss
 from ..examine.metric_weights import examine_metric
+from ..examine.stated_weights import doubt_of_stated
 from ..job.choices import LossOver
 from ..splitting.sum_of_means import SumOfMeans
 
 _logger = logging.getLogger(__name__)
 
+_STATED = "stated"
+_NO_WEIGHT = (
+    "the loss function gives one number, and of microbatches it is not that of the batch: {}; return (sum, weight), or "
+    "quintsched.runtime.SumOfMeans for means over several things"
+)
+_NOT_STATED = (
+    "the loss function gives two things, which have to be a sum and what it is over, as microbatches add both up: {}; "
+    'return these, such as F.cross_entropy(…, reduction="sum"), (targets != -100).sum(), or a mean alone'
+)
 _BY_SAMPLES = (Over.SAMPLES, Over.MICROBATCH)
 
 
@@ -65,7 +76,7 @@ class WeighedLoss:
         self._loss_fn, self._is_cut, self.has_others = loss_fn, is_cut, False
         self._weight = None if over is None else LossWeight(Over(over))
         self._tables = class_weights(loss_fn) if over is None else []
-        self._is_stated = False
+        self._is_stated, self._is_given = False, over is not None
         self._nothing = [torch.zeros((), dtype=torch.bool)]
         self.is_settled, self.refusal, self._of_metrics = False, "", ""
         self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
@@ -83,7 +94,7 @@ class WeighedLoss:
         into as many `slices`.
         """
         if self._is_stated:
-            return self._loss_fn(output, targets)
+            return _both(self._loss_fn(output, targets))
         if self.means is not None:
             if self._weight is None:
                 self._find_sums(output, targets, samples)
@@ -102,8 +113,11 @@ class WeighedLoss:
                 if rule.is_guarded:
                     self._guard(output)
             return self._weigh(found, output, targets, samples, usual, slices)
-        if self._weight is None:
-            self._is_stated = isinstance(found, tuple)
+        if self._weight is None and isinstance(found, tuple) and len(found) == 2:
+            self._is_stated = True
+            self.refusal = doubt_of_stated(self._loss_fn, output, targets, samples, sliced=self._is_cut)
+        elif self._weight is not None and not self._is_given and isinstance(found, tuple):
+            raise MisfitError("the loss function has given one number, and now a tuple; return (sum, weight) always")
         return found
 
     def _guard(self, output: Any) -> None:
@@ -184,10 +198,11 @@ class WeighedLoss:
         one. Raises `MisfitError` on all ranks.
         """
         if not self.is_settled:
-            mine = json.dumps(asdict(self._weight)) if self._weight is not None else "stated" * self._is_stated
+            mine = json.dumps(asdict(self._weight)) if self._weight is not None else _STATED * self._is_stated
             told = [text.split("\n") for text in gather_texts(world, f"{mine}\n{self.refusal}\n{of_metrics}")]
             self.refusal, self._of_metrics = (next((row[k] for row in told if row[k]), "") for k in (1, 2))
             found = list(dict.fromkeys(row[0] for row in told if row[0]))
+            self._is_stated = found == [_STATED]
             if len(found) > 1 and not self.refusal:
                 self.refusal = "ranks found it to be over unlike things"
             if found and not self.refusal:
@@ -197,18 +212,23 @@ class WeighedLoss:
             raise MisfitError(self._of_metrics)
         if self.refusal and matters:
             raise MisfitError(
-                f"the loss function gives one number, and of microbatches it is not that of the batch: {self.refusal}; "
-                "return (sum, weight), or quintsched.runtime.SumOfMeans for means over several things, or say that the "
-                'loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job train.loss_over: '
-                "microbatch"
+                (_NOT_STATED if self._is_stated else _NO_WEIGHT).format(self.refusal)
+                + ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
+                "train.loss_over: microbatch"
             )
 
     def _take_over(self, text: str) -> None:
         """Take over what some rank has found."""
-        self._is_stated = text == "stated"
-        if not self._is_stated:
+        if text != _STATED:
             data = json.loads(text)
             self._weight = LossWeight(**{**data, "over": Over(data["over"])})
+
+
+def _both(found: Found) -> Found:
+    """Return what a loss gives that has given (sum, weight)."""
+    if isinstance(found, Tensor):
+        raise MisfitError("the loss function has given (sum, weight), and now one number; return (sum, weight) always")
+    return found
 
 
 class WeighedMetric:

@@ -1,0 +1,85 @@
+"""Whether a loss that gives (sum, weight) gives a sum and its weight, found by the experiments of `loss_weights`.
+
+    L(o) = L(a) + L(b), ∂L(o)/∂a = ∂L(a)/∂a        as it is of a sum, and not of a mean
+    w(o) = w(a) + w(b)                             as it is of what a sum is over, and not of a constant
+
+Where sequences are cut into equal slices it has to hold along tokens as well, but that each sample may have a mean over
+its tokens, which weighs as much for each slice. What cannot be called with a few samples is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .loss_parts import Parts, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
+from .loss_weights import LossExamination
+
+_OF_THIS_PACKAGE = __name__.split(".")[0]
+
+
+def doubt_of_stated(
+    loss: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int, *, sliced: bool = False
+) -> str:
+    """Return why what a loss gives is no sum with its weight, in words; "": it may well be.
+
+    Args:
+        loss: (output, targets) → (sum, weight).
+        output, targets: those of a microbatch, with as many samples.
+        sliced: whether sequences are cut.
+    """
+    of = loss.func if isinstance(loss, partial) else loss
+    module = str(getattr(of, "__module__", None) or type(of).__module__)
+    if module.split(".")[0] == _OF_THIS_PACKAGE:
+        return ""
+    return _StatedExamination(loss, output, targets, samples, sliced=sliced).doubt()
+
+
+class _StatedExamination(LossExamination):
+    """Experiments on a loss that gives (sum, weight); `weights` are those of its calls."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.weights: list[float] = []
+
+    def doubt(self) -> str:
+        """Return what the first experiment says that fails."""
+        parts = self.usable() if self.has_rows() else None
+        if parts is None:
+            return ""
+        if self.moves(parts):
+            return "it changes what it goes by with each microbatch"
+        others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
+        for some in (parts, parts.scaled(1, 0.5), cut_elsewhere(parts), *others):
+            if doubt := self._doubt_of(some):
+                return f"of two batches together {doubt}"
+        cut = along_tokens(parts) if self.is_sliced else None
+        for some in with_ignored_tokens(cut, self.ids, is_safe=self.is_safe) if cut is not None else ():
+            if doubt := self._doubt_of(some):
+                return f"sequences are cut into slices here, and of two of these together {doubt}"
+        return ""
+
+    def _doubt_of(self, parts: Parts) -> str:
+        self.weights.clear()
+        share = self.share(parts)
+        if not share.is_told and not share.why:
+            return ""
+        if share.why:
+            return "the first thing is not the sum of what it is of each"
+        whole, a, b = self.weights
+        if share.first is not None:
+            is_mean_of_each = parts.along and whole == a == b and abs(share.first - parts.share) < share.tolerance
+            return "" if is_mean_of_each else "the first thing is a mean of what it is of each, and not the sum"
+        if abs(whole - a - b) > 1e-4 * (abs(whole) + abs(a) + abs(b)):
+            return f"the weight is {whole:g}, and of each {a:g} and {b:g}"
+        return ""
+
+    def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """Return the first of both, and keep the weight."""
+        total, weight = super().call(outputs, targets)
+        self.weights.append(float(weight))
+        return torch.as_tensor(total)
