@@ -295,7 +295,7 @@ def test_statistics_of_a_loss_are_those_of_each_step_once() -> None:
         def loss_fn(logits: Tensor, targets: Tensor, norm: Any = norm, mean: Tensor = mean, var: Tensor = var) -> Any:
             return cross_entropy_sum(F.batch_norm(norm(logits), mean, var, training=True), targets)
 
-        figures, _ = trained(engine_of(loss_fn=loss_fn, cuda_graph=is_captured))
+        figures, _ = trained(engine_of(loss_fn=loss_fn, loss_over="microbatch", cuda_graph=is_captured))
         found.append([*figures, mean, var, *norm.buffers()])
     assert all(map(torch.equal, *found))
 
