@@ -9,7 +9,7 @@ A step of known shapes, before which nothing was set, is not looked at.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,15 +90,15 @@ class LaterSteps:
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set by which pairs are none any more."""
-        changed = next((name for held, key, value, name in self._watched if has_changed(held, key, value)), None)
-        if changed is None:
+        changed = [name for held, key, value, name in self._watched if has_changed(held, key, value)]
+        if not changed:
             return
         for followed in self._followed:
             for block in followed.kind.blocks:
-                _copy_state(plain_state(block), plain_state(followed.kind.blueprint.bare))
+                _copy_state(plain_state(block), plain_state(followed.kind.blueprint.bare), set(changed))
                 why = self._bench.why(followed.kind, followed.arrival, followed.kind.choice, is_asked=followed.is_asked)
                 if why:
-                    raise MisfitError(self._bench.refusal(followed.kind, f"{changed!r} was set, and now {why}"))
+                    raise MisfitError(self._bench.refusal(followed.kind, f"{changed[0]!r} was set, and now {why}"))
             followed.known.clear()
         self._watch()
 
@@ -144,10 +144,12 @@ def _word(leaf: object, *, is_place: bool) -> str:
     return "int" if type(leaf) is int and not is_place else repr(leaf)
 
 
-def _copy_state(real: State, bare: State) -> None:
-    """Give a block that stands for another what has changed in that, where it is plain."""
-    places = {name: (held, key, value) for (_, key), (held, value, name) in bare.items()}
-    for (_, key), (held, value, name) in real.items():
-        there, _, before = places.get(name) or places.get(name.rpartition(".")[0]) or (None, "", None)
-        if key != "" and isinstance(there, dict) and there is not held and (name not in places or value != before):
+def _copy_state(real: State, bare: State, changed: Set[str]) -> None:
+    """Give a block that stands for another what has changed in that, where it is plain: all else may be cut there."""
+    places = {name: (held, key) for (_, key), (held, _, name) in bare.items()}
+    for (_, key), (held, _, name) in real.items():
+        around = name.rpartition(".")[0]
+        is_new = name not in places and around in changed
+        there, _ = places.get(name) or places.get(around) or (None, "")
+        if key != "" and isinstance(there, dict) and there is not held and (is_new or name in changed):
             there[key] = copy.copy(held[key])
