@@ -8,7 +8,7 @@ extras                     as they are in the batch; under cp and slices joined 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -34,6 +34,15 @@ class Given:
 
     tensor: Tensor
     tokens: int | None = None
+
+    def scaled(self, factor: float, *, late: bool) -> Given:
+        """Return it with numbers so many times as large; `late`: in the last quarter of its tokens alone."""
+        if not self.tensor.is_floating_point() or (late and self.tokens is None):
+            return self
+        tensor = self.tensor.clone(memory_format=torch.contiguous_format)
+        length = 0 if self.tokens is None else tensor.shape[self.tokens]
+        (tensor.narrow(self.tokens or 0, length - length // 4, length // 4) if late else tensor).mul_(factor)
+        return Given(tensor, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,11 @@ class Arrival:
     def tensors(self) -> dict[str, Given]:
         """The tensors that get gradients: of the activation by their paths, "" where it is one, and riders."""
         return {**dict(zip(self.activation.tree.paths, self.activation.parts, strict=True)), **self.riders}
+
+    def scaled(self, factor: float, *, late: bool = False) -> Arrival:
+        """Return an arrival with other numbers in the activation: see `Given.scaled`."""
+        parts = [part.scaled(factor, late=late) for part in self.activation.parts]
+        return replace(self, activation=GivenTree(parts, self.activation.tree))
 
 
 @dataclass(frozen=True)

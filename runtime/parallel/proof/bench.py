@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,9 +24,12 @@ from ..tensor.shard import shard_of
 from .arrivals import Arrival
 from .draws import undisturbed
 from .features_apart import DRAWS, draws_of_python, why_joined
+from .tokens.tokens_apart import why_tokens_meet
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, run_cut, run_whole, shaken
 from .twins import SEED, Blueprint
 from .ways import alone, everywhere
+
+_logger = logging.getLogger("quintsched.runtime")
 
 TOLERANCE = 1e-4
 """Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
@@ -192,6 +196,32 @@ class Bench:
             proved |= {scale} if whole is not None else set()
         kind.scales |= dict.fromkeys((cut.path for cut in pairs), tuple(sorted(proved)))
         return None
+
+    def unsound_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> Finding | None:
+        """Return why sequences may not be cut for a kind where numbers are others, on any rank; None: they may."""
+        why = self.why_tokens_meet(kind, arrival, setting)
+        if self._most([float(bool(why))], setting)[0]:
+            return Finding(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
+        setting = replace(setting, tensor=None, slices_tokens=False)
+        others = [(arrival.scaled(scale), f"{scale:g} times as large") for scale in SCALES]
+        others.append((arrival.scaled(max(SCALES), late=True), f"{max(SCALES):g} times as large in late tokens"))
+        for other, words in others:
+            whole = self.whole(kind, other, setting)
+            finite = whole is not None and whole.is_finite
+            finding = self.find(kind, other, setting, whole, Choice()) if whole is not None and finite else None
+            if finding is not None:
+                return Finding(off=finding.off, trouble=f"{finding}, where it is given numbers {words}")
+        return None
+
+    def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
+        """Return why tokens of several ranks, or slices, may meet in a kind, as this rank finds it: "it …"."""
+        try:
+            found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device)
+        except Exception as error:
+            why = f"its tokens cannot be followed: {type(error).__name__}: {error}"
+            _logger.warning("%s is proved at the numbers that were tried alone, for %s", kind.name, why)
+            found = ""
+        return found and f"it {found}"
 
     def _pairs(self, kind: Kind, choice: Choice) -> list[Cut]:
         return [cut for cut in self._cuts(kind, kind.blueprint.bare, choice) if cut.is_paired]

@@ -69,29 +69,40 @@ class FeatureOwners(TorchDispatchMode):
         is_owned = any(_key(tensor) in self._shadows for tensor in tensors)
         name = func._schema.name.removeprefix("aten::")
         if name in HOST and is_owned:
-            raise Joined(f"reads numbers on the host ({name.strip('_')}{_line()}), by which it may do something else")
+            self._see(name, args[0])
         result = func(*args, **given)
         if name in ("_local_scalar_dense", "equal"):
-            return self._read(result)
+            return self._read(result, is_owned=is_owned)
         if is_owned:
-            try:
-                for tensor, owners in owners_of_results(func, args, given, result, self.of):
-                    self.note(tensor, owners)
-            except Joined as why:
-                if not (self._trusts and isinstance(why, Unknown)):
-                    raise Joined(f"{why}{_line()}") from None
+            self._follow(func, args, given, result)
         return result
 
-    def _read(self, number: object) -> object:
+    def _see(self, name: str, tensor: Tensor) -> None:
+        """Raise `Joined`, as Python sees numbers that are followed."""
+        raise Joined(f"reads numbers on the host ({name.strip('_')}{line()}), by which it may do something else")
+
+    def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
+        """Note the owners of what a function gave or changed."""
+        try:
+            for tensor, owners in owners_of_results(func, args, given, result, self.of):
+                self.note(tensor, owners)
+        except Joined as why:
+            if not (self._trusts and isinstance(why, Unknown)):
+                raise Joined(f"{why}{line()}") from None
+
+    def _read(self, number: object, *, is_owned: bool) -> object:
         """Return what Python is given of a number; raises `Joined` for one that may steer a pair."""
         if isinstance(number, bool):
-            place = _place()
-            self.conditions[place] = None
-            return not number if place in self._flipped else number
+            return self._decide(number)
         if self._scopes or not isinstance(number, int):
-            raise Joined(f"reads numbers on the host (item{_line()}), by which it may do something else")
+            raise Joined(f"reads numbers on the host (item{line()}), by which it may do something else")
         self.reads += 1
         return number
+
+    def _decide(self, number: bool) -> bool:
+        """Note where Python asks whether numbers are so, and return what it is told."""
+        self.conditions[here := place()] = None
+        return not number if here in self._flipped else number
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the owners of a tensor's numbers, int8 of its shape."""
@@ -161,7 +172,7 @@ class FeatureOwners(TorchDispatchMode):
                 self._known += 1
                 owners = self.of(x)
                 if bool(((owners != 0) & (owners != layout.to(x.device))).any()):
-                    raise Joined(f"gives {type(module).__name__} features in another order{_line()}")
+                    raise Joined(f"gives {type(module).__name__} features in another order{line()}")
 
         def behind(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             x = args[0] if args else None
@@ -187,14 +198,15 @@ class HostReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         is_users = name in _HOST_METHODS and not sys._getframe(1).f_code.co_filename.startswith(_PASSED)
         if is_users or name in _HOST_PROTOCOLS:
-            raise Joined(f"reads numbers on the host ({name}{_line()}), by which it may do something else")
+            raise Joined(f"reads numbers on the host ({name}{line()}), by which it may do something else")
         return func(*args, **(kwargs or {}))
 
 
 _FRAMES = 4
 
 
-def _place() -> Place:
+def place() -> Place:
+    """Return where users' code runs now."""
     found = (frame for frame in walk_stack(sys._getframe(1)) if not frame[0].f_code.co_filename.startswith(_PASSED))
     return tuple((frame.f_code.co_filename, line) for frame, line in islice(found, _FRAMES))
 
@@ -236,6 +248,6 @@ def _window(tensor: Tensor, unit: int, shadow: Tensor) -> Tensor:
     return require_one(found, [found.dim() - 1], keeps=False) if tensor.is_complex() else found.clone()
 
 
-def _line() -> str:
+def line() -> str:
     """Return the line of a user's code, or of a library of models, that runs now."""
-    return "".join(f" in line {line} of {Path(file).name}" for file, line in _place()[:1])
+    return "".join(f" in line {line} of {Path(file).name}" for file, line in place()[:1])

@@ -201,12 +201,12 @@ class Prover:
         if self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
             unsound = self._bench.unsound(kind, arrival, kind.choice, is_asked=is_asked)
             if unsound is None:
-                return ""
+                return self._refused_tokens(kind, arrival, setting)
         by_cut = Setting(tensor=setting.tensor)
         finding = unsound or self._bench.find(kind, arrival, by_cut, whole, kind.choice)
         if finding is not None:
             if not is_asked and not slices_tokens and self._is_parted(kind, arrival, setting, whole, finding):
-                return ""
+                return self._refused_tokens(kind, arrival, setting)
             return self._refused_cut(kind, arrival, whole, finding)
         by_tokens = replace(by_cut, slices_tokens=slices_tokens)
         finding = self._bench.find(kind, arrival, by_tokens, whole, kind.choice)
@@ -274,6 +274,16 @@ class Prover:
         advice = "let each take and give full tensors" if way == alone(pair) else advice
         rules = everywhere(way or replicated(pair))
         return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={rules}"
+
+    def _refused_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
+        """Return why sequences must not be cut for a kind, as other numbers may be none; empty: they may."""
+        finding = self._bench.unsound_tokens(kind, arrival, setting) if setting.cuts > 1 else None
+        if finding is None:
+            return ""
+        helps = "take `context`, and look at all tokens by context.whole(tensor); or run without cp"
+        helps = helps if setting.context is not None else "run it with a schedule that does not slice"
+        what = f"over cp={setting.cuts}" if setting.context is not None else f"into {setting.cuts} slices"
+        return f"{self._title(kind)} may give other numbers where sequences are cut {what}: {finding}; {helps}"
 
     def _refused_slices(self, kind: Kind, finding: Finding) -> str:
         setting = self._setting

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,9 +96,9 @@ def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
     return Figures(outputs, {name: leaf.grad for name, leaf in leaves.items()}, _weight_gradients(block))
 
 
-def outputs_of(block: nn.Module, arrival: Arrival) -> Tensors:
-    """Return what a block that is whole gives, as one run makes it."""
-    return _run(block, block, arrival, Setting().slicer(None), {})[1]
+def outputs_of(block: nn.Module, arrival: Arrival, beside: Mapping[str, Any] = MappingProxyType({})) -> Tensors:
+    """Return what a block that is whole gives, as one run makes it; `beside`: a context, or a past."""
+    return _run(block, block, arrival, Setting().slicer(None), beside)[1]
 
 
 def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures) -> Figures:

@@ -1,0 +1,203 @@
+"""Followed through a run of a whole block: of which rank's tokens each number is made; slices are as ranks here.
+
+    x ─▶ 1 1 2 2 ─▶ linear, norm ─▶ 1 1 2 2 ─▶ context.attend ─▶ 1 1 2 2      apart: the owner of a query stays it
+                                               amax(1)        ─▶ 3            joined: it may not reach an output
+
+What joins tokens and is not used for outputs, such as a loss that balances experts, does not matter. `context.whole`
+and keys that `past.extend` gave are everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ....autograd.kv_store import Past, Store
+from ....comm import SelfGroup
+from ...context.context import WHOLE, Context
+from ..feature_owners import FeatureOwners, Place, line
+from ..owner_rules import Joined, joined, require_one
+
+MANY = 127
+"""The owner of numbers that are made of several ranks' tokens."""
+
+_READS = {"tolist", "numpy", "__array__", "__dlpack__"}
+_SCATTERING = {"index_put", "index_add", "scatter_add", "index_copy", "scatter"}
+
+
+class TokenOwners(FeatureOwners):
+    """Within it, tokens are followed.
+
+    Attributes:
+        reasons: where tokens of several ranks met, by the function and line, in this order.
+    """
+
+    def __init__(self, flipped: Set[Place] = frozenset()) -> None:
+        super().__init__(trusts=False, flipped=flipped)
+        self.reasons: dict[str, None] = {}
+
+    def _see(self, name: str, tensor: Tensor) -> None:
+        pass
+
+    def _read(self, number: object, *, is_owned: bool) -> object:
+        if is_owned and isinstance(number, float):
+            raise Joined(f"reads numbers of tokens on the host (item{line()})")
+        return self._decide(number) if is_owned and isinstance(number, bool) else number
+
+    def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given, result))):
+            return  # there are shapes alone
+        try:
+            if not self._looked_up(func, args, given, result):
+                super()._follow(func, args, given, result)
+        except (Joined, RuntimeError, IndexError) as why:
+            self._meet(func, (args, given), result, str(why))
+
+    def _meet(self, func: Any, given: Any, result: Any, why: str) -> None:
+        """Note that a function makes numbers of all that it is given, be it of one owner or many."""
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        most = [int(of.max()) for of in map(self.of, tensors) if of.numel()]
+        least = [int(of[of > 0].min()) for of in map(self.of, tensors) if bool((of > 0).any())]
+        owner = max(most, default=0)
+        if owner != min(least, default=owner):
+            owner = MANY
+            where = "" if " in line " in why else line()
+            self.reasons[f"{why.replace('features', 'tokens')}{where}"] = None
+        memories = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for found in tree_leaves(result):
+            if isinstance(found, Tensor) and (
+                func._schema.is_mutable or found.untyped_storage()._cdata not in memories
+            ):
+                self.note(found, torch.full(found.shape, owner, dtype=torch.int8, device=found.device))
+
+    def _looked_up(self, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> bool:
+        """Follow what is looked up by tokens, or where: as mixtures of experts do; return whether it is such."""
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        if name == "embedding":
+            owners = joined(name, require_one(self.of(args[0]), [0, 1], keeps=False), self.of(args[1]))
+            self.note(result, owners[..., None].expand(result.shape))
+        elif name == "nonzero":  # where there are such: places, and no numbers
+            owners = self.of(args[0])[args[0] != 0]
+            self.note(result, owners.masked_fill(owners == MANY, 0)[:, None].expand(result.shape))
+        elif name in ("index", "gather", "index_select") and any(self.of(i).any() for i in _indices(name, args)):
+            moved: Tensor = func(self.of(args[0]), *args[1:], **given)
+            self.note(result, joined(name, moved, self._of_places(name, args, result)))
+        elif name in _SCATTERING and isinstance(args[-1 if name != "index_put" else 2], Tensor):
+            self._scattered(name, func, args, given, result)
+        else:
+            return False
+        return True
+
+    def _of_places(self, name: str, args: Sequence[Any], result: Tensor) -> Tensor:
+        """Return the owners of the indices by which each number of a result is looked up."""
+        indices = _indices(name, args)
+        owners = [self.of(index)[index] if index.dtype is torch.bool else self.of(index) for index in indices]
+        of_places = joined(name, *owners)
+        if name == "gather":
+            return of_places
+        chosen = [dim for dim, index in enumerate(args[1]) if index is not None] if name == "index" else [args[1]]
+        is_apart = chosen != list(range(chosen[0], chosen[0] + len(chosen)))
+        behind = result.dim() - of_places.dim() - (0 if is_apart else chosen[0] % result.dim())
+        return of_places.reshape(*of_places.shape, *[1] * max(behind, 0))
+
+    def _scattered(self, name: str, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Tensor) -> None:
+        """Follow numbers to where they are put; by which owners a place is met is counted."""
+        at = 2 if name == "index_put" else 3
+        base, values, places = self.of(args[0]), self.of(args[at]), self._of_targets(name, args)
+        values = joined(name, values, places)
+        found = base
+        for owner in values.unique().tolist():
+            hit = torch.zeros(base.shape, dtype=torch.int32, device=base.device)
+            mine = (values == owner).int() if owner else torch.zeros_like(values, dtype=torch.int32)
+            if name == "index_put":
+                hit.index_put_(args[1], mine, accumulate=True)
+            elif name in ("index_add", "index_copy"):
+                hit.index_add_(args[1], args[2], mine)
+            else:
+                hit.scatter_add_(args[1], args[2], mine)
+            found = joined(name, found, (hit > 0) * torch.tensor(owner, dtype=torch.int8))
+        self.note(result, found)
+
+    def _of_targets(self, name: str, args: Sequence[Any]) -> Tensor:
+        if name == "index_put":
+            indices = [index for index in args[1] if index is not None]
+            owners = [self.of(index)[index] if index.dtype is torch.bool else self.of(index) for index in indices]
+            places = joined(name, *owners)
+            return places.reshape(*places.shape, *[1] * max(args[2].dim() - places.dim(), 0))
+        places = self.of(args[2])
+        if name in ("index_add", "index_copy"):
+            places = places.reshape([-1 if dim == args[1] % args[3].dim() else 1 for dim in range(args[3].dim())])
+        return places
+
+    def require_apart(self, outputs: Mapping[str, Tensor]) -> None:
+        """Raise `Joined` where what tokens of several ranks were made into reaches an output."""
+        if any(bool((self.of(output) == MANY).any()) for output in outputs.values()):
+            raise Joined(next(iter(self.reasons), "lets tokens of several ranks meet"))
+
+    def seen(self, length: int, device: torch.device, owners: Tensor) -> Context:
+        """Return a context of all tokens, through which they are followed."""
+        context = _Context(self, length, device)
+        self.note(context.positions, owners)
+        return context
+
+    def past(self, length: int) -> Past:
+        """Return a past of nothing, through which tokens are followed."""
+        return _Past(self, length)
+
+    def common(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that every rank has whole."""
+        owners = self.of(tensor)
+        copy = tensor.clone()
+        self.note(copy, owners.masked_fill(owners != MANY, 0))
+        return copy
+
+
+class _Context(Context):
+    def __init__(self, owners: TokenOwners, length: int, device: torch.device) -> None:
+        super().__init__(length, WHOLE, SelfGroup(0, device), self._seen_by)
+        self._owners = owners
+
+    def _seen_by(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        common = self._owners.common
+        mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
+            query, common(key), common(value), is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return mixed
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        is_cut = tensor.dim() > 1 and tensor.shape[1] == len(self.positions)
+        return self._owners.common(tensor) if is_cut else tensor
+
+
+class _Past(Past):
+    def __init__(self, owners: TokenOwners, length: int) -> None:
+        super().__init__(Store(), 0, 1, length)
+        self._owners = owners
+
+    def extend(self, site: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self._owners.common(keys), self._owners.common(values)
+
+
+class TokenReads(TorchFunctionMode):
+    """Within it, `Joined` is raised where Python is given the numbers of tokens, but counts and places."""
+
+    def __init__(self, owners: TokenOwners) -> None:
+        super().__init__()
+        self._owners = owners
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS and args[0].is_floating_point() and self._owners.of(args[0]).any():
+            raise Joined(f"reads numbers of tokens on the host ({name}{line()})")
+        return func(*args, **(kwargs or {}))
+
+
+def _indices(name: str, args: Sequence[Any]) -> list[Tensor]:
+    return [index for index in args[1] if index is not None] if name == "index" else [args[2]]

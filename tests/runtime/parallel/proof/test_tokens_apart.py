@@ -1,0 +1,135 @@
+"""Sequences are cut over cp, or into slices, only for blocks that keep tokens of several ranks apart at all numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.comm import Group, Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.parallel.context.context import Context
+from quintsched.runtime.parallel.proof.arrivals import Arrival, Given, GivenTree
+from quintsched.runtime.parallel.proof.tokens.tokens_apart import why_tokens_meet
+from quintsched.runtime.parallel.proof.trial import Setting
+from quintsched.runtime.parallel.proof.twins import Blueprint
+
+from ...toys import sgd
+from .odd_mlps import TOKENS, WIDTH
+from .test_features_apart import loss
+
+Mix = Callable[[Any, Tensor, Context | None], Tensor]
+
+
+class Attending(nn.Module):
+    """x + proj(mix(attention(x)))."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix = mix
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: Tensor, context: Context | None = None, past: Past | None = None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if context is not None:
+            mixed = context.attend(q, k, v)
+        else:
+            k, v = (k, v) if past is None else past.extend(self, k, v)
+            queries = torch.arange(q.shape[-2], device=x.device) + (0 if past is None else past.seen)
+            mask = torch.arange(k.shape[-2], device=x.device) <= queries[:, None]
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.proj(self.mix(self, mixed.transpose(1, 2).flatten(2), context))  # type: ignore[no-any-return]
+
+
+def why(mix: Mix, setting: Setting, tokens: int = TOKENS) -> str:
+    x = torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(0))
+    return why_tokens_meet(Blueprint(Attending(mix)), Arrival(GivenTree([Given(x, 1)])), setting, torch.device("cpu"))
+
+
+def whole(y: Tensor, context: Context | None) -> Tensor:
+    return y if context is None else context.whole(y)
+
+
+def remembered(self: Any, y: Tensor, context: Context | None) -> Tensor:
+    self.kept = torch.maximum(self.kept, y.detach().abs().max())
+    return torch.where(self.kept > 60, y.tanh(), y)
+
+
+CP, SLICES = Setting(context=cast("Group", SimpleNamespace(size=2))), Setting(slices=2)
+JOINED: list[tuple[Mix, str]] = [
+    (lambda self, y, context: y / (y.abs().amax(1, keepdim=True) / 60).clamp(min=1), "amax"),
+    (lambda self, y, context: torch.where((y.abs() > 60).any(1, keepdim=True), y.tanh(), y), "any"),
+    (lambda self, y, context: y.tanh() if y.abs().max() > 60 else y, "asks for numbers of tokens in line"),
+    (lambda self, y, context: y.tanh() if y.abs().max().item() > 60 else y, "reads numbers of tokens on the host"),
+    (lambda self, y, context: y / (y.square().mean((1, 2), keepdim=True) / 60).clamp(min=1), "mean"),
+    (lambda self, y, context: y + 1e-9 * y.cumsum(1), "cumsum"),
+    (lambda self, y, context: y + 1e-9 * y.softmax(1), "softmax"),
+    (lambda self, y, context: y + 1e-9 * y.mean(1, keepdim=True) if self.training else y, "mean"),
+    (lambda self, y, context: torch.where(F.pad(y, (0, 0, 1, 0))[:, :-1] > 60, y.tanh(), y), "gt|where"),
+    (lambda self, y, context: torch.where(F.avg_pool1d(y.mT, 3, 1, 1).mT > 60, y.tanh(), y), "avg_pool2d"),
+    (lambda self, y, context: y * (100 / (y > 60).sum(1, keepdim=True).clamp(min=100)), "sum"),
+    (lambda self, y, context: torch.zeros_like(y).index_add(1, torch.zeros_like(y[0, :, 0]).long(), y) * 1e-9, "index"),
+    (remembered, "max"),
+]
+APART: list[Mix] = [
+    lambda self, y, context: F.layer_norm(y, y.shape[-1:]),
+    lambda self, y, context: y * (y >= y.topk(4).values[..., 3:]),
+    lambda self, y, context: y.flatten(0, 1).relu().view(y.shape),
+    lambda self, y, context: torch.stack([F.gelu(y[:, place]) for place in range(y.shape[1])], 1),
+    lambda self, y, context: torch.zeros_like(y).index_put((y > 0,), y[y > 0]),
+    lambda self, y, context: F.embedding(y[..., 0].gt(0).long(), self.proj.weight) + y,
+]
+
+
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_joins_tokens_at_some_numbers_is_found_with_its_function_and_line(setting: Setting) -> None:
+    for mix, word in JOINED:
+        found = why(mix, setting)
+        assert any(part in found for part in word.split("|")), (word, found)
+        assert " in line " in found
+
+
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_keeps_tokens_apart_may_be_cut(setting: Setting) -> None:
+    assert not any(why(mix, setting) for mix in APART)
+
+
+def test_the_whole_of_a_context_may_be_looked_at() -> None:
+    def largest(self: Any, y: Tensor, context: Context | None) -> Tensor:
+        return y / (whole(y, context).abs().amax(1, keepdim=True) / 60).clamp(min=1)
+
+    assert not why(largest, CP)
+    assert "amax" in why(lambda self, y, context: largest(self, y, None), CP)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "says"),
+    [
+        ("cp=2", {}, r"over cp=2: .* look at all tokens by context.whole\(tensor\); or run without cp"),
+        ("pp=2", {"schedule": "seq-1f1b", "slices": 2}, r"into 2 slices: .* a schedule that does not slice"),
+    ],
+)
+def test_blocks_that_join_tokens_are_refused_on_all_ranks(mesh: str, more: dict[str, Any], says: str) -> None:
+    plan = qs.compile(**{"schedule": "gpipe", **more}, mesh=mesh, microbatches=1)
+    blocks = [lambda: Attending(lambda self, y, context: y), lambda: Attending(JOINED[0][0])]
+
+    def run(transport: Transport) -> str:
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
+        x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
+        with pytest.raises(MisfitError) as error:
+            engine.step(x, x)
+        return str(error.value)
+
+    first, second = run_local(2, run)
+    assert first == second
+    assert re.search(rf"block 1 \(Attending\) may give other numbers where sequences are cut {says}", first)
