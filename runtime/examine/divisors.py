@@ -1,7 +1,10 @@
 """By what a loss was divided at its end, as its graph has it.
 
-(losses * mask).sum() / mask.sum()     DivBackward0       the number it was divided by
-cross_entropy(…)                       NllLossBackward0   what its targets weigh
+    (losses * mask).sum() / mask.sum()     DivBackward0       the number it was divided by
+    cross_entropy(…)                       NllLossBackward0   what its targets weigh
+    losses[mask].mean(), mse_loss(…)       MeanBackward0      how many they are, which is no tensor
+
+times a factor, or with something added, that has no gradient.
 """
 
 from __future__ import annotations
@@ -10,17 +13,26 @@ from typing import Any
 
 from torch import Tensor
 
+_MEAN = 1
+"""What autograd calls the reduction to a mean."""
+_HANDED_ON = ("Neg", "Mul", "Add", "Sub", "ToCopy", "Squeeze", "View", "Reshape", "Clone", "Alias")
 
-def divisor_of(loss: Tensor) -> Tensor | None:
+
+def divisor_of(loss: Tensor) -> Tensor | int | None:
     """Return the number that a loss was divided by at the end, as its graph has it; None where it was not so."""
     node: Any = loss.grad_fn
-    if node is None:
-        return None
-    weight = getattr(node, "_saved_total_weight", None)
-    if weight is not None and getattr(node, "_saved_reduction", None) == 1:  # what autograd calls a mean
-        return weight if weight.dim() == 0 else None
-    inputs = [function for function, _ in node.next_functions]
-    if node.name() != "DivBackward0" or inputs[0] is None or any(function is not None for function in inputs[1:]):
-        return None
-    divisor = node._saved_other
-    return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 else None
+    while node is not None:
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        name = node.name().rstrip("0123456789").removesuffix("Backward")
+        if name == "Div" and len(inputs) == 1 and node.next_functions[0][0] is inputs[0]:
+            divisor = node._saved_other
+            return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 else None
+        if getattr(node, "_saved_reduction", None) == _MEAN:
+            weight = getattr(node, "_saved_total_weight", None)
+            if weight is None:
+                return int(node._saved_self.numel()) if hasattr(node, "_saved_self") else None
+            return weight if weight.dim() == 0 else None
+        if name == "Mean":
+            return int(node._saved_self_sym_numel)
+        node = inputs[0] if name in _HANDED_ON and len(inputs) == 1 else None
+    return None

@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..blocks.trees import flatten
 from ..comm.device import AllGenerators
@@ -38,6 +37,7 @@ from .loss_parts import (
     with_ignored_tokens,
     with_other_targets,
 )
+from .reads_checked import ReadsChecked
 
 Loss = Callable[[Any, Any], Any]
 
@@ -66,6 +66,7 @@ class LossWeight:
         table: which of the rows of class weights that the loss knows.
         by_slices: whether a slice of the sequences weighs as its tokens; else as much as any.
         is_guarded: whether the gradient is not finite of a microbatch that weighs nothing.
+        is_clamped: whether a microbatch of nothing is divided by 1.
     """
 
     over: Over
@@ -75,6 +76,7 @@ class LossWeight:
     table: int = 0
     by_slices: bool = True
     is_guarded: bool = False
+    is_clamped: bool = False
 
     def of_targets(self, targets: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:
         """Return what targets weigh, 0-dimensional."""
@@ -105,14 +107,18 @@ class _Tried(NamedTuple):
 
     value: Tensor
     gradients: Sequence[Tensor | None]
-    divisor: Tensor | None
+    divisor: Tensor | int | None
 
 
 class Share(NamedTuple):
-    """What an experiment gave: the first part's share in a mean, None of a sum; `is_told`: anything at all."""
+    """What an experiment gave: the first part's share in a mean, None of a sum; `is_told`: anything at all.
+
+    Where one of the parts is of nothing, `is_empty`, a sum is a mean of the other as well.
+    """
 
     first: float | None = None
     divisors: tuple[float, float] | None = None
+    is_empty: tuple[bool, bool] = (False, False)
     tolerance: float = 0.0
     why: str = ""
     is_told: bool = True
@@ -165,6 +171,7 @@ class LossExamination:
             if share.is_told:
                 told.append(share)
                 candidates = {w: of for w, of in candidates.items() if _fits(of(some, share), share)}
+        told = [share for share in told if not any(share.is_empty)]
         if not told:
             return self._without_gradient(parts)
         if len({share.first is None for share in told}) > 1:
@@ -225,12 +232,13 @@ class LossExamination:
     def moves(self, parts: Parts) -> bool:
         """Whether another call with the same numbers gives another loss, generators being where they were."""
         device = parts.outputs[0].device
+        leaves = [_leaf(t) for t in parts.outputs]
         try:
-            with torch.no_grad():
+            with torch.enable_grad():  # a loss may find gradients itself
                 generators = AllGenerators(device)
-                one = self.call(parts.outputs, parts.targets)
+                one = self.call(leaves, parts.targets).detach()
                 generators.put_back()
-                other = self.call(parts.outputs, parts.targets)
+                other = self.call(leaves, parts.targets).detach()
         finally:
             self.kept.put_back()
         return not bool(torch.isclose(one, other, rtol=1e-4, atol=1e-7, equal_nan=True))
@@ -263,7 +271,8 @@ class LossExamination:
         yield LossWeight(Over.SAMPLES), lambda parts, _: parts.share
         for weight in self._of_targets(parts):
             yield weight, lambda parts, _, weight=weight: self._share_of(weight, parts)  # type: ignore[misc]
-        yield LossWeight(Over.DIVISOR), lambda _, share: _quotient(*share.divisors) if share.divisors else None
+        for is_clamped in (False, True):
+            yield LossWeight(Over.DIVISOR, is_clamped=is_clamped), partial(_by_divisors, is_clamped)
 
     def _of_targets(self, parts: Parts) -> Iterator[LossWeight]:
         tables = range(len(self._tables))
@@ -308,7 +317,9 @@ class LossExamination:
             return _UNTOLD
         value, of_one, of_other = (float(t.value) for t in (whole, a, b))
         least = tolerance * 4 * (abs(of_one) + abs(of_other) + abs(value) + 1e-9)
-        if all(r is None or abs(r - 1) < tolerance for r in (r_a, r_b)) and abs(value - of_one - of_other) < least:
+        is_empty = ratios[0] == "none" and not a.value, ratios[1] == "none" and not b.value
+        is_sum = all(r is None or abs(r - 1) < tolerance for r in (r_a, r_b)) and abs(value - of_one - of_other) < least
+        if is_sum and not any(is_empty):
             return Share(None)
         r_a, r_b = (
             (1 - r_b if r_a is None and r_b is not None else r_a),
@@ -318,10 +329,9 @@ class LossExamination:
         assert r_b is not None
         if abs(r_a + r_b - 1) > tolerance * 4 or abs(value - r_a * of_one - r_b * of_other) > least:
             return Share(why="of two batches together it is neither the sum nor a mean of what it is of each")
-        divisors = None
-        if a.divisor is not None and b.divisor is not None:
-            divisors = float(a.divisor), float(b.divisor)
-        return Share(r_a, divisors, tolerance * 4)
+        by_a, by_b = (0 if no and t.divisor is None else t.divisor for no, t in zip(is_empty, (a, b), strict=True))
+        divisors = None if by_a is None or by_b is None else (float(by_a), float(by_b))
+        return Share(r_a, divisors, is_empty, tolerance * 4)
 
     def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
         """Return what the function gives for leaves of an output and of targets."""
@@ -331,10 +341,10 @@ class LossExamination:
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
     ) -> _Tried | None:
         """Return what the loss makes of these; None where that is no finite number, or it cannot be called so."""
-        leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in outputs]
+        leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
         try:
-            with torch.enable_grad(), _Checked():
+            with torch.enable_grad(), ReadsChecked():
                 value = self.call(leaves, targets)
                 if not isinstance(value, Tensor) or value.dim():
                     return None
@@ -348,21 +358,6 @@ class LossExamination:
         gradients = [next(by_leaf) if t.requires_grad else None for t in leaves]
         finite = all(g is None or bool(g.isfinite().all()) for g in gradients) and bool(value.isfinite())
         return _Tried(value.detach(), gradients, divisor) if finite or may_be_infinite else None
-
-
-class _Checked(TorchFunctionMode):
-    """While it is entered, what torch does not check itself before it reads memory is refused."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False))
-        given |= kwargs or {}
-        if func in (torch.ctc_loss, F.ctc_loss) and any(
-            isinstance(found := given.get(name), Tensor) and bool((found < 0).any())
-            for name in given
-            if name != "log_probs"
-        ):
-            raise ValueError("ctc_loss reads memory that is not there for targets below zero")
-        return func(*args, **(kwargs or {}))
 
 
 def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float) -> float | str:
@@ -382,8 +377,20 @@ def _fits(share: float | None, seen: Share) -> bool:
     return seen.first is None or (share is not None and abs(share - seen.first) <= seen.tolerance)
 
 
+def _by_divisors(is_clamped: bool, _: Parts, share: Share) -> float | None:
+    """Return the first part's share by what each was divided by; where these are clamped, by 1 for nothing."""
+    if share.divisors is None:
+        return None
+    nothing = [is_clamped and is_empty and by == 1 for is_empty, by in zip(share.is_empty, share.divisors, strict=True)]
+    return _quotient(*(0.0 if no else by for no, by in zip(nothing, share.divisors, strict=True)))
+
+
 def _quotient(first: float, rest: float) -> float | None:
     return first / (first + rest) if first + rest else None
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 def _moved(leaf: Tensor, place: torch.device, dtype: torch.dtype | None) -> Tensor:

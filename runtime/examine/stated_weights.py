@@ -71,7 +71,7 @@ class _StatedExamination(LossExamination):
         if share.why:
             return "the first thing is not the sum of what it is of each"
         whole, a, b = self.weights
-        if share.first is not None:
+        if share.first is not None and not any(share.is_empty):
             is_mean_of_each = parts.along and whole == a == b and abs(share.first - parts.share) < share.tolerance
             return "" if is_mean_of_each else "the first thing is a mean of what it is of each, and not the sum"
         if abs(whole - a - b) > 1e-4 * (abs(whole) + abs(a) + abs(b)):

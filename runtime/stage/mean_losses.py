@@ -99,11 +99,12 @@ class WeighedLoss:
             if self._weight is None:
                 self._find_sums(output, targets, samples)
             return Summed(self.means.over(output, targets, self._totals))
-        if self._weight is not None and self._weight.over is Over.DIVISOR and not torch.is_grad_enabled():
+        if (self._weight is None or self._weight.over is Over.DIVISOR) and not torch.is_grad_enabled():
             with torch.enable_grad():  # its graph has the divisor
                 leaves = map_tensors(lambda t: t.detach().requires_grad_(t.dtype in DIFFERENTIABLE), output)
-                weighed = self._weigh(self._loss_fn(leaves, targets), output, targets, samples, usual, slices)
-            return tuple(part.detach() if isinstance(part, Tensor) else part for part in weighed)
+                weighed = self(leaves, targets, samples, usual, slices)
+            parts = [part.detach() if isinstance(part, Tensor) else part for part in weighed]
+            return Summed(*parts) if isinstance(weighed, Summed) else tuple(parts)
         if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
             self._guard(output)
         found = self._loss_fn(output, targets)
@@ -156,7 +157,7 @@ class WeighedLoss:
         )
         if finding is None:
             finding = examine_loss(self._loss_fn, output, targets, samples, sliced=self._is_cut)
-        elif divisor_of(found) is None:
+        elif not isinstance(divisor_of(found), Tensor):
             finding = Finding(None, "a block has found it, and it is only handed on")
         self._weight, self.refusal = finding.weight or LossWeight(Over.SAMPLES), finding.why
         if self.has_others and self._weight.over not in (Over.SUM, Over.SAMPLES):
@@ -183,8 +184,9 @@ class WeighedLoss:
             length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
             return found * (samples * length), float(samples * length)
         if rule.over is Over.DIVISOR:
-            weight = divisor_of(found)
-            assert weight is not None
+            weight = _divisor_of(found)
+            if rule.is_clamped:
+                weight = torch.where((found.detach() == 0) & (weight == 1), 0, weight)
         else:
             weight = rule.of_targets(tensors_of(targets), self._tables)
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
@@ -222,6 +224,20 @@ class WeighedLoss:
         if text != _STATED:
             data = json.loads(text)
             self._weight = LossWeight(**{**data, "over": Over(data["over"])})
+
+
+def _divisor_of(found: Tensor) -> Tensor | int:
+    """Return what a loss was divided by; one that is zero may not have been, as it is of nothing.
+
+    Raises `MisfitError` for another.
+    """
+    weight = divisor_of(found)
+    if weight is None and found.detach().any():
+        raise MisfitError(
+            "the loss function has given a sum that it divides at its end, and now a number that it does not; return "
+            "(sum, weight) always"
+        )
+    return 0 if weight is None else weight
 
 
 def _both(found: Found) -> Found:

@@ -46,6 +46,20 @@ def of_two_pads(output: Tensor, targets: Tensor) -> Tensor:
     return (each(output, targets) * counts).sum() / counts.sum()
 
 
+def of_two_pads_clamped(output: Tensor, targets: Tensor) -> Tensor:
+    counts = (targets != 0) & (targets != 3)
+    return (each(output, targets) * counts).sum() / counts.sum().clamp(min=1)
+
+
+def masked_clamped(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    return (each(output, targets[0]) * targets[1]).sum() / (targets[1].sum() + 1e-6)
+
+
+def with_a_gradient(output: Tensor, targets: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(output.square().sum(), output, create_graph=True)
+    return F.mse_loss(output, targets) + slope.square().mean()
+
+
 def by_samples(output: Tensor, targets: Tensor) -> Tensor:
     kept = targets != -100
     return ((each(output, targets) * kept).sum(1) / kept.sum(1)).mean()
@@ -69,6 +83,10 @@ FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
     "shifted": (lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten()), LOGITS, LABELS, None),
     "mask": (masked, LOGITS, (LABELS, MASK), Over.NUMBERS),
     "two pads": (of_two_pads, LOGITS, LABELS, Over.DIVISOR),
+    "two pads, clamped": (of_two_pads_clamped, LOGITS, LABELS, Over.DIVISOR),
+    "two pads, indexed": (lambda o, t: -each(o, t)[(t != 0) & (t != 3)].mean(), LOGITS, LABELS, Over.DIVISOR),
+    "mask, clamped": (masked_clamped, LOGITS, (LABELS, MASK), Over.NUMBERS),
+    "gradient": (with_a_gradient, ROWS, NUMBERS, Over.TOKENS),
     "mean of means": (by_samples, LOGITS, LABELS, Over.SAMPLES),
     "focal": (focal, ROWS, IDS, Over.SAMPLES),
     "ctc": (ctc, LOGITS, CTC, Over.SAMPLES),
@@ -120,6 +138,7 @@ def gan_hinge(output: Tensor, targets: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
     "rmse": (lambda o, t: F.mse_loss(o, t).sqrt(), ROWS, NUMBERS),
+    "by those found": (lambda o, t: o.square().sum() / (t > 0).sum().clamp(min=1), LOGITS, LABELS),
     "norm": (lambda o, t: (o - t).norm(), ROWS, NUMBERS),
     "log of a mean": (lambda o, t: F.mse_loss(o, t).log(), ROWS, NUMBERS),
     "maximum": (lambda o, t: F.cross_entropy(o, t, reduction="none").max(), ROWS, IDS),

@@ -235,3 +235,41 @@ def test_a_mean_of_ones_own_is_a_sum_and_what_it_is_divided_by(mesh: str) -> Non
 
     for loss in run_local(plan.mesh.size, run):
         assert abs(loss - masked_mean(whole(inputs), targets).item()) <= 1e-12
+
+
+def of_two_pads(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    counts = (targets != 0) & (targets != 3)
+    losses = F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="none")
+    return (losses * counts.flatten()).sum(), counts.sum()
+
+
+def clamped(output: Tensor, targets: Tensor) -> Tensor:
+    total, count = of_two_pads(output, targets)
+    return total / count.clamp(min=1)
+
+
+def absent(output: Tensor, targets: Tensor) -> Tensor:
+    total, count = of_two_pads(output, targets)
+    return total / count if count else output.sum() * 0
+
+
+@pytest.mark.parametrize("loss_fn", [clamped, absent])
+def test_a_microbatch_of_nothing_weighs_nothing_however_a_loss_says_so(loss_fn: Callable[..., Any]) -> None:
+    inputs, targets = torch.arange(8).view(8, 1) % 7, torch.tensor([[1], [0], [3], [2], [3], [3], [0], [4]])
+    blocks = [lambda: nn.Embedding(7, 6), lambda: nn.Linear(6, 7)]
+    engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=8), blocks, loss_fn, sgd, dtype=torch.float64)
+    total, count = of_two_pads(build_model(blocks, dtype=torch.float64)(inputs), targets)
+    for found in (engine.evaluate(inputs, targets), engine.step(inputs, targets)):
+        assert found.weight.item() == count == 3
+        assert found.loss.item() == pytest.approx((total / count).item(), rel=1e-12)
+
+
+def test_a_loss_says_always_or_never_what_it_weighs() -> None:
+    def sometimes(output: Tensor, targets: Tensor) -> Any:
+        total, count = F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
+        return (total, count) if count else total
+
+    for labels in (LABELS, LABELS.flip(0)):
+        engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=7), BLOCKS, sometimes, sgd, dtype=torch.float64)
+        with pytest.raises(MisfitError, match=r"return \(sum, weight\) always"):
+            engine.step(INPUTS, labels.roll(3))
