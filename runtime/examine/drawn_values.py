@@ -16,10 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _ASKING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__"})
 """Methods of tensors that give their numbers to Python."""
+
+
+class _Draws(TorchDispatchMode):
+    """Whether torch has drawn from a generator since `has_drawn` was last set: in this thread, whatever others do."""
+
+    has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class DrawnValues(TorchFunctionMode):
@@ -33,6 +44,7 @@ class DrawnValues(TorchFunctionMode):
         super().__init__()
         self.reached: str | None = None
         self._drawn: dict[int, Tensor] = {}
+        self._draws = _Draws()  # type: ignore[no-untyped-call]
         self._is_ours = self._has_moved = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,11 +52,15 @@ class DrawnValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_ours:
             return func(*args, **kwargs)
-        before = self._state()
-        result = func(*args, **kwargs)
+        self._draws.has_drawn = False
+        with self._draws:
+            result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_drawn = kwargs.get("generator") is not None or self._state() != before
-        if is_drawn or any(id(tensor) in self._drawn for tensor in given):
+        if (
+            self._draws.has_drawn
+            or kwargs.get("generator") is not None
+            or any(id(tensor) in self._drawn for tensor in given)
+        ):
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             self._drawn.update({id(tensor): tensor for tensor in made})
             name = getattr(func, "__name__", "")
@@ -82,13 +98,6 @@ class DrawnValues(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._of_python() != self._others:
             self.reached = self.reached or "Python's random or numpy's is asked for a number"
-
-    def _state(self) -> bytes:
-        self._is_ours, before = True, self._is_ours
-        try:
-            return torch.random.get_rng_state().numpy().tobytes()
-        finally:
-            self._is_ours = before
 
     def _of_python(self) -> str:
         return repr((random.getstate(), np.random.get_state()))

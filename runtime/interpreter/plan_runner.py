@@ -203,7 +203,7 @@ class PlanRunner:
         """Let the prover look at units of other shapes than those of the first step."""
         one = slice(unit, unit + 1)
         units = FirstUnits(spec.inputs, dict(spec.extras), batch.inputs[one], batch.targets[one], batch.extras[one])
-        self._model.prover.follow(units, parcels, self._groups.pipeline)
+        self._model.prover.follow(units, parcels)
 
     @property
     def accumulates(self) -> bool:

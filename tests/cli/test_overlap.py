@@ -59,7 +59,8 @@ def test_render(cli, pairs_file, tmp_path):
 def test_export_and_import(cli, pairs_file, tmp_path):
     assert cli("export", pairs_file, "--to", "torch-csv", "-o", "out.csv").code == 0
     assert "(0F3;3B1)OVERLAP_F_B" in (tmp_path / "out.csv").read_text()
-    assert cli("import", "out.csv", "--profile", "blocking", "-o", "back.json").err == ""
+    mesh = str(qs.Plan.load(pairs_file).mesh)
+    assert cli("import", "out.csv", "--mesh", mesh, "--profile", "blocking", "-o", "back.json").err == ""
     assert qs.Plan.load(tmp_path / "back.json").programs == qs.Plan.load(pairs_file).programs
     text = (tmp_path / "out.csv").read_text().replace("(0F3;3B1)OVERLAP_F_B", "(0F3;3I1)OVERLAP_F_B,3W1")
     (tmp_path / "half.csv").write_text(text)

@@ -56,7 +56,9 @@ HARDWARE = Hardware(
     link_gbps=1,
     network_gbps=1,
     reserved_gb=0,
-    measured=Measured(cores=2, link=CURVE, link_work=CURVE),
+    measured=Measured(
+        cores=2, link=CURVE, link_work=CURVE, all_reduce={2: CURVE}, all_reduce_work={2: CURVE}, sharing={2: 1.0}
+    ),
 )
 CASES: dict[str, tuple[Model, dict[str, Any]]] = {
     "dp=2, zero 1": (GPT, {"dp": 2, "zero": 1}),

@@ -162,16 +162,13 @@ class Prover:
         if said:
             raise MisfitError(said)
 
-    def follow(self, units: FirstUnits, parcels: Sequence[Parcel], pipeline: Group) -> None:
-        """Look again at pairs before units of other shapes; all ranks of a pipeline call this, for the same units.
+    def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
+        """Look again at pairs before units of other shapes, without a message: others may be given other units.
 
-        Raises `MisfitError` on all of them where a block of some is none of pairs then.
+        Raises `MisfitError` where a block of this rank is none of pairs then.
         """
-        if self._setting.tensor is None:
-            return
-        said = first_said(self._later.unsound_shapes(units, parcels), pipeline)
-        if said:
-            raise MisfitError(said)
+        if self._setting.tensor is not None and (why := self._later.unsound_shapes(units, parcels)):
+            raise MisfitError(why)
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set since the last step by which pairs are none any more."""

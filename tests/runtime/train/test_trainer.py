@@ -143,7 +143,7 @@ def test_a_trace_of_more_steps_than_there_are_is_written_at_the_end(data_file: P
 @pytest.mark.parametrize(
     ("runtime", "error", "words"),
     [
-        ({"trace": "taken"}, qs.UsageError, "runtime.trace: cannot make .*taken: File exists"),
+        ({"trace": "taken"}, qs.UsageError, r"taken: cannot write the trace \(runtime.trace\): File exists"),
         ({"trace": "free", "trace_first": 6}, qs.MisfitError, "trace_first is 6, but this run ends after 6 steps"),
     ],
 )
