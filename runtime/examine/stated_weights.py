@@ -32,11 +32,16 @@ def doubt_of_stated(
         output, targets: those of a microbatch, with as many samples.
         sliced: whether sequences are cut.
     """
-    of = loss.func if isinstance(loss, partial) else loss
-    module = str(getattr(of, "__module__", None) or type(of).__module__)
-    if module.split(".")[0] == _OF_THIS_PACKAGE:
+    of: Any = loss
+    while isinstance(of, partial):  # of a term of a sum of means, its first function
+        of = of.args[0] if _is_ours(of.func) and of.args else of.func
+    if _is_ours(of):
         return ""
     return _StatedExamination(loss, output, targets, samples, sliced=sliced).doubt()
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).split(".")[0] == _OF_THIS_PACKAGE
 
 
 class _StatedExamination(LossExamination):

@@ -28,7 +28,12 @@ class RunLosses:
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
         self._model, self._groups, self._device = model, groups, device
-        self.loss = WeighedLoss(options.loss_fn, options.loss_over, is_cut=cuts_sequences(model.plan))
+        self.loss = WeighedLoss(
+            options.loss_fn,
+            options.loss_over,
+            is_cut=cuts_sequences(model.plan),
+            is_captured=options.cuda_graph,
+        )
         self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
         self.earlier: list[Figures] = []
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")

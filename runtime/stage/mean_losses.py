@@ -6,15 +6,15 @@
 A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Unless
 that is given, either is examined when it is first called (`examine.loss_weights`, `examine.stated_weights`); what was
 found is bound, and ranks agree on it before the optimizer first steps. Where blocks have auxiliary losses, which are
-added to the loss of each microbatch as it is, means count by samples.
+added to the loss of each microbatch as it is, means count by samples (`even_weights`).
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +32,7 @@ from ..examine.metric_weights import examine_metric
 from ..examine.stated_weights import doubt_of_stated
 from ..job.choices import LossOver
 from ..splitting.sum_of_means import SumOfMeans
-
-_logger = logging.getLogger(__name__)
+from .even_weights import EvenWeights
 
 _STATED = "stated"
 _NO_WEIGHT = (
@@ -64,6 +63,7 @@ class WeighedLoss:
         loss_fn: the user's.
         over: what it is over, as the user says; None: it is examined.
         is_cut: whether sequences are cut, in training.
+        is_captured: whether steps are replayed, in which nobody looks at what a microbatch weighs.
 
     Attributes:
         has_others: whether blocks have losses of their own beside it.
@@ -72,10 +72,19 @@ class WeighedLoss:
         refusal: why no weights of microbatches make it the loss of the batch; "": some do.
     """
 
-    def __init__(self, loss_fn: Callable[..., Found], over: LossOver | None = None, *, is_cut: bool = False) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[..., Found],
+        over: LossOver | None = None,
+        *,
+        is_cut: bool = False,
+        is_captured: bool = False,
+    ) -> None:
         self._loss_fn, self._is_cut, self.has_others = loss_fn, is_cut, False
         self._weight = None if over is None else LossWeight(Over(over))
         self._tables = class_weights(loss_fn) if over is None else []
+        self._even: EvenWeights | None = None
+        self._is_captured = is_captured
         self._is_stated, self._is_given = False, over is not None
         self._nothing = [torch.zeros((), dtype=torch.bool)]
         self.is_settled, self.refusal, self._of_metrics = False, "", ""
@@ -99,7 +108,8 @@ class WeighedLoss:
             if self._weight is None:
                 self._find_sums(output, targets, samples)
             return Summed(self.means.over(output, targets, self._totals))
-        if (self._weight is None or self._weight.over is Over.DIVISOR) and not torch.is_grad_enabled():
+        rule = self._even.rule if self._even is not None else self._weight
+        if (rule is None or rule.over is Over.DIVISOR) and not torch.is_grad_enabled():
             with torch.enable_grad():  # its graph has the divisor
                 leaves = map_tensors(lambda t: t.detach().requires_grad_(t.dtype in DIFFERENTIABLE), output)
                 weighed = self(leaves, targets, samples, usual, slices)
@@ -145,10 +155,9 @@ class WeighedLoss:
         """Find out whether the sums of a sum of means are sums."""
         assert self.means is not None
         self._weight = LossWeight(Over.SUM)
-        for number, (add, _) in enumerate(self.means.terms):
-            weight, why = examine_loss(add, output, targets, samples)
-            if weight is None or weight.over not in (Over.SUM, Over.SAMPLES):
-                self.refusal = f"term {number} of its SumOfMeans is no sum ({why or weight})"
+        for number, term in enumerate(self.means.terms):
+            if why := doubt_of_stated(partial(_term, *term), output, targets, samples, sliced=self._is_cut):
+                self.refusal = f"term {number} of its SumOfMeans is no sum with what it is over: {why}"
 
     def _find(self, found: Tensor, output: Any, targets: Any, samples: int) -> LossWeight:
         """Find out what the loss is over; one that was only handed on says it by its graph."""
@@ -161,14 +170,11 @@ class WeighedLoss:
             finding = Finding(None, "a block has found it, and it is only handed on")
         self._weight, self.refusal = finding.weight or LossWeight(Over.SAMPLES), finding.why
         if self.has_others and self._weight.over not in (Over.SUM, Over.SAMPLES):
-            if self._weight.over is not Over.TOKENS:
-                _logger.warning(
-                    "the loss is a mean in which some targets count for nothing, or more than others, but blocks have "
-                    "losses of their own beside it: each microbatch weighs as much as it has samples, and the mean "
-                    "over the batch may be another one than in one process; return (sum, weight), such as "
-                    'F.cross_entropy(…, reduction="sum"), (targets != -100).sum()'
+            self._even, self._weight = EvenWeights(self._weight), LossWeight(Over.SAMPLES)
+            if self._is_captured:
+                self.refusal = (
+                    f"blocks have losses of their own beside it, and it is a mean over {self._even.rule.over}"
                 )
-            self._weight = LossWeight(Over.SAMPLES)
         return self._weight
 
     def _weigh(self, found: Tensor, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Found:
@@ -177,21 +183,37 @@ class WeighedLoss:
         assert rule is not None
         if rule.over is Over.SUM:
             return Summed(found)
+        if self._even is not None:
+            self._require_even(self._even, found, output, targets, samples)
         if rule.over in _BY_SAMPLES:
             share = samples / usual
             return found * share if share != 1 else found, share if rule.by_slices else share / slices
+        weight = self._weight_by(rule, found, output, targets, samples)
         if rule.over is Over.TOKENS:
-            length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
-            return found * (samples * length), float(samples * length)
-        if rule.over is Over.DIVISOR:
-            weight = _divisor_of(found)
-            if rule.is_clamped:
-                weight = torch.where((found.detach() == 0) & (weight == 1), 0, weight)
-        else:
-            weight = rule.of_targets(tensors_of(targets), self._tables)
+            return found * weight, weight
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
         wide = found.to(torch.promote_types(found.dtype, torch.float32))
         return torch.where(is_nothing, 0.0, wide * weight), weight
+
+    def _weight_by(self, rule: LossWeight, found: Tensor, output: Any, targets: Any, samples: int) -> Tensor | float:
+        """Return what a microbatch weighs by a rule for means that are not over samples."""
+        if rule.over is Over.TOKENS:
+            length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
+            return float(samples * length)
+        if rule.over is not Over.DIVISOR:
+            return rule.of_targets(tensors_of(targets), self._tables)
+        weight = _divisor_of(found)
+        return torch.where((found.detach() == 0) & (weight == 1), 0, weight) if rule.is_clamped else weight
+
+    def _require_even(self, even: EvenWeights, found: Tensor, output: Any, targets: Any, samples: int) -> None:
+        """Refuse a microbatch whose samples do not weigh as those of others, before weights first change on all ranks.
+
+        Raises `MisfitError` later.
+        """
+        why = even.doubt(self._weight_by(even.rule, found, output, targets, samples), samples)
+        self.refusal = self.refusal or why
+        if why and self.is_settled:
+            raise MisfitError(_NO_WEIGHT.format(why))
 
     def settle(self, world: Group, *, matters: bool, of_metrics: str = "") -> None:
         """Agree with all ranks on what the loss is over, once any has found it (collective until then).
@@ -200,7 +222,9 @@ class WeighedLoss:
         one. Raises `MisfitError` on all ranks.
         """
         if not self.is_settled:
-            mine = json.dumps(asdict(self._weight)) if self._weight is not None else _STATED * self._is_stated
+            of_each = None if self._even is None else self._even.of_each
+            rule = self._weight and asdict(self._weight) | {"of_each": of_each}
+            mine = json.dumps(rule) if rule else _STATED * self._is_stated
             told = [text.split("\n") for text in gather_texts(world, f"{mine}\n{self.refusal}\n{of_metrics}")]
             self.refusal, self._of_metrics = (next((row[k] for row in told if row[k]), "") for k in (1, 2))
             found = list(dict.fromkeys(row[0] for row in told if row[0]))
@@ -223,7 +247,14 @@ class WeighedLoss:
         """Take over what some rank has found."""
         if text != _STATED:
             data = json.loads(text)
+            data.pop("of_each")
             self._weight = LossWeight(**{**data, "over": Over(data["over"])})
+
+
+def _term(
+    add: Callable[[Any, Any], Tensor], count: Callable[[Any], Tensor | float], output: Any, targets: Any
+) -> tuple[Tensor, Tensor | float]:
+    return add(output, targets), count(targets)
 
 
 def _divisor_of(found: Tensor) -> Tensor | int:
