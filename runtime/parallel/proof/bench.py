@@ -223,6 +223,14 @@ class Bench:
             found = ""
         return found and f"it {found}"
 
+    def refusal_of_tokens(self, kind: Kind, setting: Setting, why: object) -> str:
+        """Return why a kind of block is refused whose sequences may not be cut, with what to write."""
+        title = kind.name if self.group.size == 1 else f"{kind.name} over tp={self.group.size}"
+        helps = "take `context`, and look at all tokens by context.whole(tensor); or run without cp"
+        helps = helps if setting.context is not None else "run it with a schedule that does not slice"
+        what = f"over cp={setting.cuts}" if setting.context is not None else f"into {setting.cuts} slices"
+        return f"{title} may give other numbers where sequences are cut {what}: {why}; {helps}"
+
     def _pairs(self, kind: Kind, choice: Choice) -> list[Cut]:
         return [cut for cut in self._cuts(kind, kind.blueprint.bare, choice) if cut.is_paired]
 

@@ -1,4 +1,4 @@
-"""Pairs whose blocks may do something else in a later step: features are followed again where anything is new.
+"""Blocks in pairs, or of cut sequences, that may do something else in a later step are followed where anything is new.
 
     shapes      units of other lengths or numbers of samples ─▶ other functions on the meta device? ─▶ followed again
     attributes  self.hot = True, config.t = 3, a global       ─▶ noticed before the next step       ─▶ followed again
@@ -27,6 +27,7 @@ from ...comm import SelfGroup
 from .arrivals import Arrival, Arrivals, FirstUnits
 from .bench import Bench, Kind
 from .plain_state import State, has_changed, plain_state
+from .trial import Setting
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Followed:
 
 
 class LaterSteps:
-    """Follows the pairs of a rank's blocks from step to step.
+    """Follows the pairs of a rank's blocks, and the tokens of sequences that are cut, from step to step.
 
     Args:
         bench: where blocks are run.
@@ -51,16 +52,18 @@ class LaterSteps:
     def __init__(self, bench: Bench, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
         self._bench, self._outlines, self._dtype = bench, outlines, dtype
         self._followed: list[Followed] = []
+        self._of_tokens: list[Followed] = []
+        self._setting, self._lengths = Setting(), set[str]()
         self._watched: list[tuple[Mapping[Any, Any], Any, object, str]] = []
 
-    def follow(self, kinds: Sequence[tuple[Kind, bool, Arrival]]) -> None:
-        """Follow kinds of blocks from now on, each with whether a rule wants its pairs, and what it may be given."""
-        self._followed = [Followed(*kind) for kind in kinds]
+    def follow(self, pairs: Sequence[Followed], of_tokens: Sequence[Followed], setting: Setting) -> None:
+        """Follow kinds of blocks with pairs from now on, and those whose sequences are cut in this setting."""
+        self._followed, self._of_tokens, self._setting = list(pairs), list(of_tokens), setting
         self._watch()
 
     def _watch(self) -> None:
         found: State = {}
-        for followed in self._followed:
+        for followed in (*self._followed, *self._of_tokens):
             for block in followed.kind.blocks:
                 found |= plain_state(block)
         self._watched = [(held, key, value, name) for (_, key), (held, value, name) in found.items()]
@@ -88,6 +91,25 @@ class LaterSteps:
                 followed.known.add(called)
         return ""
 
+    def unsound_lengths(self, units: FirstUnits, parcels: Sequence[Parcel], *, is_known: bool = False) -> str:
+        """Return which sequences may not be cut into units of these shapes, in words; `is_known`: all are."""
+        shape = f"{units.spec} {units.extra_specs}"
+        if not self._of_tokens or shape in self._lengths:
+            return ""
+        self._lengths.add(shape)
+        cuts, device = self._setting.cuts, self._bench.group.device
+        copies = (list(each) * cuts for each in (units.inputs, units.targets, units.extras))
+        joined = FirstUnits(units.spec, units.extra_specs, *copies)
+        arrivals: Arrivals | None = None
+        for followed in () if is_known else self._of_tokens:
+            kind, number = followed.kind, followed.kind.number
+            arrivals = arrivals or Arrivals(joined, self._outlines, parcels, SelfGroup(0, device), cuts, self._dtype)
+            arrival = arrivals.at(number, self._outlines[number])
+            why = self._bench.why_tokens_meet(kind, arrival, self._setting)
+            if why:
+                return self._bench.refusal_of_tokens(kind, self._setting, f"given {units.spec}, {why}")
+        return ""
+
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set by which pairs are none any more."""
         changed = [name for held, key, value, name in self._watched if has_changed(held, key, value)]
@@ -100,6 +122,14 @@ class LaterSteps:
                 if why:
                     raise MisfitError(self._bench.refusal(followed.kind, f"{changed[0]!r} was set, and now {why}"))
             followed.known.clear()
+        for followed in self._of_tokens:
+            for block in followed.kind.blocks:
+                _copy_state(plain_state(block), plain_state(followed.kind.blueprint.bare), set(changed))
+                why = self._bench.why_tokens_meet(followed.kind, followed.arrival, self._setting)
+                if why:
+                    why = f"{changed[0]!r} was set, and now {why}"
+                    raise MisfitError(self._bench.refusal_of_tokens(followed.kind, self._setting, why))
+        self._lengths.clear()
         self._watch()
 
     def _called(self, number: int, units: FirstUnits, parcels: Sequence[Parcel]) -> tuple[str, ...] | None:

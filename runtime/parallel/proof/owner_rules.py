@@ -25,10 +25,11 @@ _POINTWISE = {
     "_to_copy", "rsub", "hardswish", "hardsigmoid", "native_dropout", "prelu", "_prelu_kernel", "polar", "complex",
     "log_sigmoid_forward", "rrelu_with_noise", "rrelu_with_noise_functional", "masked_fill", "bernoulli",
 }  # fmt: skip
-_MOVING = {
+MOVING = {
     "cat", "stack", "gather", "index", "index_select", "repeat", "roll", "flip", "constant_pad_nd", "_unsafe_view",
     "tril", "triu", "index_put", "_unsafe_index", "scatter", "index_copy", "slice_scatter", "select_scatter", "copy",
-    "masked_scatter", "_reshape_copy", "expand_copy", "permute_copy", "view_copy", "unfold_copy",
+    "masked_scatter", "_reshape_copy", "expand_copy", "permute_copy", "view_copy", "unfold_copy", "clone",
+    "_reshape_alias",
 }  # fmt: skip
 _REDUCING = {
     "sum", "nansum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "std_mean", "norm",
@@ -86,7 +87,7 @@ def _first_owners(
 ) -> Tensor | list[Tensor]:
     """Return the owners of a function's first result, or of all."""
     tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-    if name in _MOVING:
+    if name in MOVING:
         return _moved(func, name, given, of)
     if name in ("max", "min") and len(tensors) == 2:
         return joined(name, *map(of, tensors))

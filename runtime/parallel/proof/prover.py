@@ -35,7 +35,7 @@ from .arrivals import Arrival, Arrivals, FirstUnits
 from .bench import Bench, Finding, Kind
 from .chooser import Chooser
 from .kinds import kind_of
-from .later_steps import LaterSteps
+from .later_steps import Followed, LaterSteps
 from .trial import Figures, Setting
 from .twins import Blueprint
 from .ways import Way, alone, everywhere, paired_ways, renumbered, replicated
@@ -148,14 +148,14 @@ class Prover:
             given = [arrivals.at(kind.number, outlines[kind.number]) for kind in self._kinds.values()]
             proved = list(zip(self._kinds.values(), given, strict=True))
             refusal = next((text for kind, arrival in proved if (text := self._refusal(kind, arrival))), "")
+            followed = [Followed(kind, self._tensor.are_ruled(kind.cuts), arrival) for kind, arrival in proved]
             self._later.follow(
-                [
-                    (kind, self._tensor.are_ruled(kind.cuts), arrival)
-                    for kind, arrival in proved
-                    if not kind.is_parted and self._tensor.has_pairs(kind.number, kind.choice)
-                ]
+                [each for each in followed if self._is_in_pairs(each.kind)],
+                followed if self._setting.cuts > 1 else [],
+                self._setting,
             )
             refusal = refusal or self._later.unsound_shapes(units.first, parcels)
+            self._later.unsound_lengths(units.first, parcels, is_known=True)
         self._kinds.clear()
         self._numbers.clear()
         said = first_said(refusal, world)
@@ -167,12 +167,16 @@ class Prover:
 
         Raises `MisfitError` where a block of this rank is none of pairs then.
         """
-        if self._setting.tensor is not None and (why := self._later.unsound_shapes(units, parcels)):
+        why = self._later.unsound_shapes(units, parcels) if self._setting.tensor is not None else ""
+        if why := why or self._later.unsound_lengths(units, parcels):
             raise MisfitError(why)
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set since the last step by which pairs are none any more."""
         self._later.require_sound_state()
+
+    def _is_in_pairs(self, kind: Kind) -> bool:
+        return not kind.is_parted and self._tensor.has_pairs(kind.number, kind.choice)
 
     def _refusal(self, kind: Kind, arrival: Arrival) -> str:
         """Return why a kind of block cannot be run as it is, in words; empty: it can."""
@@ -275,12 +279,7 @@ class Prover:
     def _refused_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
         """Return why sequences must not be cut for a kind, as other numbers may be none; empty: they may."""
         finding = self._bench.unsound_tokens(kind, arrival, setting) if setting.cuts > 1 else None
-        if finding is None:
-            return ""
-        helps = "take `context`, and look at all tokens by context.whole(tensor); or run without cp"
-        helps = helps if setting.context is not None else "run it with a schedule that does not slice"
-        what = f"over cp={setting.cuts}" if setting.context is not None else f"into {setting.cuts} slices"
-        return f"{self._title(kind)} may give other numbers where sequences are cut {what}: {finding}; {helps}"
+        return "" if finding is None else self._bench.refusal_of_tokens(kind, setting, finding)
 
     def _refused_slices(self, kind: Kind, finding: Finding) -> str:
         setting = self._setting

@@ -9,19 +9,21 @@ and keys that `past.extend` gave are everybody's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
-from ...context.context import WHOLE, Context
+from ...context.context import Context, SequenceShard
 from ..feature_owners import FeatureOwners, Place, line
-from ..owner_rules import Joined, joined, require_one
+from ..owner_rules import MOVING, Joined, joined, require_one
 
 MANY = 127
 """The owner of numbers that are made of several ranks' tokens."""
@@ -35,11 +37,13 @@ class TokenOwners(FeatureOwners):
 
     Attributes:
         reasons: where tokens of several ranks met, by the function and line, in this order.
+        calls: what was done to tokens, by the function and its numbers, with the line where that first was.
     """
 
     def __init__(self, flipped: Set[Place] = frozenset()) -> None:
         super().__init__(trusts=False, flipped=flipped)
         self.reasons: dict[str, None] = {}
+        self.calls: dict[str, str] = {}
 
     def _see(self, name: str, tensor: Tensor) -> None:
         pass
@@ -52,6 +56,8 @@ class TokenOwners(FeatureOwners):
     def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given, result))):
             return  # there are shapes alone
+        if not (func.is_view or func._schema.name.removeprefix("aten::") in MOVING):
+            self.calls.setdefault(_word(func, args, given), line())
         try:
             if not self._looked_up(func, args, given, result):
                 super()._follow(func, args, given, result)
@@ -139,48 +145,95 @@ class TokenOwners(FeatureOwners):
         if any(bool((self.of(output) == MANY).any()) for output in outputs.values()):
             raise Joined(next(iter(self.reasons), "lets tokens of several ranks meet"))
 
-    def seen(self, length: int, device: torch.device, owners: Tensor) -> Context:
-        """Return a context of all tokens, through which they are followed."""
-        context = _Context(self, length, device)
-        self.note(context.positions, owners)
-        return context
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """A context for what is known: nothing is followed."""
+        self._known += 1
+        try:
+            yield
+        finally:
+            self._known -= 1
 
-    def past(self, length: int) -> Past:
-        """Return a past of nothing, through which tokens are followed."""
-        return _Past(self, length)
-
-    def common(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that every rank has whole."""
-        owners = self.of(tensor)
-        copy = tensor.clone()
-        self.note(copy, owners.masked_fill(owners != MANY, 0))
-        return copy
+    def note_common(self, given: Tensor, common: Tensor) -> Tensor:
+        """Note that every rank has a tensor whole that was made of a given one."""
+        if bool((self.of(given) == MANY).any()):
+            self.note(common, torch.full(common.shape, MANY, dtype=torch.int8, device=common.device))
+        elif self.of(common).any():
+            self.note(common, torch.zeros(common.shape, dtype=torch.int8, device=common.device))
+        return common
 
 
-class _Context(Context):
-    def __init__(self, owners: TokenOwners, length: int, device: torch.device) -> None:
-        super().__init__(length, WHOLE, SelfGroup(0, device), self._seen_by)
-        self._owners = owners
+class FollowedContext(Context):
+    """A context through which tokens are followed; nothing is sent.
+
+    Args:
+        owners: follow them.
+        length: tokens of a whole sequence.
+        shard: which of them are here.
+        told: what a run with all tokens was given, of which this one gets its slice; that run itself notes it there.
+    """
+
+    def __init__(
+        self, owners: TokenOwners, length: int, shard: SequenceShard, device: torch.device, told: list[Tensor]
+    ) -> None:
+        super().__init__(length, shard, SelfGroup(0, device), self._seen_by)
+        self._owners, self._shard, self._told = owners, shard, told
+
+    def _tell(self, make: Callable[[], Tensor]) -> Tensor:
+        if self._shard.size == 1:
+            self._told.append(made := make())
+            return made.clone()
+        if not self._told:
+            raise Joined("asks its context for more where sequences are cut")
+        return self._told.pop(0).clone()
 
     def _seen_by(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        common = self._owners.common
-        mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
-            query, common(key), common(value), is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        with self._owners.unfollowed():
+            of_query = require_one(self._owners.of(query), [query.dim() - 1], keeps=True)
+            mixed = self._tell(lambda: _attention(query, key, value, causal))
+            if self._shard.size > 1:
+                mixed = self._shard.cut("tokens", mixed.transpose(1, 2)).transpose(1, 2).contiguous()
+            many = any(bool((self._owners.of(tensor) == MANY).any()) for tensor in (key, value))
+            self._owners.note(mixed, torch.full_like(of_query, MANY) if many else of_query)
         return mixed
 
     def whole(self, tensor: Tensor) -> Tensor:
-        is_cut = tensor.dim() > 1 and tensor.shape[1] == len(self.positions)
-        return self._owners.common(tensor) if is_cut else tensor
+        """Return all tokens of what has those here."""
+        if tensor.dim() < 2 or tensor.shape[1] != len(self.positions):
+            return tensor
+        with self._owners.unfollowed():
+            return self._owners.note_common(tensor, self._tell(tensor.clone))
 
 
-class _Past(Past):
-    def __init__(self, owners: TokenOwners, length: int) -> None:
-        super().__init__(Store(), 0, 1, length)
+class FollowedPast(Past):
+    """A past through which tokens are followed."""
+
+    def __init__(self, owners: TokenOwners, store: Store, number: int, slices: int, length: int) -> None:
+        super().__init__(store, number, slices, length)
         self._owners = owners
 
     def extend(self, site: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self._owners.common(keys), self._owners.common(values)
+        """Return all keys and values so far, which are everybody's."""
+        with self._owners.unfollowed():
+            given = zip((keys, values), super().extend(site, keys, values), strict=True)
+            first, second = (self._owners.note_common(one, whole) for one, whole in given)
+            return first, second
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    mixed: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+    return mixed
+
+
+def _word(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
+    """Return a function with the numbers that it is called with, but for sizes and places."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(given)
+    sized = {argument.name for argument in func._schema.arguments if "int" in str(argument.type).lower()}
+    leaves = [leaf for name, value in named.items() if name not in sized for leaf in tree_leaves(value)]
+    numbers = [f"{leaf:g}" for leaf in leaves if isinstance(leaf, (bool, int, float))]
+    name = func._schema.name.removeprefix("aten::")
+    return " ".join(["attention"] if "scaled_dot_product" in name else [name, *numbers])
 
 
 class TokenReads(TorchFunctionMode):

@@ -6,21 +6,26 @@ if x.max() > 60: …  ─▶ once more, as if it were otherwise: other outputs?
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
+from ....autograd.kv_store import Store
 from ....blocks.blocks import seeded
-from ...context.context import SequenceShard
-from ..arrivals import Arrival, Given, GivenTree
+from ....comm.device import generator_states
+from ...context.context import WHOLE, SequenceShard
+from ...dropout import KeyedDropout
+from ..arrivals import Arrival, Given, GivenTree, cut_dimension
 from ..feature_owners import Place
 from ..owner_rules import Joined
 from ..trial import LOSS, Setting, Tensors, outputs_of
 from ..twins import SEED, Blueprint
-from .token_owners import TokenOwners, TokenReads
+from .token_owners import FollowedContext, FollowedPast, TokenOwners, TokenReads
 
 _MOST_CONDITIONS = 32
 
@@ -33,57 +38,130 @@ def why_tokens_meet(blueprint: Blueprint, arrival: Arrival, setting: Setting, de
     try:
         for trains in (True, False):
             follower = _Follower(blueprint, arrival, setting, device, trains=trains)
-            outputs, conditions = follower.run(frozenset())
-            for condition in list(conditions)[:_MOST_CONDITIONS]:
-                follower.require_same(outputs, condition)
+            whole = follower.run()
+            for condition in list(whole.owners.conditions)[:_MOST_CONDITIONS]:
+                follower.require_same(whole, condition)
+            follower.require_same_of_parts(whole)
     except Joined as why:
         return str(why)
     return ""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What a block gave, who followed it, and what it was told by its context."""
+
+    outputs: Tensors
+    owners: TokenOwners
+    told: list[Tensor]
+    draws: bool
+
+
 class _Follower:
-    """Runs a block, in a mode, as if it were given whole sequences with a context or a past."""
+    """Runs a block in a mode, given whole sequences with a context or a past; or parts of them, one by one."""
 
     def __init__(
         self, blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, *, trains: bool
     ) -> None:
         self._blueprint, self._arrival, self._setting = blueprint, arrival, setting
-        self._device, self._trains = device, trains
+        self._device, self._trains, self._length = device, trains, _length(arrival)
 
-    def run(self, flipped: Set[Place]) -> tuple[Tensors, Sequence[Place]]:
-        """Return what the block gives, and where Python asked for numbers of tokens; raises `Joined`."""
-        owners = TokenOwners(flipped)
-        twin = self._blueprint.draw(self._device).train(self._trains)
-        arrival = _owned(owners, self._arrival, self._setting)
-        beside = self._beside(owners)
+    def run(self, flipped: Set[Place] = frozenset()) -> _Run:
+        """Run it on whole sequences; raises `Joined` where tokens of several ranks reach an output."""
+        owners, told = TokenOwners(flipped), list[Tensor]()
+        vector = _owners_of(self._length, self._setting).to(self._device)
         outputs: Tensors = {}
+        with self._mode():
+            twin = self._twin()
+            before = generator_states(self._device)
+            for _ in range(2 if self._trains else 1):
+                told.clear()
+                outputs = self._outputs(twin, owners, vector, self._beside(owners, WHOLE, vector, told))
+                owners.require_apart(outputs)
+            draws = any(not torch.equal(*pair) for pair in zip(before, generator_states(self._device), strict=True))
+        return _Run(outputs, owners, told, draws)
+
+    def _twin(self) -> nn.Module:
+        twin = self._blueprint.draw(self._device).train(self._trains)
+        for module in twin.modules():
+            if isinstance(module, (_DropoutNd, KeyedDropout)):
+                module.eval()
+        return twin
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
         mode: AbstractContextManager[object] = nullcontext() if self._trains else torch.no_grad()
         with seeded(SEED, 0, self._device), torch.enable_grad(), mode:
-            for _ in range(2 if self._trains else 1):
-                with TokenReads(owners), owners:
-                    outputs = outputs_of(twin, arrival, beside)
-                outputs.pop(LOSS, None)
-                owners.require_apart(outputs)
-        return {name: output.detach() for name, output in outputs.items()}, list(owners.conditions)
+            yield
 
-    def require_same(self, outputs: Tensors, condition: Place) -> None:
+    def _outputs(self, twin: nn.Module, owners: TokenOwners, vector: Tensor, beside: Mapping[str, Any]) -> Tensors:
+        """Run a block on the tokens of these owners; 0 is nobody, whose tokens are not there."""
+        arrival = _owned(owners, self._arrival, vector)
+        with TokenReads(owners), owners:
+            outputs = outputs_of(twin, arrival, beside)
+        return {name: output.detach() for name, output in outputs.items() if name != LOSS}
+
+    def _beside(
+        self, owners: TokenOwners, shard: SequenceShard, vector: Tensor, told: list[Tensor]
+    ) -> Mapping[str, Any]:
+        if self._setting.context is None:
+            return {"past": FollowedPast(owners, Store(), 0, 1, self._length)}
+        context = FollowedContext(owners, self._length, shard, self._device, told)
+        owners.note(context.positions, vector[vector != 0])
+        return {"context": context}
+
+    def require_same(self, whole: _Run, condition: Place) -> None:
         """Raise `Joined` where a block gives something else if a condition on numbers of tokens is otherwise."""
         try:
-            other, _ = self.run(frozenset([condition]))
+            other = self.run(frozenset([condition])).outputs
         except Joined:
             raise
         except Exception:  # what no numbers lead to, or is refused by the block itself
             return
+        outputs = whole.outputs
         same = outputs.keys() == other.keys() and all(_is_same(outputs[name], other[name]) for name in outputs)
         if not same:
             where = "".join(f" in line {line} of {file.rpartition('/')[2]}" for file, line in condition[:1])
             raise Joined(f"asks for numbers of tokens{where}, and does something else where they are otherwise")
 
-    def _beside(self, owners: TokenOwners) -> dict[str, object]:
-        length = _length(self._arrival)
-        if self._setting.context is None:
-            return {"past": owners.past(length)}
-        return {"context": owners.seen(length, self._device, _owners_of(length, self._setting).to(self._device))}
+    def require_same_of_parts(self, whole: _Run) -> None:
+        """Raise `Joined` where parts of sequences are treated otherwise than whole ones, as they are shorter."""
+        vector, store = _owners_of(self._length, self._setting).to(self._device), Store()
+        count = int(vector.max())
+        for number in range(count):
+            owners, mine = TokenOwners(), vector * (vector == number + 1)
+            beside: Mapping[str, Any] = {"past": FollowedPast(owners, store, number, count, self._length // count)}
+            if self._setting.context is not None:
+                beside = self._beside(owners, SequenceShard(count, number), mine, list(whole.told))
+            with self._mode():
+                if number == 0 or self._setting.context is not None:
+                    twin = self._twin()
+                outputs = self._outputs(twin, owners, mine, beside)
+            _require_same_calls(whole.owners.calls, owners.calls)
+            if not whole.draws:  # parts draw otherwise
+                _require_same_tokens(whole.outputs, outputs, mine)
+
+
+def _require_same_calls(whole: Mapping[str, str], part: Mapping[str, str]) -> None:
+    other = [call for call in (*whole, *part) if (call in whole) != (call in part)]
+    if other:
+        place = whole.get(other[0], part.get(other[0], ""))
+        raise Joined(f"depends on how many tokens it is given: it calls {other[0]}{place} for some lengths alone")
+
+
+def _require_same_tokens(whole: Tensors, part: Tensors, mine: Tensor) -> None:
+    for name, output in part.items():
+        expected = whole[name]
+        dim = cut_dimension(expected.shape, output.shape, len(mine) // max(int((mine != 0).sum()), 1))
+        if dim is not None:
+            expected = expected.index_select(dim, _places(mine, expected.shape[dim]))
+        if not _is_same(expected, output):
+            raise Joined("gives other numbers where it is given a part of the tokens")
+
+
+def _places(mine: Tensor, size: int) -> Tensor:
+    """Return the places of tokens along a dimension that has several, or parts, of each."""
+    return mine.repeat_interleave(max(size // len(mine), 1)).nonzero()[:, 0]
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
@@ -106,16 +184,17 @@ def _owners_of(length: int, setting: Setting) -> Tensor:
     return owners
 
 
-def _owned(owners: TokenOwners, arrival: Arrival, setting: Setting) -> Arrival:
-    """Return copies of what a block is given, whose tokens have owners."""
+def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
+    """Return copies of what a block is given, whose tokens have owners; those of nobody are left out."""
 
     def own(given: Given) -> Given:
-        tensor = given.tensor.clone(memory_format=torch.contiguous_format)
-        if given.tokens is not None:
-            vector = _owners_of(tensor.shape[given.tokens], setting).to(tensor.device)
-            shape = [-1 if dim == given.tokens else 1 for dim in range(tensor.dim())]
-            owners.note(tensor, vector.reshape(shape).expand(tensor.shape))
-        return Given(tensor, given.tokens)
+        tensor, dim = given.tensor.clone(memory_format=torch.contiguous_format), given.tokens
+        if dim is not None:
+            each = vector.repeat_interleave(tensor.shape[dim] // len(vector))
+            tensor = tensor.index_select(dim, each.nonzero()[:, 0])
+            shape = [-1 if other == dim else 1 for other in range(tensor.dim())]
+            owners.note(tensor, each[each != 0].reshape(shape).expand(tensor.shape))
+        return Given(tensor, dim)
 
     def own_all(tree: GivenTree) -> GivenTree:
         return GivenTree([own(part) for part in tree.parts], tree.tree)

@@ -99,6 +99,19 @@ def test_what_joins_tokens_at_some_numbers_is_found_with_its_function_and_line(s
         assert " in line " in found
 
 
+LENGTHS: list[tuple[Mix, str]] = [
+    (lambda self, y, context: y.tanh() if y.shape[1] > TOKENS // 2 else y, "calls tanh in line"),
+    (lambda self, y, context: y / max(y.shape[1] / TOKENS, 0.9), "calls div 1 in line"),
+    (lambda self, y, context: y * torch.arange(y.shape[1])[:, None] if self.training else y, "a part of the tokens"),
+]
+
+
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_depends_on_how_many_tokens_there_are_is_found(setting: Setting) -> None:
+    for mix, word in LENGTHS:
+        assert word in why(mix, setting)
+
+
 @pytest.mark.parametrize("setting", [CP, SLICES])
 def test_what_keeps_tokens_apart_may_be_cut(setting: Setting) -> None:
     assert not any(why(mix, setting) for mix in APART)
@@ -133,3 +146,26 @@ def test_blocks_that_join_tokens_are_refused_on_all_ranks(mesh: str, more: dict[
     first, second = run_local(2, run)
     assert first == second
     assert re.search(rf"block 1 \(Attending\) may give other numbers where sequences are cut {says}", first)
+
+
+@pytest.mark.parametrize("what", ["a length", "an attribute"])
+def test_what_joins_tokens_in_a_later_step_is_refused_before_it(what: str) -> None:
+    def joins_later(self: Any, y: Tensor, context: Context | None) -> Tensor:
+        return y + 1e-9 * y.cumsum(1) if y.shape[1] > TOKENS or hasattr(self, "hot") else y
+
+    def run(transport: Transport) -> None:
+        plan = qs.compile("gpipe", mesh="cp=2", microbatches=1)
+        blocks = [lambda: Attending(joins_later)]
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
+        x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
+        for _ in range(2):
+            engine.step(x, x)
+        for stage in engine.stages.values() if what == "an attribute" else ():
+            for block in stage.blocks.values():
+                block.hot = True
+        longer = x.repeat(1, 4 if what == "a length" else 1, 1)
+        says = {"a length": r"given float64 \(1, \d+, 16\), it ", "an attribute": "'Attending.*' was set, and now it "}
+        with pytest.raises(MisfitError, match=rf"cut over cp=2: {says[what]}"):
+            engine.step(longer, longer)
+
+    run_local(2, run)
