@@ -7,12 +7,14 @@ function                         cells of its closure, globals it names    ┘ t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..agreement.user_code import is_of_library, names_of
 from ..blocks.untouched import Kept
@@ -59,6 +61,16 @@ class FunctionKept:
             elif getattr(holder, name, None) is not before:
                 setattr(holder, name, before)
         self._kept.put_back()
+
+
+def versions_kept(function: Any) -> AbstractContextManager[Any]:
+    """A context after which what a function knows has the versions it had, for graphs that have saved it.
+
+    It has to have the numbers as well that it had.
+    """
+    found = {id(part): part for thing in _things(function) for part in parts_of(thing) if isinstance(part, Tensor)}
+    known = tuple(tensor for tensor in found.values() if not tensor.is_inference())
+    return _unsafe_preserve_version_counter(known) if known else nullcontext()
 
 
 def class_weights(function: Any) -> list[Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..blocks.trees import flatten
 from ..comm.device import AllGenerators
 from .divisors import divisor_of
-from .functions_kept import FunctionKept, class_weights, whole_numbers
+from .functions_kept import FunctionKept, class_weights, versions_kept, whole_numbers
 from .loss_parts import (
     Parts,
     along_samples,
@@ -135,7 +135,8 @@ def examine_loss(loss: Loss, output: Any, targets: Any, samples: int, *, sliced:
         output, targets: those of a microbatch, with as many samples.
         sliced: whether sequences are cut, so that it has to hold along tokens as well.
     """
-    return LossExamination(loss, output, targets, samples, sliced=sliced).run()
+    with versions_kept(loss):
+        return LossExamination(loss, output, targets, samples, sliced=sliced).run()
 
 
 class LossExamination:

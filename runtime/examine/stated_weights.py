@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .functions_kept import versions_kept
 from .loss_parts import Parts, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
 from .loss_weights import LossExamination
 
@@ -37,7 +38,8 @@ def doubt_of_stated(
         of = of.args[0] if _is_ours(of.func) and of.args else of.func
     if _is_ours(of):
         return ""
-    return _StatedExamination(loss, output, targets, samples, sliced=sliced).doubt()
+    with versions_kept(loss):
+        return _StatedExamination(loss, output, targets, samples, sliced=sliced).doubt()
 
 
 def _is_ours(function: Any) -> bool:

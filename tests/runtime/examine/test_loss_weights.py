@@ -192,3 +192,16 @@ def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
     weight, why = examine_metric(metric, ROWS, IDS, SAMPLES)
     assert (weight is None) == bool(why)
     assert (weight and weight.over) == over
+
+
+def test_what_a_graph_has_saved_of_a_loss_is_as_it_was() -> None:
+    scale = torch.ones(())
+
+    def scaled(output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output, targets) * scale.mul_(1)
+
+    output = ROWS.clone().requires_grad_()
+    found = scaled(output, NUMBERS)
+    assert examine_loss(scaled, ROWS, NUMBERS, SAMPLES).weight is not None
+    found.backward()
+    assert output.grad is not None

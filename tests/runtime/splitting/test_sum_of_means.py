@@ -82,6 +82,9 @@ def test_the_same_as_one_number_is_refused_with_the_line_to_write() -> None:
 def test_terms_are_sums() -> None:
     with pytest.raises(MisfitError, match="term 0 of its SumOfMeans is no sum"):
         engine_of(SumOfMeans((plain_loss, lambda targets: len(targets["labels"])))).step(INPUTS, TARGETS)
+    mean = SumOfMeans((lambda output, _: output["seq_relationship_logits"].square().sum(1).mean(), lambda _: 1))
+    with pytest.raises(MisfitError, match="is a mean of what it is of each"):
+        engine_of(mean).step(INPUTS, TARGETS)
     with pytest.raises(UsageError, match="pairs of functions"):
         SumOfMeans(plain_loss)  # type: ignore[arg-type]
 
