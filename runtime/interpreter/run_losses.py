@@ -64,10 +64,12 @@ class RunLosses:
     def settle(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
         """Have all ranks agree on what the loss is over, before weights change; see `WeighedLoss.settle`."""
         loss = self.loss
-        if loss.is_settled and not (loss.refusal or loss.is_due or again):
-            if not loss.is_changed:
+        if loss.is_settled and not (loss.is_due or again):
+            if loss.is_changed:
+                return  # all ranks hear of it with the figures of the step
+            if not loss.refusal:
                 loss.end_step()
-            return
+                return
         of_metrics = next((metric.refusal for metric in self.metrics.values() if metric.refusal), "")
         is_alone = plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier
         loss.settle(self._groups.world, matters=not is_alone, of_metrics=of_metrics, again=again)

@@ -26,9 +26,8 @@ from ..blocks.trees import DIFFERENTIABLE, flatten, map_tensors, tensors_of
 from ..comm import Group
 from ..comm.control import gather_texts
 from ..examine.divisors import divisor_of
-from ..examine.functions_kept import class_weights
+from ..examine.functions_kept import FunctionState, class_weights
 from ..examine.loss_rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
-from ..examine.loss_state import LossState
 from ..examine.loss_weights import examine_loss
 from ..examine.metric_weights import examine_metric
 from ..examine.real_batches import RealBatch
@@ -94,7 +93,7 @@ class WeighedLoss:
         self.is_settled, self.refusal, self._of_metrics = False, "", ""
         self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
         self._totals = torch.zeros(0, dtype=torch.float64)
-        self._state: LossState | None = None
+        self._state: FunctionState | None = None
         self._real: RealBatch | None = None
         self._old: LossWeight | None = None
         self._since, self._step = "", 0
@@ -127,7 +126,7 @@ class WeighedLoss:
         is_bare = self._weight is not None and not self._is_given and self.means is None
         is_watched = is_bare and self._was_called and "vocabulary" not in getattr(self._loss_fn, "keywords", {})
         if is_watched and (self._state is None or self._state.changed() is not None):
-            self._state = LossState(self._loss_fn)
+            self._state = FunctionState(self._loss_fn)
         self._was_called, self._real, self.is_due = False, None, False
 
     @property
