@@ -15,7 +15,7 @@ def mesh_of(dp: int, tp: int, pp: int) -> qs.Mesh:
     return qs.Mesh(dp=dp, pp=pp, tp=tp)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("dp", "tp", "pp"), MESHES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow)]
@@ -40,6 +40,7 @@ def test_pipeline_alone_is_bit_equal(schedule: str, pp: int) -> None:
             assert torch.equal(weight, expected.weights[name]), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "axes"), [("interleaved-1f1b", "tp=2,dp=2,pp=2"), ("gpipe", "pp=2,tp=2,dp=2")])
 def test_other_schedules_and_orders_of_axes(schedule: str, axes: str) -> None:
     task, blocks = Task.make(5, 8, torch.float64), tiny_vit()
@@ -47,7 +48,7 @@ def test_other_schedules_and_orders_of_axes(schedule: str, axes: str) -> None:
     assert worst_difference(outcomes, train_plainly(task, blocks, 4, clip=0.5)) <= 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 1, 1), (1, 2, 2), (2, 2, 2)])
 def test_losses_with_adam(dp: int, tp: int, pp: int) -> None:
     task, blocks = Task.make(STEPS, 8, torch.float32), tiny_vit()

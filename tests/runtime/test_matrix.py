@@ -61,7 +61,7 @@ def require_same_bits(found: list[Outcome], expected: list[Outcome]) -> None:
             assert torch.equal(weight, weights[name]), name
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("case", BY_KIND)
 def test_in_double_precision_by_the_rules_of_nccl(case: Case) -> None:
     outcomes, alone = trained(case), case.alone(torch.float64)
@@ -72,7 +72,7 @@ def test_in_double_precision_by_the_rules_of_nccl(case: Case) -> None:
         require_same_bits(outcomes, trained(first_of_its_like()[case.sums]))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", IN_SINGLE)
 def test_in_single_precision_with_clipped_gradients_in_many_pieces(case: Case) -> None:
     task = case.task(torch.float32)

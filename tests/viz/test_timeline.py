@@ -161,6 +161,7 @@ def test_boxes_that_are_too_narrow_have_no_number(tmp_path: Path) -> None:
     assert "555" not in texts_of(read_svg(tmp_path / "long.svg"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_same_plan_same_bytes_whatever_the_caller_has_set(tmp_path: Path, suffix: str) -> None:
     def draw(name: str) -> bytes:
@@ -221,6 +222,7 @@ def visible_texts(sheet: Sheet) -> Iterator[tuple[str, Bbox]]:
                 yield text.get_text(), text.get_window_extent()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "simulated",
     [

@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_of_any_shape(name: str, rules: Rules) -> None:
@@ -80,6 +80,7 @@ def test_ranks_within_a_stage_follow(mesh: str) -> None:
     require_equal(train_on(plan, blocks, ONE, **MESHES[mesh]), train_alone(blocks, ONE))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", [{"overlap": True}, {"offload": 3}], ids=str)
 def test_overlapped_and_offloaded_units_too(more: dict[str, Any]) -> None:
     name, mesh = ("dualpipe-v", "pp=2,tp=2") if "overlap" in more else ("1f1b", "pp=4")

@@ -114,7 +114,7 @@ def squares(output, targets):
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2])
 @pytest.mark.parametrize("second", [{}, {"mesh": "pp=2", "microbatches": 4}, {"mesh": "dp=4", "microbatches": 1}])
 def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(
