@@ -24,10 +24,11 @@ from ..tensor.shard import shard_of
 from .arrivals import Arrival
 from .draws import undisturbed
 from .features_apart import DRAWS, draws_of_python, why_joined
+from .reads.weight_reads import WeightReads
 from .tokens.tokens_apart import why_tokens_meet
-from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, run_cut, run_whole, shaken
+from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
 from .twins import SEED, Blueprint
-from .ways import alone, everywhere
+from .ways import Way, alone, everywhere, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -58,10 +59,26 @@ class Kind:
     """At how much larger numbers layers of pairs are proved."""
     is_parted: bool = False
     """Whether its pairs were parted, as they were none in the first step."""
+    reads: dict[str, str] = field(default_factory=dict)
+    """Layers whose weights the block's forward gives to functions itself, to the words for it: they are kept whole."""
+    hooked: Way = field(default_factory=dict)
+    """Rules that keep those layers of a twin whole that have hooks on their weights in the block."""
     trouble: str = ""
     """Why its twin could not be run whole, the last time that this was tried."""
     draws: bool = False
     """Whether it draws from Python's generators, by which ranks that run together might do other things."""
+
+    def why_kept(self, pair: Sequence[Cut]) -> str:
+        """Return why layers that belong together are kept whole, in words; empty: they need not be."""
+        return next((f"it {self.reads[cut.path]}" for cut in pair if cut.path in self.reads), "")
+
+    def refusal_to_cut(self, pair: Sequence[Cut], size: int) -> str:
+        """Return why layers cannot be cut whose weights are read, with the rules to write."""
+        names = " and ".join(repr(cut.path) for cut in pair)
+        return (
+            f"{self.name} over tp={size} cannot be cut at {names}, for {self.why_kept(pair)}, where a rank has a shard "
+            f"of them; keep them whole: rules={everywhere(replicated(pair))}"
+        )
 
     @property
     def name(self) -> str:
@@ -132,6 +149,26 @@ class Bench:
             return None
         after = dict(twin.named_buffers())
         return next((n for n, b in before.items() if n in after and not torch.equal(b, after[n])), None)
+
+    def note_reads(self, kind: Kind, arrival: Arrival) -> None:
+        """Note of which layers a kind's forward gives the weights to functions itself, on any rank."""
+        found: dict[str, str] = {}
+        for trains in (True, False):
+            reads = WeightReads({})
+            try:
+                twin = kind.blueprint.draw(self.group.device).train(trains)
+                layers = {cut.path: twin.get_submodule(cut.path.partition(".")[2]) for cut in kind.cuts}
+                reads = WeightReads(layers)
+                device = self.group.device
+                with seeded(SEED, 0, device), undisturbed(device), torch.set_grad_enabled(trains), reads.watching():
+                    outputs_of(twin, arrival)
+            except Exception:  # it is run whole besides, and its error is told
+                pass
+            found = {**reads.found, **found}
+        paths = sorted(cut.path for cut in kind.cuts)
+        most = self._most([float(path in found) for path in paths], Setting(tensor=self.group)) if paths else []
+        read = (path for path, is_read in zip(paths, most, strict=True) if is_read)
+        kind.reads |= {path: found.get(path, "gives weights to functions, as another rank found,") for path in read}
 
     def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
         """Run a kind's twin cut; return what is off, if anything, on any rank."""
@@ -232,10 +269,16 @@ class Bench:
         return f"{title} may give other numbers where sequences are cut {what}: {why}; {helps}"
 
     def _pairs(self, kind: Kind, choice: Choice) -> list[Cut]:
-        return [cut for cut in self._cuts(kind, kind.blueprint.bare, choice) if cut.is_paired]
+        return [cut for cut in self.cuts(kind, choice) if cut.is_paired]
+
+    def cuts(self, kind: Kind, choice: Choice) -> list[Cut]:
+        """Return what is cut of a kind that is cut so."""
+        return self._cuts(kind, kind.blueprint.bare, choice) if self.group.size > 1 else []
 
     def _cuts(self, kind: Kind, twin: nn.Module, choice: Choice) -> list[Cut]:
-        return find_cuts(twin, {**choice.rules, **self._rules}, self.group.size, str(kind.number), strict=False)
+        return find_cuts(
+            twin, {**kind.hooked, **choice.rules, **self._rules}, self.group.size, str(kind.number), strict=False
+        )
 
     def why(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
         """Return why a kind's pairs may be none, as this rank finds it: "it …"; see `features_apart`."""
@@ -280,7 +323,7 @@ class Bench:
         return apply_tensor_parallel(
             twin,
             setting.tensor,
-            {**choice.rules, **self._rules},
+            {**kind.hooked, **choice.rules, **self._rules},
             path=str(kind.number),
             sequence_parallel=setting.slices_tokens,
             strict=False,

@@ -60,12 +60,15 @@ class Chooser:
         pairs = pairs_of(kind.cuts)
         slices = self._tensor.tokens.inside(kind.number)
         for arrival in self._arrivals(kind):
+            self._bench.note_reads(kind, arrival)
             whole = self._bench.whole(kind, arrival, self._setting)
             if whole is not None:
                 return self._choose(kind, pairs, arrival, whole, slices=slices)
             if kind.draws and not self._tensor.are_ruled(kind.cuts):
-                return self._note(kind, pairs, *_one_by_one(pairs))
-        return self._note(kind, pairs, [0] * len(pairs), Choice(slices=slices))
+                return self._note(kind, pairs, *self._one_by_one(kind, pairs))
+        found = [self._kept(kind, pair) for pair in pairs]
+        rules = {path: rule for way in found if way for path, rule in way[1].items()}
+        return self._note(kind, pairs, [way[0] if way else 0 for way in found], Choice(rules, slices=slices))
 
     def _arrivals(self, kind: Kind) -> list[Arrival]:
         """Return what a block may be given, before any batch is known."""
@@ -80,7 +83,7 @@ class Chooser:
     def _choose(
         self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures, *, slices: bool
     ) -> Choice:
-        found = [self._way_of(kind, pair, pairs, arrival, whole) for pair in pairs]
+        found = [self._kept(kind, pair) or self._way_of(kind, pair, pairs, arrival, whole) for pair in pairs]
         places = [place for place, _, _ in found]
         rules = {path: rule for _, way, _ in found for path, rule in way.items()}
         choice = Choice(rules, frozenset().union(*(partial for _, _, partial in found)))
@@ -92,6 +95,18 @@ class Chooser:
         else:
             choice = replace(choice, slices=False)
         return self._note(kind, pairs, places, choice)
+
+    def _kept(self, kind: Kind, pair: Sequence[Cut]) -> tuple[int, Way, frozenset[str]] | None:
+        """Return the way that leaves a pair whole whose weights are read; raises `MisfitError` where a rule cuts it."""
+        why = kind.why_kept(pair)
+        if not why:
+            return None
+        if self._tensor.are_ruled(pair):
+            raise MisfitError(kind.refusal_to_cut(pair, self._bench.group.size))
+        if not self._bench.group.index:
+            names = " and ".join(repr(cut.path) for cut in pair)
+            _logger.warning("%s: %s are kept whole over tp, for %s", kind.name, names, why)
+        return len(ways_of(pair, is_asked=False)) - 1, replicated(pair), frozenset()
 
     def _way_of(
         self, kind: Kind, pair: Sequence[Cut], pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
@@ -128,7 +143,7 @@ class Chooser:
         self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
     ) -> tuple[list[int], Choice]:
         """Return what proves where pairs that prove one by one do not prove together."""
-        parted, choice = _one_by_one(pairs)
+        parted, choice = self._one_by_one(kind, pairs)
         if self._bench.find(kind, arrival, self._setting, whole, choice) is None:
             return parted, choice
         last = [len(ways_of(pair, is_asked=False)) - 1 for pair in pairs]
@@ -163,6 +178,14 @@ class Chooser:
         self._codes[kind.number] = [1 + int(choice.slices), *codes]
         return choice
 
+    def _one_by_one(self, kind: Kind, pairs: Sequence[Sequence[Cut]]) -> tuple[list[int], Choice]:
+        """Return the choice by which each layer takes and gives full tensors, with the places of these ways."""
+        last = [len(ways_of(pair, is_asked=False)) - 1 for pair in pairs]
+        kept = [bool(kind.why_kept(pair)) for pair in pairs]
+        places = [place if is_kept else max(place - 1, 0) for place, is_kept in zip(last, kept, strict=True)]
+        rules = [replicated(pair) if is_kept else alone(pair) for pair, is_kept in zip(pairs, kept, strict=True)]
+        return places, Choice({path: rule for of_pair in rules for path, rule in of_pair.items()}, slices=False)
+
     def share(self, kinds: Mapping[int, int], world: Group) -> dict[int, Choice]:
         """Return how all blocks of the model are cut, chosen on whatever rank (collective).
 
@@ -192,9 +215,3 @@ class Chooser:
             if bits:
                 scales[pair[0].path] = tuple(scale for bit, scale in enumerate(_EVERY_SCALE) if bits >> bit & 1)
         return Choice(rules, slices=code[0] == 2, scales=scales)
-
-
-def _one_by_one(pairs: Sequence[Sequence[Cut]]) -> tuple[list[int], Choice]:
-    """Return the choice by which each layer takes and gives full tensors, with the places of these ways."""
-    places = [max(len(ways_of(pair, is_asked=False)) - 2, 0) for pair in pairs]
-    return places, Choice({path: rule for pair in pairs for path, rule in alone(pair).items()}, slices=False)

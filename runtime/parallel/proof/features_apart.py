@@ -24,7 +24,8 @@ from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given, GivenTree
 from .feature_owners import FeatureOwners, HostReads, Place
 from .owner_rules import Joined
-from .plain_state import first_change, plain_state
+from .reads.plain_state import first_change, plain_state
+from .reads.weight_reads import WeightReads
 from .trial import outputs_of
 from .twins import SEED, Blueprint
 
@@ -90,12 +91,15 @@ def _follow(
 ) -> None:
     states = [plain_state(twin)]
     drawn = draws_of_python()
+    reads = WeightReads({cut.path: cut.layer for cut in cuts})
     with owners.through_pairs(cuts, size):
         for _ in range(times):
-            with HostReads(), owners:
+            with HostReads(), reads.watching(), owners:
                 outputs = outputs_of(twin, arrival)
             owners.require_none(outputs)
             states.append(plain_state(twin))
+    for why in reads.found.values():
+        raise Joined(why)
     if draws_of_python() != drawn:
         raise Joined(DRAWS)
     changed = first_change(states[0 if owners.reads else 1], states[-1])

@@ -26,7 +26,7 @@ from ...blocks.trees import TreeSpec
 from ...comm import SelfGroup
 from .arrivals import Arrival, Arrivals, FirstUnits
 from .bench import Bench, Kind
-from .plain_state import State, has_changed, plain_state
+from .reads.plain_state import State, has_changed, plain_state
 from .trial import Setting
 
 

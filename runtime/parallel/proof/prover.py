@@ -24,10 +24,10 @@ from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...comm import Group
 from ...comm.control import first_said
-from ...job.choices import Proofs
+from ...job.choices import Proofs, TensorSplit
 from ..context.context import ContextParallel
 from ..tensor.choice import Choice
-from ..tensor.cuts import Cut, pairs_of
+from ..tensor.cuts import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
 from ..tensor.rules import is_built_in
@@ -96,7 +96,9 @@ class Prover:
                 blueprint = Blueprint(block, builder)
             except Exception as error:
                 return self._unproved(number, block, cuts, error)
-            kind = self._kinds[name] = Kind(number, blueprint, cuts)
+            hooked = (join(str(number), n) for n, module in block.named_modules() if has_hooked_weights(module))
+            whole: Way = dict.fromkeys(hooked, TensorSplit.REPLICATE.value)
+            kind = self._kinds[name] = Kind(number, blueprint, cuts, hooked=whole)
             if self._setting.tensor is not None:
                 kind.choice = self._chooser.choose(kind)
         kind = self._numbers[number] = self._kinds[name]
@@ -198,6 +200,9 @@ class Prover:
             _logger.warning("%s is not proved, for %s", kind.name, kind.trouble)
             self._part_unproved(kind)
             return ""
+        read = self._read(kind, arrival)
+        if read:
+            return kind.refusal_to_cut(read, self._group.size)
         is_asked, unsound = self._tensor.are_ruled(kind.cuts), None
         if self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
             unsound = self._bench.unsound(kind, arrival, kind.choice, is_asked=is_asked)
@@ -220,6 +225,13 @@ class Prover:
         finding = self._bench.find(kind, arrival, setting, whole, kind.choice)
         return self._refused_slices(kind, finding) if finding is not None else ""
 
+    def _read(self, kind: Kind, arrival: Arrival) -> Sequence[Cut]:
+        """Return layers that belong together and are cut, though the weights of some are read; none: all is well."""
+        self._bench.note_reads(kind, arrival)
+        cut = {path.path for path in self._bench.cuts(kind, kind.choice)}
+        pairs = (pair for pair in pairs_of(kind.cuts) if kind.why_kept(pair))
+        return next((pair for pair in pairs if any(layer.path in cut for layer in pair)), [])
+
     def _part_unproved(self, kind: Kind) -> None:
         """Part the pairs of blocks that nobody can prove, unless a rule wants them or tokens are sliced."""
         is_asked, is_sliced = self._tensor.are_ruled(kind.cuts), self._tensor.tokens.inside(kind.number)
@@ -231,7 +243,8 @@ class Prover:
 
     def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
         """Part the pairs of a kind's blocks where that helps; return whether it does."""
-        choice = Choice({**kind.choice.rules, **alone(cut for cut in kind.cuts if cut.is_paired)})
+        paired = (cut for pair in pairs_of(kind.cuts) if not kind.why_kept(pair) for cut in pair if cut.is_paired)
+        choice = Choice({**kind.choice.rules, **alone(paired)})
         if self._bench.find(kind, arrival, setting, whole, choice) is not None:
             return False
         if {part_pairs(block) for block in kind.blocks} != {True}:

@@ -78,12 +78,18 @@ def is_layer(module: nn.Module) -> bool:
 def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
     """Whether a layer does what its class says, and nothing besides; unless `strict`, subclasses will do."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks):
+    if any(hooks) or has_hooked_weights(layer):
         return False
     if type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer):
         return True
     is_bare = not layer._modules and not layer._buffers and layer._parameters.keys() <= {"weight", "bias"}
     return not strict and isinstance(layer, nn.Linear) and is_bare and "weight" in layer._parameters
+
+
+def has_hooked_weights(layer: nn.Module) -> bool:
+    """Whether hooks are registered on a layer's weights: they are given whole gradients, and would be lost."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for parameter in layer.parameters(recurse=False) for name in names)
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:

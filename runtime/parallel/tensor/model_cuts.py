@@ -16,7 +16,7 @@ from ...comm import Group
 from ...job.choices import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
 from .choice import Choice
-from .cuts import Cut, cut_weights
+from .cuts import Cut, cut_weights, has_hooked_weights, is_layer
 from .rules import Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
 from .sequence import SequenceParallel, partial_weights
 
@@ -166,10 +166,25 @@ def _report(
             n.rpartition(".")[0] for n, p in weights.items() if p.dim() > 1 and id(p) not in shards
         ):
             whole.setdefault(name, []).append(number)
-    names = [f"{_numbers(numbers)}.{name}" if name else _numbers(numbers) for name, numbers in whole.items()]
+    listed = _listed(whole) or "only norms and biases"
+    why = f"{_hooked(outlines)}{_proved_at(choices)}{_one_by_one(cuts)}"
+    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}{why}"
+
+
+def _hooked(outlines: Sequence[nn.Module]) -> str:
+    """Say which layers are whole as hooks are registered on their weights."""
+    places: dict[str, list[int]] = {}
+    for number, block in enumerate(outlines):
+        for name, module in block.named_modules():
+            if is_layer(module) and has_hooked_weights(module):
+                places.setdefault(name, []).append(number)
+    return f"; whole for hooks on their weights: {_listed(places)}" if places else ""
+
+
+def _listed(places: Mapping[str, Sequence[int]]) -> str:
+    names = [f"{_numbers(numbers)}.{name}" if name else _numbers(numbers) for name, numbers in places.items()]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    listed = ", ".join(names[:_MOST_NAMED]) + more or "only norms and biases"
-    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}{_proved_at(choices)}{_one_by_one(cuts)}"
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
@@ -179,9 +194,7 @@ def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
         for cut in of_block:
             if cut.family and not cut.is_paired:
                 places.setdefault(cut.path.partition(".")[2], []).append(number)
-    names = [f"{_numbers(numbers)}.{name}" for name, numbers in places.items()]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"; one by one: {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
+    return f"; one by one: {_listed(places)}" if places else ""
 
 
 def _proved_at(choices: Mapping[int, Choice]) -> str:
@@ -192,11 +205,7 @@ def _proved_at(choices: Mapping[int, Choice]) -> str:
             places.setdefault(scales, {}).setdefault(path.partition(".")[2], []).append(number)
     said = []
     for scales, found in places.items():
-        names = [f"{_numbers(numbers)}.{name}" for name, numbers in found.items()]
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        said.append(
-            f"; pairs proved at scales {', '.join(f'{s:g}' for s in scales)}: {', '.join(names[:_MOST_NAMED])}{more}"
-        )
+        said.append(f"; pairs proved at scales {', '.join(f'{s:g}' for s in scales)}: {_listed(found)}")
     return "".join(said)
 
 

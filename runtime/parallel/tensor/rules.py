@@ -263,8 +263,8 @@ def _require_cuttable(cut: Cut, shared: set[int], *, strict: bool) -> None:
     if not can or not is_plain(cut.layer, strict=strict):
         wanted = "Linear or Embedding" if cut.split is TensorSplit.VOCABULARY else "Linear"
         raise MisfitError(
-            f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted} without hooks, "
-            f"and is {type(cut.layer).__name__}"
+            f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted} without hooks, also "
+            f"on its weights, and is {type(cut.layer).__name__}"
         )
     if id(cut.layer) in shared:
         raise MisfitError(f"{cut.path!r} cannot be cut: it, or its weight, is used in several places; replicate it")
