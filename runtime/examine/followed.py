@@ -32,7 +32,7 @@ class Source(Protocol):
 
 def sources_of(blocks: Iterable[nn.Module]) -> list[Source]:
     """Return what blocks have in common, each once."""
-    found: list[Any] = [vars(block).get("_origin") for block in blocks]
+    found: list[Any] = [getattr(block, "_origin", None) for block in blocks]
     return list({id(source): source for source in found if hasattr(source, "follow")}.values())
 
 

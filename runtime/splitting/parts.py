@@ -68,21 +68,29 @@ OUTER = "of_model"
 
 
 def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
-    """Return block `number`: the layer, with the same modules and weights, to be called as a block."""
+    """Return block `number`: the layer, to be called as a block.
+
+    What it has is one `__dict__`: what the loop sets in the layer the block has, and what the block sets the layer has.
+    """
     span, flow = origin.spans[number], origin.flow
     layer = model.get_submodule(flow.calls[span.calls.start])
     block = copy.copy(layer)
-    if block.__dict__.pop("forward", None) is not None:
+    if "forward" in vars(layer):
         raise MisfitError(
             f"the forward of {type(layer).__name__} {flow.calls[span.calls.start]!r} was put in place of its class's; "
             "take such hooks off before the model is split"
         )
     read = [name for phase in span.phases for name in flow.buffers[phase]]
-    block.__dict__.update(_origin=origin, _number=number, _read=read, _modules=dict(layer._modules))
     if read:
+        block.__dict__["_modules"] = dict(layer._modules)
         block.add_module(OUTER, nn.Module())
         _hang_weights(block.get_submodule(OUTER), model, read)
-    block.__class__ = _block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
+    else:
+        object.__setattr__(block, "__dict__", vars(layer))
+    kind: Any = _block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
+    own = {"_origin": origin, "_number": number, "_read": read}
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **own}
+    block.__class__ = type(kind.__name__, (kind,), body)
     return block
 
 

@@ -47,6 +47,7 @@ def _fresh(weight: str, taken: Collection[str]) -> str:
 def _give_copy(block: nn.Module, name: str) -> None:
     """Let a block have a copy of a weight wherever it has it, in copies of the modules around it."""
     weight = block.get_parameter(name)
+    object.__setattr__(block, "__dict__", dict(vars(block)))  # a layer that is a block has the same one
     own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     for path, found in list(block.named_parameters(remove_duplicate=False)):
         if found is weight:

@@ -63,7 +63,7 @@ class TraceSource:
         self.targets = [tuple(dict.fromkeys((*_targets(a), *_targets(b)))) for a, b in both]
         self._require_own_state(one)
         self._followed = Followed(model, sorted(traces[next(iter(traces))].entered))
-        self._seen = {id(t): t._version for t in self._tensors(model).values() if not t.is_inference()}
+        self._seen = {n: (t, t._version) for n, t in self._tensors(model).items() if not t.is_inference()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TraceSource:
         return self
@@ -154,9 +154,10 @@ class TraceSource:
     def _follow_tensors(self, model: nn.Module) -> None:
         """Let segments have the model's tensors, where these are others, or were changed while they have copies."""
         for name, now in self._tensors(model).items():
-            if self._seen.get(id(now)) == now._version:
+            seen, version = self._seen.get(name, (None, 0))
+            if seen is now and version == now._version:
                 continue
-            self._seen[id(now)] = now._version
+            self._seen[name] = now, now._version  # held: the id of one that is gone would be that of another
             for segment in self.segments:
                 owner, key = _owner(segment, name)
                 mine = None if owner is None else owner._buffers.get(key)
