@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..agreement.user_code import is_of_library, names_of
+from ..blocks.host_state import HostState
 from ..blocks.untouched import Kept
 from ..data.reachable import parts_of, reachable
 
@@ -71,6 +72,24 @@ def versions_kept(function: Any) -> AbstractContextManager[Any]:
     found = {id(part): part for thing in _things(function) for part in parts_of(thing) if isinstance(part, Tensor)}
     known = tuple(tensor for tensor in found.values() if not tensor.is_inference())
     return _unsafe_preserve_version_counter(known) if known else nullcontext()
+
+
+class FunctionState:
+    """What a function goes by besides what it is given, as it is now: a loop may change it between steps.
+
+    What it changes itself while it is called is taken as it is behind each step.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._state = HostState({}, {"the loss": function})
+        self._tensors = [(tensor, tensor._version) for tensor in self._state.tensors() if not tensor.is_inference()]
+        self._state.let_go()
+
+    def changed(self) -> str | None:
+        """Return the name of something that is another now; None where all is as it was."""
+        if any(tensor._version != version for tensor, version in self._tensors):
+            return "a tensor that the loss goes by"
+        return self._state.changed()
 
 
 def class_weights(function: Any) -> list[Tensor]:

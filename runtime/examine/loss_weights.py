@@ -14,11 +14,10 @@ things are refused, and losses that ignore some targets are told from those that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,77 +36,34 @@ from .loss_parts import (
     with_ignored_tokens,
     with_other_targets,
 )
+from .loss_rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .reads_checked import ReadsChecked
 
 Loss = Callable[[Any, Any], Any]
-
-
-class Over(StrEnum):
-    """What a loss is over."""
-
-    SUM = "sum"
-    SAMPLES = "samples"
-    TOKENS = "tokens"
-    TARGETS = "targets"
-    NUMBERS = "numbers"
-    CLASSES = "classes"
-    DIVISOR = "divisor"
-    MICROBATCH = "microbatch"
-
-
-@dataclass(frozen=True)
-class LossWeight:
-    """What a microbatch weighs in the loss of the batch.
-
-    Attributes:
-        over: what the loss is over.
-        leaf: the leaf of targets that says so; `shift`: without its first tokens.
-        ignored: the target that counts for nothing.
-        table: which of the rows of class weights that the loss knows.
-        by_slices: whether a slice of the sequences weighs as its tokens; else as much as any.
-        is_guarded: whether the gradient is not finite of a microbatch that weighs nothing.
-        is_clamped: whether a microbatch of nothing is divided by 1.
-    """
-
-    over: Over
-    leaf: int = 0
-    shift: int = 0
-    ignored: int = -100
-    table: int = 0
-    by_slices: bool = True
-    is_guarded: bool = False
-    is_clamped: bool = False
-
-    def of_targets(self, targets: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:
-        """Return what targets weigh, 0-dimensional."""
-        leaf = targets[self.leaf]
-        leaf = leaf[:, self.shift :] if self.shift else leaf
-        if self.over is Over.NUMBERS:
-            return leaf.detach().sum(dtype=torch.promote_types(leaf.dtype, torch.float32))
-        kept = leaf != self.ignored
-        if self.over is Over.TARGETS:
-            return kept.sum()
-        table = tables[self.table].detach()
-        return torch.where(kept, table.to(leaf.device)[torch.where(kept, leaf, 0)], 0.0).sum()
 
 
 Candidates = dict[LossWeight, Callable[["Parts", "Share"], float | None]]
 """Weights that fit so far, and what gives the first part's share by them."""
 
 
-class Finding(NamedTuple):
-    """What an examination found: a weight, or why there is none."""
-
-    weight: LossWeight | None
-    why: str = ""
-
-
-class _Tried(NamedTuple):
+class Tried(NamedTuple):
     """A loss of a batch or a part: its value, gradients of the outputs' leaves, what it was divided by."""
 
     value: Tensor
     gradients: Sequence[Tensor | None]
     divisor: Tensor | int | None
+
+
+class Given(Protocol):
+    """Leaves of an output and of targets."""
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """Those of the output."""
+
+    @property
+    def targets(self) -> Sequence[Tensor]:
+        """Those of the targets."""
 
 
 class Share(NamedTuple):
@@ -146,6 +102,7 @@ class LossExamination:
         self._loss, self.is_sliced = loss, sliced
         self._output_tree, outputs = flatten(output)
         self._target_tree, given = flatten(targets)
+        self._paths = self._target_tree.paths
         self._device = outputs[0].device if outputs else torch.device("cpu")
         self.kept = FunctionKept(loss, self._device)
         self._tables = class_weights(loss)
@@ -224,39 +181,43 @@ class LossExamination:
         """Whether the gradient is not finite where all targets weigh nothing."""
         if weight.over not in (Over.TARGETS, Over.NUMBERS, Over.CLASSES):
             return weight.over is Over.DIVISOR
-        targets = list(parts.targets)
+        targets, place = list(parts.targets), self._paths.index(weight.leaf)
         value = 0 if weight.over is Over.NUMBERS else weight.ignored
-        targets[weight.leaf] = torch.full_like(targets[weight.leaf], value)
+        targets[place] = torch.full_like(targets[place], value)
         tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
         return tried is not None and any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)
 
-    def moves(self, parts: Parts) -> bool:
-        """Whether another call with the same numbers gives another loss, generators being where they were."""
+    def moves(self, parts: Given, more: int = 4) -> bool:
+        """Whether calls with other numbers give it another loss, generators being where they were."""
         device = parts.outputs[0].device
         leaves = [_leaf(t) for t in parts.outputs]
+        others = [_leaf(t * 0.5) if t.is_floating_point() else t for t in parts.outputs]
         try:
             with torch.enable_grad():  # a loss may find gradients itself
                 generators = AllGenerators(device)
                 one = self.call(leaves, parts.targets).detach()
+                self.kept.put_back()
+                for _ in range(more):
+                    self.call(others, parts.targets)
                 generators.put_back()
                 other = self.call(leaves, parts.targets).detach()
         finally:
             self.kept.put_back()
-        return not bool(torch.isclose(one, other, rtol=1e-4, atol=1e-7, equal_nan=True))
+        is_exact = one.dtype is torch.float64 and device.type == "cpu"
+        least = (1e-9, 1e-12) if is_exact else (1e-4, 1e-7)
+        return not bool(torch.isclose(one, other, *least, equal_nan=True))
 
     def _without_gradient(self, parts: Parts) -> Finding:
         whole = self.try_once(parts.outputs, parts.targets)
         if whole is not None and not any(g is not None and g.any() for g in whole.gradients):
-            return Finding(LossWeight(Over.SAMPLES))
+            return WITHOUT_GRADIENT
         return Finding(None, "of some of the samples it is not finite, or has no gradient")
 
     def usable(self) -> Parts | None:
         """Return the parts in the widest type, on the host where that can be, that the loss takes."""
-        is_bound = "vocabulary" in getattr(self._loss, "keywords", {})
-        places = [self._device] if is_bound else list(dict.fromkeys([torch.device("cpu"), self._device]))
-        for leaves, place in product((shortened(*self._leaves, self._samples), self._leaves), places):
+        for leaves in (shortened(*self._leaves, self._samples), self._leaves):
             parts = along_samples(*leaves, self._samples)
-            for dtype in (torch.float64, torch.float32, None):
+            for place, dtype in self.ways():
                 made = replace(
                     parts,
                     outputs=[_moved(t, place, dtype) for t in parts.outputs],
@@ -266,6 +227,12 @@ class LossExamination:
                     self.is_safe = place.type == "cpu"
                     return made
         return None
+
+    def ways(self) -> Iterator[tuple[torch.device, torch.dtype | None]]:
+        """Yield where the loss may be called, and with numbers of which type: the widest first, on the host."""
+        is_bound = "vocabulary" in getattr(self._loss, "keywords", {})
+        places = [self._device] if is_bound else list(dict.fromkeys([torch.device("cpu"), self._device]))
+        yield from product(places, (torch.float64, torch.float32, None))
 
     def candidates(self, parts: Parts) -> Iterator[tuple[LossWeight, Callable[[Parts, Share], float | None]]]:
         """Yield weights that are known, and what gives the share of the first part by them."""
@@ -278,7 +245,7 @@ class LossExamination:
     def _of_targets(self, parts: Parts) -> Iterator[LossWeight]:
         tables = range(len(self._tables))
         units = parts.units[len(parts.outputs) :]
-        for place, (unit, leaf) in enumerate(zip(units, parts.targets, strict=True)):
+        for place, unit, leaf in zip(self._paths, units, parts.targets, strict=True):
             for shift in range(1 + (leaf.dim() > 1)) if unit else ():
                 if leaf.is_floating_point() or leaf.dtype is torch.bool:
                     yield LossWeight(Over.NUMBERS, place, shift)
@@ -293,7 +260,8 @@ class LossExamination:
     def _share_of(self, weight: LossWeight, parts: Parts) -> float | None:
         try:
             (_, a), (_, b) = parts.halves()
-            return _quotient(*(float(weight.of_targets(part, self._tables)) for part in (a, b)))
+            named = (dict(zip(self._paths, part, strict=True)) for part in (a, b))
+            return _quotient(*(float(weight.of_targets(part, self._tables)) for part in named))
         except (IndexError, RuntimeError):  # ids that the weights of classes have not
             return None
 
@@ -303,7 +271,7 @@ class LossExamination:
         whole, a, b = self.try_once(parts.outputs, parts.targets), self.try_once(*one), self.try_once(*other)
         if whole is None or a is None or b is None:
             return _UNTOLD
-        tolerance = 1e-6 if whole.value.dtype is torch.float64 else 2e-3 if whole.value.dtype is torch.float32 else 5e-2
+        tolerance = self.tolerance(parts, whole)
         of_a, of_b = [], []
         for number, gradient in enumerate(whole.gradients):
             if gradient is not None and parts.units[number]:
@@ -334,13 +302,18 @@ class LossExamination:
         divisors = None if by_a is None or by_b is None else (float(by_a), float(by_b))
         return Share(r_a, divisors, is_empty, tolerance * 4)
 
+    def tolerance(self, given: Given, tried: Tried) -> float:
+        """Return by how much gradients may differ, relative to what they are."""
+        dtype = tried.value.dtype
+        return 1e-6 if dtype is torch.float64 else 2e-3 if dtype is torch.float32 else 5e-2
+
     def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
         """Return what the function gives for leaves of an output and of targets."""
         return self._loss(self._output_tree.build(outputs), self._target_tree.build(targets))
 
     def try_once(
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
-    ) -> _Tried | None:
+    ) -> Tried | None:
         """Return what the loss makes of these; None where that is no finite number, or it cannot be called so."""
         leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
@@ -358,7 +331,7 @@ class LossExamination:
         by_leaf = iter(found or [None] * len(wanted))
         gradients = [next(by_leaf) if t.requires_grad else None for t in leaves]
         finite = all(g is None or bool(g.isfinite().all()) for g in gradients) and bool(value.isfinite())
-        return _Tried(value.detach(), gradients, divisor) if finite or may_be_infinite else None
+        return Tried(value.detach(), gradients, divisor) if finite or may_be_infinite else None
 
 
 def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float) -> float | str:

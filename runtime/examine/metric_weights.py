@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .loss_parts import Parts, with_other_targets
-from .loss_weights import Candidates, Finding, LossExamination, LossWeight, Over, Share
+from .loss_rules import Finding, LossWeight, Over
+from .loss_weights import Candidates, LossExamination, Share
 
 _NEAR = 2e-3
 

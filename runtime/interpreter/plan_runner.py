@@ -43,7 +43,7 @@ from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
-from .graphs.step_graphs import StepGraphs
+from .graphs.step_graphs import WARM_UP, StepGraphs
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter, PreparedStep
 from .p2p import outgrows
@@ -229,7 +229,8 @@ class PlanRunner:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
         targets = [some for unit, some in enumerate(step.batch.targets) if unit not in step.units.empty]
-        self.losses.begin(state.flows.plan, targets, last=last)
+        number = self.steps.in_run if not self._graphs or self.steps.in_run < WARM_UP else None
+        self.losses.begin(state.flows.plan, targets, number, last=last)
         for stage in self._model.stages.values() if state.flows.trains else ():
             stage.require_known_weights(self._state.gradients.sums.known)
         self._latest, self._is_broken = interpreter, True
@@ -316,8 +317,8 @@ class PlanRunner:
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
-        device, wants_stop = self._transport.device, options.wants_stop
-        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, wants_stop)
+        device, asks = self._transport.device, (options.wants_stop, self.losses.is_doubted)
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, *asks)
         cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,
@@ -356,7 +357,7 @@ class PlanRunner:
             clip=options.clip,
             scale=options.scale,
             marks=model.marks,
-            settle_loss=lambda: self.losses.settle(flows.plan, accumulates=self.accumulates),
+            settle_loss=lambda again: self.losses.settle(flows.plan, accumulates=self.accumulates, again=again),
             earlier=self.losses.earlier,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)

@@ -39,11 +39,13 @@ class RunLosses:
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = False
 
-    def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
-        """Let a loss that is a sum of means know a whole batch (collective then).
+    def begin(self, plan: Plan, targets: Sequence[Any], number: int | None, *, last: bool) -> None:
+        """Begin the `number`-th step, or an evaluation; let a loss that is a sum of means know its batch (collective).
 
-        `targets` are those of each unit, as far as the rank has them. Raises `UsageError` for one of several batches.
+        A step that may run from a graph, where no loss function is called, has no number. `targets` are those of each
+        unit, as far as the rank has them. Raises `UsageError` for one of several batches.
         """
+        self.loss.begin_step(number if plan.mode == "train" else None, plan.schedule.num_units, self._num_shares)
         if self.loss.means is None:
             return
         if not last or self.earlier:
@@ -55,14 +57,23 @@ class RunLosses:
         given = [some for some in targets if some is not None] if holds_all else []
         self.loss.begin(given, self._device, None if is_alone else self._groups.metrics)
 
-    def settle(self, plan: Plan, *, accumulates: bool) -> None:
-        """Have all ranks agree on what the loss is over, before weights first change; see `WeighedLoss.settle`."""
+    def is_doubted(self) -> bool:
+        """Whether what the loss of this rank goes by has changed since ranks agreed on what it is over."""
+        return self.loss.is_changed
+
+    def settle(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
+        """Have all ranks agree on what the loss is over, before weights change; see `WeighedLoss.settle`."""
         loss = self.loss
-        if loss.is_settled and not loss.refusal:
-            return
+        if loss.is_settled and not (loss.is_due or again):
+            if loss.is_changed:
+                return  # all ranks hear of it with the figures of the step
+            if not loss.refusal:
+                loss.end_step()
+                return
         of_metrics = next((metric.refusal for metric in self.metrics.values() if metric.refusal), "")
         is_alone = plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier
-        loss.settle(self._groups.world, matters=not is_alone, of_metrics=of_metrics)
+        loss.settle(self._groups.world, matters=not is_alone, of_metrics=of_metrics, again=again)
+        loss.end_step()
         self._asked_in_vain = not loss.is_settled
 
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:

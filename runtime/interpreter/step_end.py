@@ -14,6 +14,7 @@ from quintsched.ir import instructions as ins
 from ..state.grad_buckets import PlanBucket
 from ..state.grad_norm import CLIP_EPSILON, clip_factor
 from .rank_state import StepEndState
+from .tally import DOUBT
 
 Call = Callable[[], None]
 
@@ -74,7 +75,9 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         found = outcome.norm = figures[0].sqrt_()
         length, suspects, asked, *sums = figures.tolist()
         marks.require_equal(sums)
-        outcome.stop_asked = asked > 0
+        if asked >= DOUBT:
+            state.settle_loss(True)
+        outcome.stop_asked = asked % DOUBT > 0
         outcome.skipped = not math.isfinite(length)
         outcome.empty = outcome.skipped and tally.figures.is_empty()
         if not outcome.empty:
@@ -93,7 +96,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
     wait, (measure, conclude) = partial(state.waits.wait, index=index), halves_of_clip(state, index)
 
     def run() -> None:
-        state.settle_loss()
+        state.settle_loss(False)
         if reducer.accumulates:
             reducer.hold(wait)
             earlier.append(tally.figures)

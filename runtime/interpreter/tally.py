@@ -27,6 +27,9 @@ from ..comm import DoneWork, Group, Work
 from ..stage.mean_losses import Summed
 from ..state.passengers import ROOM, Room
 
+DOUBT = 1 << 20
+"""What a rank adds to how many were asked to stop whose loss has changed: more than there are ranks."""
+
 Column = list[tuple[int, Tensor | float]]
 """Figures, each with its place in a row."""
 
@@ -89,6 +92,7 @@ class Tally:
         passengers: gives the figures that are to ride along with the last gradients; None: they do not.
         auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
         wants_stop: says whether this rank was asked to stop after the step.
+        is_doubted: says whether what the loss of this rank goes by has changed.
         figures: those of the step; before they are reduced, not-a-number.
     """
 
@@ -100,10 +104,11 @@ class Tally:
         device: torch.device,
         room: Room | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
+        is_doubted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 3
-        self._wants_stop = wants_stop
+        self._wants_stop, self._is_doubted = wants_stop, is_doubted
         self._num_computed = self._num_summed = 0
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *metrics, self.auxiliary = self._columns
@@ -186,8 +191,9 @@ class Tally:
         if self._num_summed:
             table[-3:-2].fill_(self._num_summed)
             self._num_summed = 0
-        if self._wants_stop():
-            table[-2:-1].fill_(1)
+        asked = self._wants_stop() + DOUBT * self._is_doubted()
+        if asked:
+            table[-2:-1].fill_(asked)
         return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[Figures] = ()) -> Tensor:

@@ -22,13 +22,15 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
+from ..blocks.trees import DIFFERENTIABLE, flatten, map_tensors, tensors_of
 from ..comm import Group
 from ..comm.control import gather_texts
 from ..examine.divisors import divisor_of
-from ..examine.functions_kept import class_weights
-from ..examine.loss_weights import Finding, LossWeight, Over, examine_loss
+from ..examine.functions_kept import FunctionState, class_weights
+from ..examine.loss_rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
+from ..examine.loss_weights import examine_loss
 from ..examine.metric_weights import examine_metric
+from ..examine.real_batches import RealBatch
 from ..examine.stated_weights import doubt_of_stated
 from ..job.choices import LossOver
 from ..splitting.sum_of_means import SumOfMeans
@@ -69,6 +71,7 @@ class WeighedLoss:
         has_others: whether blocks have losses of their own beside it.
         means: the loss, where it is a sum of means.
         is_settled: whether all ranks have agreed on what it is over.
+        is_due: whether what it was found to be over is compared with the microbatches of this step, on all ranks.
         refusal: why no weights of microbatches make it the loss of the batch; "": some do.
     """
 
@@ -90,6 +93,41 @@ class WeighedLoss:
         self.is_settled, self.refusal, self._of_metrics = False, "", ""
         self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
         self._totals = torch.zeros(0, dtype=torch.float64)
+        self._state: FunctionState | None = None
+        self._real: RealBatch | None = None
+        self._old: LossWeight | None = None
+        self._since, self._step = "", 0
+        self._was_called = self._is_blind = False
+        self.is_due = False
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether what the loss goes by has changed since ranks agreed on what it is over."""
+        return bool(self._since)
+
+    def begin_step(self, number: int | None, units: int, copies: int) -> None:
+        """Begin a step of so many units on each of `copies` ranks; in some the found weight is compared with them.
+
+        An evaluation has no number.
+        """
+        trains = number is not None
+        is_found = not self._is_given and self.means is None and not (self._is_stated and self.is_settled)
+        self.is_due = number is not None and is_found and not number & (number - 1)
+        self._step = number or 0
+        self._real = RealBatch(units, copies) if self.is_due else None
+        if self._state is not None and (name := self._state.changed()) is not None:
+            self._since, self._tables = self._since or name, class_weights(self._loss_fn)
+            self._weight, self._old, self._state = None, self._weight or self._old, None
+        if self._since and trains:
+            self._real = RealBatch(units, copies)
+
+    def end_step(self) -> None:
+        """Take what the loss goes by as it is now."""
+        is_bare = self._weight is not None and not self._is_given and self.means is None
+        is_watched = is_bare and self._was_called and "vocabulary" not in getattr(self._loss_fn, "keywords", {})
+        if is_watched and (self._state is None or self._state.changed() is not None):
+            self._state = FunctionState(self._loss_fn)
+        self._was_called, self._real, self.is_due = False, None, False
 
     @property
     def is_bare(self) -> bool:
@@ -119,10 +157,13 @@ class WeighedLoss:
             self._guard(output)
         found = self._loss_fn(output, targets)
         if isinstance(found, Tensor) and not found.dim():
+            self._was_called = True
             if self._weight is None:
                 rule = self._find(found, output, targets, samples)
-                if rule.is_guarded:
+                if rule is not None and rule.is_guarded:
                     self._guard(output)
+            if self._real is not None and not self._is_given and not self.has_others:
+                self._real.keep(output, targets, samples)
             return self._weigh(found, output, targets, samples, usual, slices)
         if self._weight is None and isinstance(found, tuple) and len(found) == 2:
             self._is_stated = True
@@ -159,8 +200,13 @@ class WeighedLoss:
             if why := doubt_of_stated(partial(_term, *term), output, targets, samples, sliced=self._is_cut):
                 self.refusal = f"term {number} of its SumOfMeans is no sum with what it is over: {why}"
 
-    def _find(self, found: Tensor, output: Any, targets: Any, samples: int) -> LossWeight:
-        """Find out what the loss is over; one that was only handed on says it by its graph."""
+    def _find(self, found: Tensor, output: Any, targets: Any, samples: int) -> LossWeight | None:
+        """Find out what the loss is over, if it has a gradient; one that was only handed on says it by its graph."""
+        if self._old is not None and self._holds_still(output, targets, samples):
+            self._weight, self._old = self._old, None
+            return self._weight
+        if self._is_blind and not _has_gradient(found, output):
+            return None
         finding = (
             Finding(LossWeight(Over.DIVISOR, is_guarded=True)) if any(found is t for t in tensors_of(output)) else None
         )
@@ -168,6 +214,9 @@ class WeighedLoss:
             finding = examine_loss(self._loss_fn, output, targets, samples, sliced=self._is_cut)
         elif not isinstance(divisor_of(found), Tensor):
             finding = Finding(None, "a block has found it, and it is only handed on")
+        if finding is WITHOUT_GRADIENT:
+            self._is_blind = True
+            return None
         self._weight, self.refusal = finding.weight or LossWeight(Over.SAMPLES), finding.why
         if self.has_others and self._weight.over not in (Over.SUM, Over.SAMPLES):
             self._even, self._weight = EvenWeights(self._weight), LossWeight(Over.SAMPLES)
@@ -177,10 +226,16 @@ class WeighedLoss:
                 )
         return self._weight
 
+    def _holds_still(self, output: Any, targets: Any, samples: int) -> bool:
+        """Whether a microbatch shows that the loss is over the same, though what it goes by has changed."""
+        assert self._old is not None
+        real = RealBatch(1)
+        real.keep(output, targets, samples)
+        return samples > 1 and not real.misfit(self._loss_fn, self._old, self._tables)
+
     def _weigh(self, found: Tensor, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Found:
         """Return the sum and the weight of a loss."""
-        rule = self._weight
-        assert rule is not None
+        rule = self._weight or LossWeight(Over.SAMPLES)
         if rule.over is Over.SUM:
             return Summed(found)
         if self._even is not None:
@@ -201,7 +256,7 @@ class WeighedLoss:
             length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
             return float(samples * length)
         if rule.over is not Over.DIVISOR:
-            return rule.of_targets(tensors_of(targets), self._tables)
+            return rule.of_targets(named(targets), self._tables)
         weight = _divisor_of(found)
         return torch.where((found.detach() == 0) & (weight == 1), 0, weight) if rule.is_clamped else weight
 
@@ -215,25 +270,18 @@ class WeighedLoss:
         if why and self.is_settled:
             raise MisfitError(_NO_WEIGHT.format(why))
 
-    def settle(self, world: Group, *, matters: bool, of_metrics: str = "") -> None:
+    def settle(self, world: Group, *, matters: bool, of_metrics: str = "", again: bool = False) -> None:
         """Agree with all ranks on what the loss is over, once any has found it (collective until then).
 
         Unless it `matters`, as there is one microbatch alone, it may be anything. `of_metrics` is why this rank refuses
-        one. Raises `MisfitError` on all ranks.
+        one; `again`: what the loss of some rank goes by has changed. Raises `MisfitError` on all ranks.
         """
-        if not self.is_settled:
-            of_each = None if self._even is None else self._even.of_each
-            rule = self._weight and asdict(self._weight) | {"of_each": of_each}
-            mine = json.dumps(rule) if rule else _STATED * self._is_stated
-            told = [text.split("\n") for text in gather_texts(world, f"{mine}\n{self.refusal}\n{of_metrics}")]
-            self.refusal, self._of_metrics = (next((row[k] for row in told if row[k]), "") for k in (1, 2))
-            found = list(dict.fromkeys(row[0] for row in told if row[0]))
-            self._is_stated = found == [_STATED]
-            if len(found) > 1 and not self.refusal:
-                self.refusal = "ranks found it to be over unlike things"
-            if found and not self.refusal:
-                self._take_over(found[0])
-            self.is_settled = bool(found)
+        if matters and self._real is not None and self._weight is not None and not self.refusal:
+            why = self._real.misfit(self._loss_fn, self._weight, self._tables)
+            if why:
+                self.refusal = f"it was found to be {self._weight}, but in step {self._step} it is not so: {why}"
+        if not self.is_settled or self.is_due or again:
+            self._agree(world, of_metrics)
         if self._of_metrics and matters:
             raise MisfitError(self._of_metrics)
         if self.refusal and matters:
@@ -242,6 +290,28 @@ class WeighedLoss:
                 + ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
                 "train.loss_over: microbatch"
             )
+
+    def _agree(self, world: Group, of_metrics: str) -> None:
+        """Hear from all ranks what each has found in this step."""
+        is_known = self._weight is not None and (self._was_called or not self.is_settled)
+        of_each = None if self._even is None else self._even.of_each
+        rule = self._weight and asdict(self._weight) | {"of_each": of_each}
+        mine = json.dumps(rule) if rule and is_known else _STATED * self._is_stated
+        since = self._since and f"since {self._since} has changed, "
+        refusal = self.refusal and since + self.refusal
+        said = f"{mine}\n{refusal}\n{of_metrics}\n{'blind' * self._is_blind}"
+        told = [text.split("\n") for text in gather_texts(world, said)]
+        self.refusal, self._of_metrics = (next((row[k] for row in told if row[k]), "") for k in (1, 2))
+        found = list(dict.fromkeys(row[0] for row in told if row[0]))
+        self._is_stated = found == [_STATED] or (self._is_stated and not found)
+        if len(found) > 1 and not self.refusal:
+            self.refusal = "ranks found it to be over unlike things"
+        if found and not self.refusal:
+            self._take_over(found[0])
+            is_blind = any(row[3] for row in told) and not (self._weight and self._weight == LossWeight(Over.SAMPLES))
+            self.refusal = "some microbatches of a step have a gradient, and others have none" if is_blind else ""
+            self._is_blind = False
+        self.is_settled, self._since = self.is_settled or bool(found), ""
 
     def _take_over(self, text: str) -> None:
         """Take over what some rank has found."""
@@ -269,6 +339,21 @@ def _divisor_of(found: Tensor) -> Tensor | int:
             "(sum, weight) always"
         )
     return 0 if weight is None else weight
+
+
+def named(targets: Any) -> dict[str, Tensor]:
+    """Return tensors of targets by where they are."""
+    tree, tensors = flatten(targets)
+    return dict(zip(tree.paths, tensors, strict=True))
+
+
+def _has_gradient(loss: Tensor, output: Any) -> bool:
+    """Whether a loss has any with respect to an output; without a graph nobody knows."""
+    leaves = [t for t in tensors_of(output) if t.requires_grad]
+    if not loss.requires_grad or not leaves:
+        return False
+    gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return any(g is not None and bool(g.any()) for g in gradients)
 
 
 def _both(found: Found) -> Found:
@@ -302,7 +387,7 @@ class WeighedMetric:
         assert rule is not None
         if rule.over is Over.SUM:
             return found, 0
-        weight = samples if rule.over is Over.SAMPLES else rule.of_targets(tensors_of(targets), self._tables)
+        weight = samples if rule.over is Over.SAMPLES else rule.of_targets(named(targets), self._tables)
         wide = torch.as_tensor(found).double()
         return torch.where(torch.as_tensor(weight, device=wide.device) == 0, 0.0, wide * weight), weight
 

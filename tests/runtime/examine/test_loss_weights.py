@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.examine.loss_weights import Over, examine_loss
+from quintsched.runtime.examine.loss_rules import Over
+from quintsched.runtime.examine.loss_weights import examine_loss
 from quintsched.runtime.examine.metric_weights import examine_metric
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8

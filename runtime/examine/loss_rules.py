@@ -1,0 +1,83 @@
+"""What a loss is over, and what a microbatch weighs by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Over(StrEnum):
+    """What a loss is over."""
+
+    SUM = "sum"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+    TARGETS = "targets"
+    NUMBERS = "numbers"
+    CLASSES = "classes"
+    DIVISOR = "divisor"
+    MICROBATCH = "microbatch"
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """What a microbatch weighs in the loss of the batch.
+
+    Attributes:
+        over: what the loss is over.
+        leaf: where the targets are that say so (see `Tree.paths`); `shift`: without its first tokens.
+        ignored: the target that counts for nothing.
+        table: which of the rows of class weights that the loss knows.
+        by_slices: whether a slice of the sequences weighs as its tokens; else as much as any.
+        is_guarded: whether the gradient is not finite of a microbatch that weighs nothing.
+        is_clamped: whether a microbatch of nothing is divided by 1.
+    """
+
+    over: Over
+    leaf: str = ""
+    shift: int = 0
+    ignored: int = -100
+    table: int = 0
+    by_slices: bool = True
+    is_guarded: bool = False
+    is_clamped: bool = False
+
+    def __str__(self) -> str:
+        if self.over is Over.SUM:
+            return "a sum"
+        if self.over in (Over.TARGETS, Over.CLASSES):
+            where = f"targets{self.leaf} that are not {self.ignored}"
+            return f"a mean over {where}" + (", by the weights of classes" if self.over is Over.CLASSES else "")
+        what = {
+            Over.NUMBERS: f"targets{self.leaf}, as weights",
+            Over.DIVISOR: "the number that it divides by at its end",
+        }
+        return f"a mean over {what.get(self.over, self.over)}"
+
+    def of_targets(self, targets: Mapping[str, Tensor], tables: Sequence[Tensor]) -> Tensor:
+        """Return what targets weigh, 0-dimensional."""
+        leaf = targets[self.leaf]
+        leaf = leaf[:, self.shift :] if self.shift else leaf
+        if self.over is Over.NUMBERS:
+            return leaf.detach().sum(dtype=torch.promote_types(leaf.dtype, torch.float32))
+        kept = leaf != self.ignored
+        if self.over is Over.TARGETS:
+            return kept.sum()
+        table = tables[self.table].detach()
+        return torch.where(kept, table.to(leaf.device)[torch.where(kept, leaf, 0)], 0.0).sum()
+
+
+class Finding(NamedTuple):
+    """What an examination found: a weight, or why there is none."""
+
+    weight: LossWeight | None
+    why: str = ""
+
+
+WITHOUT_GRADIENT = Finding(LossWeight(Over.SAMPLES))
+"""What is found of a loss that has none, so that its weight tells nothing."""

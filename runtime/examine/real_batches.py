@@ -1,0 +1,196 @@
+"""What a loss was found to be over, compared with what it makes of a step's own microbatches.
+
+    step 0, 1, 2, 4, 8, …, and one before which what the loss goes by has changed
+
+    a few samples of each microbatch, or all     L(all) = Σ wᵢ L(i) / Σ wᵢ     ∂L(all)/∂i = wᵢ / Σ wᵢ ∂L(i)/∂i    a mean
+    as often as there are replicas               L(all) = Σ L(i)               ∂L(all)/∂i = ∂L(i)/∂i               a sum
+
+No more is kept than a few megabytes, or a sample of two microbatches. What cannot be called with these tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blocks.trees import DIFFERENTIABLE, Tree, flatten
+from .loss_parts import rows_of_each, shortened
+from .loss_rules import LossWeight, Over
+from .loss_weights import LossExamination, Tried
+
+_FREE_BYTES, _MOST_CALLS = 8 << 20, 64
+_ROUNDING = 10
+"""So many times what experiments on a few samples allow for."""
+
+
+class _Unit(NamedTuple):
+    """Some samples of a microbatch."""
+
+    output: Tree
+    target: Tree
+    outputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    samples: int
+
+    @property
+    def rows(self) -> list[int]:
+        """How many rows of each leaf belong to a sample."""
+        return [rows_of_each(leaf, self.samples) for leaf in (*self.outputs, *self.targets)]
+
+    def cut(self, first: int, count: int) -> _Unit:
+        """Return some of the samples."""
+        cut = [
+            leaf.narrow(0, first * unit, count * unit) if unit else leaf
+            for leaf, unit in zip((*self.outputs, *self.targets), self.rows, strict=True)
+        ]
+        split = len(self.outputs)
+        return self._replace(outputs=cut[:split], targets=cut[split:], samples=count)
+
+    def fits(self, other: _Unit) -> bool:
+        """Whether its samples are built as those of another."""
+
+        def shapes(unit: _Unit) -> list[object]:
+            return [(leaf.shape[1:], leaf.dtype, bool(n)) for leaf, n in zip(unit.leaves, unit.rows, strict=True)]
+
+        is_built_alike = self.output.is_built_as(other.output) and self.target == other.target
+        return is_built_alike and shapes(self) == shapes(other)
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """Those of outputs, then of targets."""
+        return (*self.outputs, *self.targets)
+
+    def moved(self, place: torch.device, dtype: torch.dtype | None) -> _Unit:
+        """Return it elsewhere, its floating numbers in another type."""
+        outputs, targets = (
+            [t.to(place, dtype if t.is_floating_point() else None) for t in leaves]
+            for leaves in (self.outputs, self.targets)
+        )
+        return self._replace(outputs=outputs, targets=targets)
+
+
+class RealBatch:
+    """Samples of a step's microbatches.
+
+    Args:
+        units: how many a step has on this rank.
+        copies: how many ranks have such.
+    """
+
+    def __init__(self, units: int, copies: int = 1) -> None:
+        self._units: list[_Unit] = []
+        self._latest: Any = None
+        self._copies, self._num_calls = copies, units
+        self._free = _FREE_BYTES // max(1, units * copies)
+
+    def keep(self, output: Any, targets: Any, samples: int) -> None:
+        """Keep some samples of a microbatch."""
+        tree, outputs = flatten(output)
+        target_tree, given = flatten(targets)
+        if output is self._latest or not any(rows_of_each(t, samples) and t.dtype in DIFFERENTIABLE for t in outputs):
+            return
+        self._latest, leaves = output, [t.detach() for t in outputs]
+        if sum(leaf.nbytes for leaf in leaves) > self._free * samples:
+            leaves, given = map(list, shortened(leaves, given, samples))  # type: ignore[assignment]
+        count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
+        if count or len(self._units) < 2:
+            unit = _Unit(tree, target_tree, leaves, given, samples).cut(0, max(1, count))
+            self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
+
+    def misfit(self, loss: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor]) -> str:
+        """Return why a loss of these together is not what a rule says, in words; "": it is, or nothing can be told."""
+        units = [unit for unit in self._units if unit.fits(self._units[0])]
+        if len(units) == 1 and units[0].samples > 1:
+            half = units[0].samples // 2
+            units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
+        if len(units) < 2:
+            return ""
+        whole = _joined(units * self._copies)
+        built = whole.output.build(whole.outputs), whole.target.build(whole.targets)
+        of = LossExamination(loss, *built, whole.samples, sliced=False)
+        for place, dtype in of.ways():
+            moved = whole.moved(place, dtype)
+            together = of.try_once(moved.outputs, moved.targets)
+            if together is None:
+                continue
+            parts = [unit.moved(place, dtype) for unit in units]
+            if of.moves(parts[0], min(_MOST_CALLS, 2 * self._num_calls)):
+                return "it changes what it goes by from call to call"
+            tried = [of.try_once(part.outputs, part.targets, may_be_infinite=True) for part in parts]
+            each = [one for one in tried if one is not None]
+            if len(each) < len(tried):
+                return ""
+            tolerance = _ROUNDING * of.tolerance(moved, together)
+            return _misfit(rule, tables, parts, each, together, self._copies, tolerance)
+        return ""
+
+
+def _misfit(
+    rule: LossWeight,
+    tables: Sequence[Tensor],
+    parts: Sequence[_Unit],
+    each: Sequence[Tried],
+    whole: Tried,
+    copies: int,
+    tolerance: float,
+) -> str:
+    """Return in what parts together are not what the rule says."""
+    weights = [_weight_of(rule, tables, part, one) for part, one in zip(parts, each, strict=True)]
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights):
+        return "it was not divided by a number at its end"
+    total = 1.0 if rule.over is Over.SUM else sum(known) * copies
+    if not total:
+        return ""
+    shares = [weight / total for weight in known]
+    values = [share * float(one.value) if share else 0.0 for share, one in zip(shares, each, strict=True)]
+    value = float(whole.value)
+    if not abs(value - copies * sum(values)) <= 4 * tolerance * (copies * sum(map(abs, values)) + abs(value) + 1e-9):
+        return f"of all together it is {value:.6g}, and {copies * sum(values):.6g} would be right"
+    pairs, first = list[tuple[Tensor, Tensor]](), 0
+    for part, share, one in zip(parts, shares, each, strict=True):
+        mine = [
+            (gradient.narrow(0, first * unit, part.samples * unit), alone)
+            for gradient, alone, unit in zip(whole.gradients, one.gradients, part.rows, strict=False)
+            if gradient is not None and unit
+        ]
+        together = [gradient.flatten().double() for gradient, _ in mine]
+        alone = [
+            torch.zeros_like(to) if its is None or not share else share * its.flatten().double()
+            for to, (_, its) in zip(together, mine, strict=True)
+        ]
+        if together:
+            pairs.append((torch.cat(together), torch.cat(alone)))
+        first += part.samples
+    size = max((float(joint.norm()) for joint, _ in pairs), default=0.0)
+    for joint, single in pairs:
+        if not float((joint - single).norm()) <= tolerance * max(float(joint.norm()), 1e-3 * size) + 1e-12:
+            return "of all together it has another gradient"
+    return ""
+
+
+def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: _Unit, tried: Tried) -> float | None:
+    """Return what a part weighs; None: nothing says so."""
+    if rule.over is Over.SUM:
+        return 1.0
+    if rule.over in (Over.SAMPLES, Over.MICROBATCH, Over.TOKENS):
+        return float(part.samples)  # of one length
+    if rule.over is Over.DIVISOR:
+        if not tried.value and (tried.divisor is None or (rule.is_clamped and tried.divisor == 1)):
+            return 0.0  # of nothing
+        return None if tried.divisor is None else float(tried.divisor)
+    return float(rule.of_targets(dict(zip(part.target.paths, part.targets, strict=True)), tables))
+
+
+def _joined(units: Sequence[_Unit]) -> _Unit:
+    """Return all samples together."""
+    first = units[0]
+    joined = [
+        torch.cat(leaves) if unit else leaves[0]
+        for unit, *leaves in zip(first.rows, *(unit.leaves for unit in units), strict=True)
+    ]
+    split = len(first.outputs)
+    return first._replace(outputs=joined[:split], targets=joined[split:], samples=sum(unit.samples for unit in units))

@@ -1,0 +1,122 @@
+"""What a loss was found to be over is compared with real microbatches: a later one, or a loop, may show another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+
+from ..toys import sgd
+
+CLASSES = 5
+BLOCKS = [partial(nn.Linear, 4, 8), partial(nn.Linear, 8, CLASSES)]
+RANDOM = torch.Generator().manual_seed(3)
+INPUTS = torch.randn(8, 4, generator=RANDOM, dtype=torch.float64)
+LABELS = torch.randint(0, CLASSES, (8,), generator=RANDOM)
+NUMBERS = torch.randn(8, CLASSES, generator=RANDOM, dtype=torch.float64)
+
+
+class Scheduled(nn.Module):
+    """Cross-entropy, and `alpha` times the root of a mean, which a loop turns on; `weight` is of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.weight = 0.0, None
+
+    def forward(self, output: Tensor, targets: Any) -> Tensor:
+        loss = F.cross_entropy(output, LABELS[targets], self.weight)
+        return loss + self.alpha * output.square().mean().sqrt() if self.alpha else loss
+
+
+def rooted(output: Tensor, targets: tuple[Tensor, float]) -> Tensor:
+    return targets[1] * (output - targets[0]).square().mean().sqrt()
+
+
+def of_known(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets)[~targets.isnan()].square().mean()
+
+
+def in_batches(output: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(output, targets, reduction="none")
+    return losses.mean() if len(losses) < 8 else losses.topk(CLASSES).values.mean()
+
+
+def step_all(mesh: str, loss: Any, targets: list[Any], change: Callable[[int], None] = lambda _: None) -> list[Any]:
+    """Return of each rank the losses of its steps; a refusal in place of that of the step that is refused."""
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 if "dp" not in mesh else 2)
+
+    def run(transport: Transport) -> list[Any]:
+        engine = Engine(plan, BLOCKS, loss, sgd, transport=transport, dtype=torch.float64)
+        cut = lambda t: t.chunk(engine.num_replicas)[engine.replica] if isinstance(t, Tensor) and t.dim() else t  # noqa: E731
+        found: list[Any] = []
+        for number, some in enumerate(targets):
+            change(number)
+            given = tuple(map(cut, some)) if isinstance(some, tuple) else cut(some)
+            before = engine.full_weights()
+            try:
+                found.append(engine.step(cut(INPUTS), given).loss.item())
+            except MisfitError as error:
+                after = engine.full_weights()
+                assert all(torch.equal(after[name], weight) for name, weight in before.items())
+                return [*found, str(error)]
+        return found
+
+    return run_local(plan.mesh.size, run)
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
+def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
+    gone = NUMBERS.clone()
+    gone[3:6, 1:] = torch.nan
+    for (said,) in step_all(mesh, in_batches, [LABELS]):
+        assert "in step 0 it is not so" in said
+        assert "return (sum, weight)" in said
+    for found in step_all(mesh, of_known, [NUMBERS, gone]):
+        assert len(found) == 2
+        assert "in step 1 it is not so" in found[-1]
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
+def test_a_loss_without_gradient_is_examined_when_it_has_one(mesh: str) -> None:
+    for first, said in step_all(mesh, rooted, [(NUMBERS, 0.0), (NUMBERS, 1.0)]):
+        assert first == 0
+        assert "of microbatches it is not that of the batch" in said
+
+
+def test_what_a_loop_changes_is_seen_in_that_step() -> None:
+    places, loss = torch.arange(8), Scheduled()
+
+    def change(number: int) -> None:
+        loss.alpha = float(number == 3)
+
+    for found in step_all("dp=2,pp=2", loss, [places] * 4, change):
+        assert len(found) == 4
+        assert "since the loss (Scheduled).alpha has changed" in found[-1]
+
+    weighted, weights = Scheduled(), torch.rand(CLASSES, generator=RANDOM, dtype=torch.float64)
+
+    def weigh(number: int) -> None:
+        weighted.weight = weights if number == 3 else None
+
+    found = step_all("pp=1", weighted, [places] * 4, weigh)[0]
+    assert len(found) == 4
+
+
+def test_targets_are_told_apart_by_their_names() -> None:
+    ids = torch.tensor([1, 2, -100, 3, -100, -100, -100, 0])
+    loss = lambda output, targets: F.cross_entropy(output, targets["ids"])  # noqa: E731
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4)
+    engine = Engine(plan, BLOCKS, loss, sgd, dtype=torch.float64)
+    for targets in ({"ids": ids, "others": LABELS}, {"others": LABELS, "ids": ids}, {"others": LABELS, "ids": ids}):
+        weight = engine.step(INPUTS, targets).weight
+        assert weight.item() == 4
