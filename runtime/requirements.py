@@ -65,7 +65,21 @@ def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, object]) -> 
             )
         if not callable(function):
             raise UsageError(f"{name} is a {type(function).__name__}; it must be a function of (output, targets)")
+    _require_nothing_to_train(blocks, functions)
     require_long_sight(plan, blocks)
+
+
+def _require_nothing_to_train(blocks: Any, functions: Mapping[str, object]) -> None:
+    """Raise `UsageError` for a loss with weights of its own, which no optimizer of an engine steps."""
+    modules = [block for block in blocks if isinstance(block, nn.Module)]
+    known = {id(weight) for module in modules for weight in module.parameters()}
+    loss = functions.get("loss_fn")
+    for name, weight in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+        if weight.requires_grad and id(weight) not in known:
+            raise UsageError(
+                f"loss_fn, a {type(loss).__name__}, has weights to train ({name}), which no optimizer steps here: let "
+                "the last block find what they are for, or write loss_fn.requires_grad_(False)"
+            )
 
 
 def require_long_sight(plan: Plan, blocks: Blocks) -> None:

@@ -23,7 +23,7 @@ from ..data.reachable import parts_of, reachable
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 _LARGEST_ID = 10**7
-_MOST_NUMBERS = 6
+_MOST_NUMBERS = 32
 
 
 class FunctionKept:
@@ -105,7 +105,8 @@ def whole_numbers(function: Any) -> list[int]:
         found += parts_of(thing)
         if isinstance(thing, FunctionType):
             found += thing.__code__.co_consts
-    numbers = [one for one in found if type(one) is int and abs(one) < _LARGEST_ID and one not in (0, 1, -1, -100)]
+    ints = [int(one) for one in found if isinstance(one, int) and not isinstance(one, bool)]  # also such as IntEnum's
+    numbers = [one for one in dict.fromkeys(ints) if abs(one) < _LARGEST_ID and one not in (0, 1, -1, -100)]
     return list(dict.fromkeys([*numbers[:_MOST_NUMBERS], 0]))
 
 

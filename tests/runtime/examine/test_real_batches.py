@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
@@ -120,3 +120,18 @@ def test_targets_are_told_apart_by_their_names() -> None:
     for targets in ({"ids": ids, "others": LABELS}, {"others": LABELS, "ids": ids}, {"others": LABELS, "ids": ids}):
         weight = engine.step(INPUTS, targets).weight
         assert weight.item() == 4
+
+
+def test_weights_of_a_loss_that_nobody_trains_are_refused() -> None:
+    class Learnt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+            return self.scale * F.mse_loss(output, targets)
+
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4)
+    with pytest.raises(UsageError, match=r"requires_grad_\(False\)"):
+        Engine(plan, BLOCKS, Learnt(), sgd)
+    Engine(plan, BLOCKS, Learnt().requires_grad_(requires_grad=False), sgd)
