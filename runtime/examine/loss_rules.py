@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..blocks.trees import flatten
 
 
 class Over(StrEnum):
@@ -81,3 +83,9 @@ class Finding(NamedTuple):
 
 WITHOUT_GRADIENT = Finding(LossWeight(Over.SAMPLES))
 """What is found of a loss that has none, so that its weight tells nothing."""
+
+
+def named(targets: Any) -> dict[str, Tensor]:
+    """Return tensors of targets by where they are."""
+    tree, tensors = flatten(targets)
+    return dict(zip(tree.paths, tensors, strict=True))

@@ -78,12 +78,17 @@ class RealBatch:
     Args:
         units: how many a step has on this rank.
         copies: how many ranks have such.
+
+    Attributes:
+        of_each: by what the loss of these is divided for each sample; None: by unlike numbers, or nobody knows.
     """
 
     def __init__(self, units: int, copies: int = 1) -> None:
         self._units: list[_Unit] = []
         self._latest: Any = None
         self._copies, self._num_calls = copies, units
+        self.of_each: float | None = None
+        self._is_short = False
         self._free = _FREE_BYTES // max(1, units * copies)
 
     def keep(self, output: Any, targets: Any, samples: int) -> None:
@@ -94,6 +99,7 @@ class RealBatch:
             return
         self._latest, leaves = output, [t.detach() for t in outputs]
         if sum(leaf.nbytes for leaf in leaves) > self._free * samples:
+            self._is_short = True
             leaves, given = map(list, shortened(leaves, given, samples))  # type: ignore[assignment]
         count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
         if count or len(self._units) < 2:
@@ -123,9 +129,21 @@ class RealBatch:
             each = [one for one in tried if one is not None]
             if len(each) < len(tried):
                 return ""
+            self._note_divisors(rule, parts, each)
             tolerance = _ROUNDING * of.tolerance(moved, together)
             return _misfit(rule, tables, parts, each, together, self._copies, tolerance)
         return ""
+
+    def _note_divisors(self, rule: LossWeight, parts: Sequence[_Unit], each: Sequence[Tried]) -> None:
+        """Note the divisors of a mean over samples, or tokens: on all ranks they have to be alike for each."""
+        if rule.over in (Over.SAMPLES, Over.TOKENS) and not self._is_short:
+            lengths = [t.shape[1] for t in parts[0].outputs if t.dim() > 1 and t.is_floating_point()]
+            length = lengths[0] if rule.over is Over.TOKENS else 1
+            found = {
+                None if one.divisor is None else round(float(one.divisor) / (part.samples * length), 6)
+                for part, one in zip(parts, each, strict=True)
+            }
+            self.of_each = found.pop() if len(found) == 1 else None
 
 
 def _misfit(

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.trees import DIFFERENTIABLE, flatten, map_tensors, tensors_of
+from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
 from ..comm import Group
 from ..comm.control import gather_texts
 from ..examine.divisors import divisor_of
 from ..examine.functions_kept import FunctionState, class_weights
-from ..examine.loss_rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
+from ..examine.loss_rules import WITHOUT_GRADIENT, Finding, LossWeight, Over, named
 from ..examine.loss_weights import examine_loss
 from ..examine.metric_weights import examine_metric
 from ..examine.real_batches import RealBatch
@@ -299,13 +299,16 @@ class WeighedLoss:
         mine = json.dumps(rule) if rule and is_known else _STATED * self._is_stated
         since = self._since and f"since {self._since} has changed, "
         refusal = self.refusal and since + self.refusal
-        said = f"{mine}\n{refusal}\n{of_metrics}\n{'blind' * self._is_blind}"
+        said = f"{mine}\n{refusal}\n{of_metrics}\n{'blind' * self._is_blind}\n"
+        said += str(self._real.of_each or "") if self._real is not None else ""
         told = [text.split("\n") for text in gather_texts(world, said)]
         self.refusal, self._of_metrics = (next((row[k] for row in told if row[k]), "") for k in (1, 2))
         found = list(dict.fromkeys(row[0] for row in told if row[0]))
         self._is_stated = found == [_STATED] or (self._is_stated and not found)
         if len(found) > 1 and not self.refusal:
             self.refusal = "ranks found it to be over unlike things"
+        if len({row[4] for row in told if row[4]}) > 1 and not self.refusal:
+            self.refusal = f"in step {self._step} it is over unlike numbers of things for a sample on some ranks"
         if found and not self.refusal:
             self._take_over(found[0])
             is_blind = any(row[3] for row in told) and not (self._weight and self._weight == LossWeight(Over.SAMPLES))
@@ -339,12 +342,6 @@ def _divisor_of(found: Tensor) -> Tensor | int:
             "(sum, weight) always"
         )
     return 0 if weight is None else weight
-
-
-def named(targets: Any) -> dict[str, Tensor]:
-    """Return tensors of targets by where they are."""
-    tree, tensors = flatten(targets)
-    return dict(zip(tree.paths, tensors, strict=True))
 
 
 def _has_gradient(loss: Tensor, output: Any) -> bool:

@@ -84,6 +84,10 @@ def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
     for found in step_all(mesh, of_known, [NUMBERS, gone]):
         assert len(found) == 2
         assert "in step 1 it is not so" in found[-1]
+    even = NUMBERS.clone()
+    even[4:, 2:] = torch.nan
+    for found in step_all("dp=2,pp=2", of_known, [NUMBERS, even]):
+        assert "in step 1 it is" in found[-1]
 
 
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
