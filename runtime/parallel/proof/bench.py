@@ -222,17 +222,39 @@ class Bench:
         why = self.why(kind, arrival, choice, is_asked=is_asked)
         if self._most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
-        if kind.scales.keys() >= {cut.path for cut in pairs}:
-            return None
+        unlike = self._unlike(kind, arrival, replace(setting, trains=True), choice)
+        if unlike is not None or kind.scales.keys() >= {cut.path for cut in pairs}:
+            return unlike
         proved = {1.0}
         for scale in SCALES:
             whole = self.whole(kind, arrival, scaled := replace(setting, scale=scale))
             finding = None if whole is None else self.find(kind, arrival, scaled, whole, choice)
+            finding = finding or self._unlike(kind, arrival.scaled(scale), setting, choice)
             if finding is not None:
                 return finding
             proved |= {scale} if whole is not None else set()
         kind.scales |= dict.fromkeys((cut.path for cut in pairs), tuple(sorted(proved)))
         return None
+
+    def _unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
+        """Return what is off in a setting, or with what a kind is given, if anything.
+
+        What draws is not compared: between columns and rows ranks draw other numbers.
+        """
+        whole = self.whole(kind, arrival, setting)
+        if whole is None or self._most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
+            return None
+        finding = self.find(kind, arrival, setting, whole, choice)
+        where = "in training" if setting.trains else "where it is given other numbers"
+        return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
+
+    def _draws(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
+        """Whether a kind gives something else where it draws other numbers, or numbers that are not finite."""
+        if not setting.trains or not whole.is_finite:
+            return not whole.is_finite
+        with undisturbed(self.group.device, SEED + 1):
+            other = outputs_of(self._drawn(kind, setting), arrival)
+        return not all(torch.equal(other[name], output) for name, output in whole.outputs.items())
 
     def unsound_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> Finding | None:
         """Return why sequences may not be cut for a kind where numbers are others, on any rank; None: they may."""
@@ -308,7 +330,10 @@ class Bench:
 
     def _drawn(self, kind: Kind, setting: Setting) -> nn.Module:
         """Return a kind's twin, with what its columns give scaled."""
-        twin = kind.blueprint.draw(self.group.device)
+        twin = kind.blueprint.draw(self.group.device).train(setting.trains)
+        for module in twin.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
         columns = (cut for cut in kind.cuts if cut.is_paired and cut.split is TensorSplit.COLUMN)
         with torch.no_grad():
             for column in columns if setting.scale != 1 else ():

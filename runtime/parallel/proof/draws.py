@@ -19,16 +19,16 @@ from .twins import SEED
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """A context for one run of a block, which records gradients."""
-    with torch.enable_grad(), _OwnDraws(device):
+def undisturbed(device: torch.device, seed: int = SEED) -> Iterator[None]:
+    """A context for one run of a block, which records gradients; by other seeds it draws other numbers."""
+    with torch.enable_grad(), _OwnDraws(device, seed):
         yield
 
 
 class _OwnDraws(TorchFunctionMode):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seed: int) -> None:
         super().__init__()
-        self._device, self._count = device, 0
+        self._device, self._seed, self._count = device, seed, 0
 
     def __torch_function__(
         self,
@@ -40,5 +40,5 @@ class _OwnDraws(TorchFunctionMode):
         if getattr(func, "__name__", "") not in DRAWS or (kwargs or {}).get("generator") is not None:
             return func(*args, **(kwargs or {}))
         self._count += 1
-        with seeded(SEED, self._count, self._device):
+        with seeded(self._seed, self._count, self._device):
             return func(*args, **(kwargs or {}))

@@ -49,6 +49,8 @@ class Setting:
     """The weights, not cut, whose gradients are partial sums on the ranks of `tensor`."""
     scale: float = 1.0
     """By how much what columns of pairs give is larger than with weights as they are drawn."""
+    trains: bool = False
+    """Whether in training, but for modules that drop out."""
 
     @property
     def groups(self) -> list[Group]:

@@ -144,6 +144,33 @@ def test_what_joins_features_at_some_numbers_is_no_pair(
     assert f"are cut one by one over tp, for as a pair, it {why}" in caplog.text or f" in {why} in line" in caplog.text
 
 
+PLACES: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda self, y: y / y.shape[-1] ** 0.5 if self.training else y,
+    lambda self, y: y * torch.arange(y.shape[-1]) if self.training else y,
+    lambda self, y: y + F.relu(self.given.abs().mean() - 9) * y.shape[-1],
+    lambda self, y: torch.where(self.given.abs().max() > 9, y * torch.arange(y.shape[-1]), y),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("between", PLACES)
+def test_pairs_are_compared_in_training_and_with_other_inputs(between: Callable[[Any, Tensor], Tensor]) -> None:
+    class Given(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            object.__setattr__(self, "given", x)
+            result = super().forward(x)
+            del self.given
+            return result
+
+    def block() -> nn.Module:
+        return Given(lambda self, y: between(self, y))
+
+    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block))
+    losses, said = run_local(2, lambda transport: train(transport, "tp=2", block))[0]
+    assert losses == pytest.approx(alone, rel=1e-8)
+    assert said.endswith("; one by one: 0.fc1, 0.fc2")
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("between", APART)
 def test_what_keeps_features_apart_is_a_pair_and_says_at_which_scales(between: Callable[[Any, Tensor], Tensor]) -> None:
