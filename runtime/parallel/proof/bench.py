@@ -13,7 +13,7 @@ from torch import nn
 
 from quintsched.errors import MisfitError, StallError
 
-from ...blocks.blocks import seeded
+from ...blocks.blocks import TOKENS, seeded
 from ...comm import Group, ReduceOp
 from ...job.choices import TensorSplit
 from ..tensor.apply import apply_tensor_parallel
@@ -21,10 +21,11 @@ from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
 from ..tensor.rules import Rules, find_cuts
 from ..tensor.shard import shard_of
-from .arrivals import Arrival
+from .arrivals import Arrival, Given, GivenTree
 from .draws import undisturbed
 from .features_apart import DRAWS, draws_of_python, why_joined
 from .reads.weight_reads import WeightReads
+from .tokens.gathered import Gathered
 from .tokens.tokens_apart import why_tokens_meet
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
 from .twins import SEED, Blueprint
@@ -261,13 +262,14 @@ class Bench:
         why = self.why_tokens_meet(kind, arrival, setting)
         if self._most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
-        setting = replace(setting, tensor=None, slices_tokens=False)
+        cut = kind.choice if setting.cuts == 1 else Choice()
+        setting = replace(setting, tensor=None, slices_tokens=False) if setting.cuts > 1 else setting
         others = [(arrival.scaled(scale), f"{scale:g} times as large") for scale in SCALES]
         others.append((arrival.scaled(max(SCALES), late=True), f"{max(SCALES):g} times as large in late tokens"))
         for other, words in others:
             whole = self.whole(kind, other, setting)
             finite = whole is not None and whole.is_finite
-            finding = self.find(kind, other, setting, whole, Choice()) if whole is not None and finite else None
+            finding = self.find(kind, other, setting, whole, cut) if whole is not None and finite else None
             if finding is not None:
                 return Finding(off=finding.off, trouble=f"{finding}, where it is given numbers {words}")
         return None
@@ -275,12 +277,29 @@ class Bench:
     def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
         """Return why tokens of several ranks, or slices, may meet in a kind, as this rank finds it: "it …"."""
         try:
-            found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device)
+            found = ""
+            if setting.cuts > 1:
+                found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device)
+            if setting.slices_tokens and not found:
+                found = self._why_slices_meet(kind, arrival)
         except Exception as error:
             why = f"its tokens cannot be followed: {type(error).__name__}: {error}"
             _logger.warning("%s is proved at the numbers that were tried alone, for %s", kind.name, why)
             found = ""
         return found and f"it {found}"
+
+    def _why_slices_meet(self, kind: Kind, arrival: Arrival) -> str:
+        """Return why tokens of several ranks of tp, over which they are sliced, may meet in a kind."""
+        tree = GivenTree([Given(part.tensor, TOKENS) for part in arrival.activation.parts], arrival.activation.tree)
+        riders = {name: Given(rider.tensor) for name, rider in arrival.riders.items()}
+        extras = {
+            name: GivenTree([Given(part.tensor) for part in extra.parts], extra.tree)
+            for name, extra in arrival.extras.items()
+        }
+        sliced = replace(arrival, activation=tree, riders=riders, extras=extras)
+        gathered = Gathered(partial(self._cuts, kind, choice=kind.choice), kind.choice.gathers_before)
+        setting = Setting(slices=self.group.size)
+        return why_tokens_meet(kind.blueprint, sliced, setting, self.group.device, gathered)
 
     def refusal_of_tokens(self, kind: Kind, setting: Setting, why: object) -> str:
         """Return why a kind of block is refused whose sequences may not be cut, with what to write."""
@@ -288,6 +307,8 @@ class Bench:
         helps = "take `context`, and look at all tokens by context.whole(tensor); or run without cp"
         helps = helps if setting.context is not None else "run it with a schedule that does not slice"
         what = f"over cp={setting.cuts}" if setting.context is not None else f"into {setting.cuts} slices"
+        if setting.cuts == 1:
+            what, helps = "over tp, by sequence_parallel", "run without sequence_parallel"
         return f"{title} may give other numbers where sequences are cut {what}: {why}; {helps}"
 
     def _pairs(self, kind: Kind, choice: Choice) -> list[Cut]:

@@ -291,7 +291,9 @@ class Prover:
 
     def _refused_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
         """Return why sequences must not be cut for a kind, as other numbers may be none; empty: they may."""
-        finding = self._bench.unsound_tokens(kind, arrival, setting) if setting.cuts > 1 else None
+        finding = (
+            self._bench.unsound_tokens(kind, arrival, setting) if setting.cuts > 1 or setting.slices_tokens else None
+        )
         return "" if finding is None else self._bench.refusal_of_tokens(kind, setting, finding)
 
     def _refused_slices(self, kind: Kind, finding: Finding) -> str:

@@ -25,19 +25,23 @@ from ..feature_owners import Place
 from ..owner_rules import Joined
 from ..trial import LOSS, Setting, Tensors, outputs_of
 from ..twins import SEED, Blueprint
+from .gathered import Gathered
 from .token_owners import FollowedContext, FollowedPast, TokenOwners, TokenReads
 
 _MOST_CONDITIONS = 32
 
 
-def why_tokens_meet(blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device) -> str:
+def why_tokens_meet(
+    blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, gathered: Gathered | None = None
+) -> str:
     """Return why a block may give other numbers where sequences are cut so, in words; empty: it keeps tokens apart.
 
-    Nothing is sent, and the generators are left as they were.
+    `gathered` says that tokens are sliced over tp, as into slices, but for its pairs. Nothing is sent, and the
+    generators are left as they were.
     """
     try:
         for trains in (True, False):
-            follower = _Follower(blueprint, arrival, setting, device, trains=trains)
+            follower = _Follower(blueprint, arrival, setting, device, gathered, trains=trains)
             whole = follower.run()
             for condition in list(whole.owners.conditions)[:_MOST_CONDITIONS]:
                 follower.require_same(whole, condition)
@@ -61,8 +65,16 @@ class _Follower:
     """Runs a block in a mode, given whole sequences with a context or a past; or parts of them, one by one."""
 
     def __init__(
-        self, blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, *, trains: bool
+        self,
+        blueprint: Blueprint,
+        arrival: Arrival,
+        setting: Setting,
+        device: torch.device,
+        gathered: Gathered | None,
+        *,
+        trains: bool,
     ) -> None:
+        self._gathered = gathered
         self._blueprint, self._arrival, self._setting = blueprint, arrival, setting
         self._device, self._trains, self._length = device, trains, _length(arrival)
 
@@ -76,7 +88,7 @@ class _Follower:
             before = generator_states(self._device)
             for _ in range(2 if self._trains else 1):
                 told.clear()
-                outputs = self._outputs(twin, owners, vector, self._beside(owners, WHOLE, vector, told))
+                outputs = self._outputs(twin, owners, vector, told, self._beside(owners, WHOLE, vector, told))
                 owners.require_apart(outputs)
             draws = any(not torch.equal(*pair) for pair in zip(before, generator_states(self._device), strict=True))
         return _Run(outputs, owners, told, draws)
@@ -94,16 +106,21 @@ class _Follower:
         with seeded(SEED, 0, self._device), torch.enable_grad(), mode:
             yield
 
-    def _outputs(self, twin: nn.Module, owners: TokenOwners, vector: Tensor, beside: Mapping[str, Any]) -> Tensors:
+    def _outputs(
+        self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Tensor], beside: Mapping[str, Any]
+    ) -> Tensors:
         """Run a block on the tokens of these owners; 0 is nobody, whose tokens are not there."""
         arrival = _owned(owners, self._arrival, vector)
-        with TokenReads(owners), owners:
+        pairs = self._gathered.around(twin, owners, vector, told) if self._gathered is not None else nullcontext()
+        with pairs, TokenReads(owners), owners:
             outputs = outputs_of(twin, arrival, beside)
         return {name: output.detach() for name, output in outputs.items() if name != LOSS}
 
     def _beside(
         self, owners: TokenOwners, shard: SequenceShard, vector: Tensor, told: list[Tensor]
     ) -> Mapping[str, Any]:
+        if self._gathered is not None:
+            return {}
         if self._setting.context is None:
             return {"past": FollowedPast(owners, Store(), 0, 1, self._length)}
         context = FollowedContext(owners, self._length, shard, self._device, told)
@@ -129,14 +146,15 @@ class _Follower:
         vector, store = _owners_of(self._length, self._setting).to(self._device), Store()
         count = int(vector.max())
         for number in range(count):
-            owners, mine = TokenOwners(), vector * (vector == number + 1)
+            owners, mine, told = TokenOwners(), vector * (vector == number + 1), list(whole.told)
             beside: Mapping[str, Any] = {"past": FollowedPast(owners, store, number, count, self._length // count)}
-            if self._setting.context is not None:
-                beside = self._beside(owners, SequenceShard(count, number), mine, list(whole.told))
+            comes_later = self._setting.context is None and self._gathered is None
+            if not comes_later:
+                beside = self._beside(owners, SequenceShard(count, number), mine, told)
             with self._mode():
-                if number == 0 or self._setting.context is not None:
+                if number == 0 or not comes_later:
                     twin = self._twin()
-                outputs = self._outputs(twin, owners, mine, beside)
+                outputs = self._outputs(twin, owners, mine, told, beside)
             _require_same_calls(whole.owners.calls, owners.calls)
             if not whole.draws:  # parts draw otherwise
                 _require_same_tokens(whole.outputs, outputs, mine)

@@ -24,7 +24,7 @@ from quintsched.runtime.parallel.proof.trial import Setting
 from quintsched.runtime.parallel.proof.twins import Blueprint
 
 from ...toys import sgd
-from .odd_mlps import TOKENS, WIDTH
+from .odd_mlps import TOKENS, WIDTH, Mlp
 from .test_features_apart import loss
 
 Mix = Callable[[Any, Tensor, Context | None], Tensor]
@@ -169,3 +169,35 @@ def test_what_joins_tokens_in_a_later_step_is_refused_before_it(what: str) -> No
             engine.step(longer, longer)
 
     run_local(2, run)
+
+
+class Sliced(Mlp):
+    """x + mlp(x), and more in training."""
+
+    def __init__(self, more: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.more(x) if self.training else 0)
+
+
+def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused() -> None:
+    plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
+
+    def run(transport: Transport, more: Callable[[Tensor], Tensor]) -> str:
+        blocks, x = [lambda: Sliced(more)], torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
+        settings: dict[str, Any] = {"dtype": torch.float64, "transport": transport, "sequence_parallel": True}
+        try:
+            Engine(plan, blocks, loss, sgd, **settings).step(x, x)
+        except MisfitError as error:
+            return str(error)
+        return ""
+
+    assert run_local(2, lambda transport: run(transport, torch.relu)) == ["", ""]
+    for more, why in (
+        (lambda x: x.roll(1, 1), "meet in add in line"),
+        (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),
+    ):
+        for said in run_local(2, lambda transport, more=more: run(transport, more)):
+            assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)
