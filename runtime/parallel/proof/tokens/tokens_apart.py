@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ....autograd.kv_store import Store
@@ -94,9 +95,10 @@ class _Follower:
         return _Run(outputs, owners, told, draws)
 
     def _twin(self) -> nn.Module:
+        """Return a copy without dropout, and whose batch norms average over nothing: `stage.buffers` judges these."""
         twin = self._blueprint.draw(self._device).train(self._trains)
         for module in twin.modules():
-            if isinstance(module, (_DropoutNd, KeyedDropout)):
+            if isinstance(module, (_BatchNorm, _DropoutNd, KeyedDropout)):
                 module.eval()
         return twin
 
