@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..blocks.trees import flatten
 from ..comm.device import AllGenerators
@@ -193,7 +194,7 @@ class LossExamination:
         leaves = [_leaf(t) for t in parts.outputs]
         others = [_leaf(t * 0.5) if t.is_floating_point() else t for t in parts.outputs]
         try:
-            with torch.enable_grad():  # a loss may find gradients itself
+            with torch.enable_grad(), _unseen():  # a loss may find gradients itself
                 generators = AllGenerators(device)
                 one = self.call(leaves, parts.targets).detach()
                 self.kept.put_back()
@@ -318,7 +319,7 @@ class LossExamination:
         leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
         try:
-            with torch.enable_grad(), ReadsChecked():
+            with torch.enable_grad(), _unseen(), ReadsChecked():
                 value = self.call(leaves, targets)
                 if not isinstance(value, Tensor) or value.dim():
                     return None
@@ -369,3 +370,8 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _moved(leaf: Tensor, place: torch.device, dtype: torch.dtype | None) -> Tensor:
     return leaf.to(place, dtype if leaf.is_floating_point() else None)
+
+
+def _unseen() -> saved_tensors_hooks:
+    """Return a context in which what graphs save is neither counted nor moved by hooks around it."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -85,7 +85,7 @@ def test_every_axis_meets_every_model_and_schedule() -> None:
         assert {case.schedule for case in there} == SCHEDULES
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_what_the_models_have_shows_in_what_they_learn(model: str) -> None:
     """Or a mesh that forgets it would pass."""
@@ -100,13 +100,13 @@ def test_what_the_models_have_shows_in_what_they_learn(model: str) -> None:
         assert abs(other[1] - expected[1]) > 1e-6
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", by_what_they_equal(QUICK))
 def test_three_steps_equal_one_process(case: Case) -> None:
     require_equality(case, FEW, torch.float64)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", by_what_they_equal(QUICK_IN_FLOAT32))
 def test_three_steps_in_single_precision(case: Case) -> None:
     require_equality(case, FEW, torch.float32)

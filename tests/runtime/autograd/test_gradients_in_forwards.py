@@ -130,7 +130,7 @@ def alone(blocks: Sequence[Callable[[], nn.Module]], loss: Loss) -> tuple[dict[s
     return {name: p.detach() for name, p in model.named_parameters()}, evaluated
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -103,6 +103,7 @@ def rows(tree: Any, count: int) -> Any:
     return tuple(leaf[:count] for leaf in tree) if isinstance(tree, tuple) else tree[:count]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("samples", [1, 3, SAMPLES])
 @pytest.mark.parametrize("name", FOUND)
 def test_a_loss_is_weighed_by_what_it_is_over(name: str, samples: int) -> None:
@@ -180,6 +181,7 @@ def test_slices_of_sequences_have_to_hold_too() -> None:
     assert examined(by_samples).weight is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("metric", "over"),
     [

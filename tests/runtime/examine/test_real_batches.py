@@ -74,6 +74,7 @@ def step_all(mesh: str, loss: Any, targets: list[Any], change: Callable[[int], N
     return run_local(plan.mesh.size, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
 def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
     gone = NUMBERS.clone()
@@ -90,6 +91,7 @@ def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
         assert "in step 1 it is" in found[-1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
 def test_a_loss_without_gradient_is_examined_when_it_has_one(mesh: str) -> None:
     for first, said in step_all(mesh, rooted, [(NUMBERS, 0.0), (NUMBERS, 1.0)]):

@@ -61,23 +61,27 @@ OF_SLICES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sum_with_its_weight_is_left_alone(name: str) -> None:
     assert doubt_of_stated(SOUND[name], LOGITS, IDS, 2, sliced=True) == ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNSOUND)
 def test_what_is_no_sum_with_its_weight_is_doubted(name: str) -> None:
     loss, words = UNSOUND[name]
     assert words in doubt_of_stated(loss, LOGITS, IDS, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OF_SLICES)
 def test_slices_weigh_as_much_as_they_have(name: str) -> None:
     assert doubt_of_stated(OF_SLICES[name], LOGITS, IDS, 2) == ""
     assert "slices" in doubt_of_stated(OF_SLICES[name], LOGITS, IDS, 2, sliced=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
 def test_a_mean_with_a_weight_is_refused_on_all_ranks_unless_it_is_meant(mesh: str) -> None:
     plan, inputs = qs.compile("1f1b", mesh=mesh, microbatches=2), torch.randn(8, 4, generator=RANDOM)

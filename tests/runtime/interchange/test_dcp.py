@@ -102,7 +102,7 @@ def one_process() -> Any:
         yield
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_plain_torch_goes_on_from_any_mesh(tmp_path: Path, mesh: str, zero: int, uninterrupted: list[float]) -> None:
     def body(engine: Engine) -> list[float]:
@@ -120,7 +120,7 @@ def test_plain_torch_goes_on_from_any_mesh(tmp_path: Path, mesh: str, zero: int,
     assert begun + train_plainly(model, optimizer, 2, 4) == pytest.approx(uninterrupted, rel=1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_any_mesh_goes_on_from_plain_torch(tmp_path: Path, mesh: str, zero: int, uninterrupted: list[float]) -> None:
     model, optimizer = plain()
@@ -136,7 +136,7 @@ def test_any_mesh_goes_on_from_plain_torch(tmp_path: Path, mesh: str, zero: int,
         assert begun + ended == pytest.approx(uninterrupted, rel=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -333,7 +333,7 @@ class RowsAndColumns(torch.optim.Optimizer):
                 p.sub_(group["lr"] * p.grad / (state["rows"].sqrt() + 1e-3))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("first", "second"), [(("dp=2", 3), ("tp=2", 0)), (("tp=2", 0), ("dp=2", 1)), (("dp=1", 0), ("dp=2,tp=2", 2))]
 )

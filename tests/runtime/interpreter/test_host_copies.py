@@ -43,7 +43,7 @@ def require_same_bits(found: list[Outcome], expected: list[Outcome]) -> None:
             assert torch.equal(weight, other.weights[name]), name
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
 def test_every_schedule_gives_the_same_bits(schedule: qs.Schedule) -> None:
     plans = pair(schedule, mesh="pp=2", microbatches=4, slices=min(2, schedule.max_slices))
@@ -51,7 +51,7 @@ def test_every_schedule_gives_the_same_bits(schedule: qs.Schedule) -> None:
     require_same_bits(*(train_on(plan, task, blocks, dtype=torch.float64) for plan in plans))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("schedule", "shape"),
     [
@@ -88,7 +88,7 @@ def test_with_sequence_parallelism_and_bf16() -> None:
     require_same_bits(*runs)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
 def test_the_peak_is_the_simulated_one(schedule: qs.Schedule) -> None:
     """Within 1 %; slices differ from each other, so that what one holds is known to 3 %."""

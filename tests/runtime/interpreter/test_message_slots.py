@@ -152,7 +152,7 @@ def compiled(name: str, recompute: int = 0, *, overlap: bool = False) -> qs.Plan
     )
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("recompute", [0, 1])
@@ -162,7 +162,7 @@ def test_a_run_uses_as_many_buffers_as_its_plan_says(name: str, recompute: int, 
     require_as_planned(plan, rules)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v", "interleaved-1f1b"])
@@ -180,7 +180,7 @@ def test_skips_too(name: str, pp: int, chunks: int, rules: Rules) -> None:
     require_as_planned(plan, rules, [Source, Taker, Layer, Taker])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv", "dualpipe", "seq-1f1b"])

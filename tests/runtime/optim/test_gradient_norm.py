@@ -112,7 +112,7 @@ def require_equality(name: str, plan: qs.Plan, clip: float | None = None, build:
     assert worst_difference(found, alone(name, clip)) <= 1e-9
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("mesh", "zero"), PLANS)
 @pytest.mark.parametrize("name", BUILDS)
 def test_own_norms_equal_one_process(name: str, mesh: str, zero: int) -> None:
@@ -125,7 +125,7 @@ def test_the_norm_is_that_of_gradients_that_the_engine_has_clipped() -> None:
     require_equality("lamb that clips", plan, clip=0.35)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("build", "expected"),
     [

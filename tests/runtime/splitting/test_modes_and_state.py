@@ -179,7 +179,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 @pytest.mark.parametrize("kind", [Traced, Walked])
 @pytest.mark.parametrize(("middle", "change"), CASES)

@@ -202,7 +202,7 @@ def compile_with(skips: Mapping[str, tuple[int, ...]], name: str, **shape: Any) 
     return qs.compile(name, **{"microbatches": 6, "skip": skips, **shape})
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
 def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(name: str, shape: dict[str, Any]) -> None:
     blocks, more = twelve(), {"block_costs": [1.0] * 12}
@@ -211,7 +211,7 @@ def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(name: s
     assert_equals_one_process(cached, train_plainly(blocks))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[4], SHAPES[6]])
 def test_some_skip_and_some_ride_in_the_strictest_order(name: str, shape: dict[str, Any]) -> None:
     """Receives keep their places in the program, as on NCCL."""
@@ -221,7 +221,7 @@ def test_some_skip_and_some_ride_in_the_strictest_order(name: str, shape: dict[s
     assert_same_bits(mixed, train(compile_with({}, name, **shape), blocks, **more))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[3], SHAPES[6]])
 def test_attention_residuals(name: str, shape: dict[str, Any]) -> None:
     """Every stage takes the outputs of all stages before it."""
@@ -312,7 +312,7 @@ def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
             qs.compile("1f1b", mesh="pp=3", microbatches=3, stages=(1, 0, 2), **setting)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("wire", ["mailbox", "nccl"])
 @pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[6]])
 def test_what_takes_skips_may_go_to_the_host(name: str, shape: dict[str, Any], wire: Rules) -> None:

@@ -85,7 +85,7 @@ def alone(
     return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
 @pytest.mark.parametrize(
     ("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1), ("pp=2", 0)]
@@ -116,7 +116,7 @@ def test_gradients_have_the_same_bits_whether_a_step_begins_at_zero_or_with_a_co
 SCHEDULES = [s.name for s in qs.all_schedules() if s.mode == "train" and s.max_slices == 1]
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(56)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_on_every_schedule_recomputed_and_accumulated_too(schedule: str, zero: int) -> None:
@@ -213,7 +213,7 @@ KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]]
 }
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_every_mesh(kind: str, zero: int) -> None:
@@ -226,7 +226,7 @@ def test_on_every_mesh(kind: str, zero: int) -> None:
             assert difference(weight, expected[name]) <= 1e-12, name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_of_short_weights_are_not_stepped_either(dtype: torch.dtype) -> None:
     plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=1)

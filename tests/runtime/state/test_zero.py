@@ -77,7 +77,7 @@ def _placed(cases: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[int, ...], tup
 MESHES = ("dp=2,pp=2", "dp=4", "dp=2,tp=2", "dp=2,tp=2 sequence", "cp=2,pp=2")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("schedule", "mesh", "zero"), a_third(list(product(SCHEDULES, MESHES, STAGES))))
 def test_schedules_and_meshes_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
     axes, _, sequence = mesh.partition(" ")
@@ -85,7 +85,7 @@ def test_schedules_and_meshes_equal_one_process(schedule: str, mesh: str, zero: 
     require_equality(plan, sequence_parallel=bool(sequence))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "zero"),
     [
@@ -97,7 +97,7 @@ def test_experts_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
     require_equality_of_experts(qs.compile(schedule, mesh=mesh, microbatches=2, zero=zero))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "more"),
@@ -116,7 +116,7 @@ def test_all_that_a_plan_can_have_besides_equals_one_process(
     require_equality(qs.compile(schedule, mesh=mesh, microbatches=4, zero=zero, **more))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", "dp=2,pp=2"), ("zb-h1", "cp=2,pp=2")])
 def test_tied_weights_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
@@ -124,7 +124,7 @@ def test_tied_weights_equal_one_process(schedule: str, mesh: str, zero: int) -> 
     require_equality(plan, tied=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", STAGES)
 def test_single_precision_equals_one_process(zero: int) -> None:
     require_equality(qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=2, zero=zero), dtype=torch.float32)
@@ -196,7 +196,7 @@ def test_norms_and_evaluations_are_those_of_whole_replicas(mesh: str) -> None:
             assert found == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", STAGES)
 def test_a_step_that_is_not_finite_changes_nothing(zero: int) -> None:
     task = ids_task(2, SAMPLES, LENGTH)
@@ -229,7 +229,7 @@ def test_a_step_that_is_not_finite_changes_nothing(zero: int) -> None:
     run_local(4, run)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("zero", STAGES)
 def test_a_run_goes_on_bit_by_bit_from_its_state(zero: int, dtype: torch.dtype) -> None:
@@ -309,7 +309,7 @@ def decaying(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, weight_decay=0.5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", STAGES)
 def test_segments_go_by_the_names_of_their_parameters(zero: int) -> None:
     task = ids_task(2, SAMPLES, LENGTH)

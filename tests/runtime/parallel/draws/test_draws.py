@@ -92,7 +92,7 @@ def plain(blocks: Blocks, microbatches: int = 4) -> list[float]:
     return losses_of(qs.compile("1f1b", mesh="dp=1", microbatches=microbatches), blocks)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "request_of",
     [
@@ -200,7 +200,7 @@ class Checkpointed(nn.Module):
         return again(self.other, again(self.part, x, self.reentrant), self.reentrant)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # where shapes are found
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -273,7 +273,7 @@ class Features(nn.Module):
 HEADS = {"*.attn.[qkv]_proj": "column", "*.attn.o_proj": "row"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("core", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_shards_of_heads_and_features_draw_their_shards(mesh: str, core: bool) -> None:

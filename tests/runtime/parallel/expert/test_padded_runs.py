@@ -54,7 +54,7 @@ def require_one_process(found: Sequence[Trained], plan: qs.Plan, **options: Any)
     require_same(found, [alone] * len(found))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_padded_meshes_equal_one_process(mesh: str) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=1)
@@ -74,7 +74,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("factor", [0.5, 1.25, "E/k"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_padding_changes_no_run(case: tuple[Any, ...], factor: float | str) -> None:

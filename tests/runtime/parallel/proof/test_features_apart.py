@@ -134,7 +134,7 @@ APART: list[Callable[[Any, Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("between", "why"), JOINED)
 def test_what_joins_features_at_some_numbers_is_no_pair(
     between: Callable[[Any, Tensor], Tensor], why: str, caplog: pytest.LogCaptureFixture
@@ -152,7 +152,7 @@ PLACES: list[Callable[[Any, Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("between", PLACES)
 def test_pairs_are_compared_in_training_and_with_other_inputs(between: Callable[[Any, Tensor], Tensor]) -> None:
     class Given(Between):
@@ -171,7 +171,7 @@ def test_pairs_are_compared_in_training_and_with_other_inputs(between: Callable[
     assert said.endswith("; one by one: 0.fc1, 0.fc2")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("between", APART)
 def test_what_keeps_features_apart_is_a_pair_and_says_at_which_scales(between: Callable[[Any, Tensor], Tensor]) -> None:
     assert said_of(between).endswith("; pairs proved at scales 0.1, 1, 10, 100: 0.fc1")
@@ -187,7 +187,7 @@ STEPS: list[Callable[[Any, Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("between", STEPS)
 def test_pairs_that_are_none_in_a_later_step_are_refused_before_it(
     between: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch

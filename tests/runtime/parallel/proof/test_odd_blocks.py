@@ -71,7 +71,7 @@ def is_equal(blocks: Sequence[type[nn.Module]], mesh: str, **more: Any) -> tuple
     return True, any(in_pairs for _, in_pairs in ranks)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("block", ODD)
 def test_over_tp(block: type[nn.Module]) -> None:
     ran, in_pairs = is_equal([block], "tp=2")
@@ -155,7 +155,7 @@ def test_where_sequences_are_cut(block: type[nn.Module], mesh: str, more: dict[s
     assert is_equal([block, Anchor], mesh, **more)[0] == (block not in BLIND and not counts)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2"])
 @pytest.mark.parametrize("block", [Mixture, ChosenMixture, FusedExperts])
 def test_experts_of_others_are_replicas_over_ep_and_named(

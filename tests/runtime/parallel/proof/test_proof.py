@@ -77,7 +77,7 @@ def count_proofs(monkeypatch: pytest.MonkeyPatch, blocks: Blocks, mesh: str, sch
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "kv_heads": 2}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("mesh", "schedule", "model", "more"),
     [
@@ -205,7 +205,7 @@ CUTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mesh", "more", "name"), CUTS)
 def test_every_attention_is_asked_for_the_whole_sequence(mesh: str, more: dict[str, Any], name: str) -> None:
     more = {"schedule": "1f1b", **more}

@@ -91,6 +91,7 @@ APART: list[Mix] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", [CP, SLICES])
 def test_what_joins_tokens_at_some_numbers_is_found_with_its_function_and_line(setting: Setting) -> None:
     for mix, word in JOINED:
@@ -106,12 +107,14 @@ LENGTHS: list[tuple[Mix, str]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", [CP, SLICES])
 def test_what_depends_on_how_many_tokens_there_are_is_found(setting: Setting) -> None:
     for mix, word in LENGTHS:
         assert word in why(mix, setting)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", [CP, SLICES])
 def test_what_keeps_tokens_apart_may_be_cut(setting: Setting) -> None:
     assert not any(why(mix, setting) for mix in APART)
@@ -125,6 +128,7 @@ def test_the_whole_of_a_context_may_be_looked_at() -> None:
     assert "amax" in why(lambda self, y, context: largest(self, y, None), CP)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh", "more", "says"),
     [
@@ -148,6 +152,7 @@ def test_blocks_that_join_tokens_are_refused_on_all_ranks(mesh: str, more: dict[
     assert re.search(rf"block 1 \(Attending\) may give other numbers where sequences are cut {says}", first)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", ["a length", "an attribute"])
 def test_what_joins_tokens_in_a_later_step_is_refused_before_it(what: str) -> None:
     def joins_later(self: Any, y: Tensor, context: Context | None) -> Tensor:

@@ -32,7 +32,7 @@ HOOKS: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("between", READS)
 def test_layers_whose_weights_are_read_are_whole(
     between: Callable[[Any, Tensor], Tensor], caplog: pytest.LogCaptureFixture
@@ -53,7 +53,7 @@ def test_a_rule_that_cuts_a_layer_whose_weights_are_read_is_refused(rule: Any) -
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_layers_with_hooks_on_their_weights_are_whole(hook: Callable[[Any], Any]) -> None:
     class Hooked(Between):
