@@ -24,6 +24,7 @@ DRAWING = {ROOT / "quintsched" / "cli" / name for name in ("pictures.py", "timin
 
 ORDER: dict[str, tuple[str, ...]] = {
     "quintsched.runtime": (
+        "minimal",
         "launch",
         "calibrate",
         "train",
