@@ -22,7 +22,7 @@ from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import CONSTANTS, Constants
 from quintsched.prediction.memory.ranks import stage_terms
-from quintsched.prediction.pipeline.makespan import repetition
+from quintsched.prediction.pipeline.makespan import repetition, require_simulable
 from quintsched.prediction.pipeline.spans import StageTimes
 from quintsched.prediction.plans import num_stages, plan_of
 from quintsched.prediction.stages import Kinds, stages_of_rank
@@ -54,6 +54,8 @@ def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, const
     """Return the seconds of a step by its plan, and beyond that what a plan does not say."""
     costs = costs_of(model, hardware, strategy, constants)
     few, more, times = repetition(strategy.pp, strategy.microbatches)
+    full = resolved(strategy)
+    require_simulable(str(full.schedule), full.pp, more, num_stages(full))
 
     def seconds(microbatches: int) -> float:
         return plan_of(model, strategy, microbatches).simulate(costs).makespan

@@ -125,6 +125,17 @@ def test_rows_give_an_object_each(cli, tmp_path) -> None:
     assert "layers" in found[6]["error"]
 
 
+@pytest.mark.parametrize(("schedule", "options"), [("zbv", ()), ("zb-h2", ()), ("1f1b", ("--simulate",))])
+def test_a_simulation_that_takes_minutes_is_refused_before_the_work(
+    refused, tmp_path: Path, schedule: str, options: tuple[str, ...]
+) -> None:
+    (tmp_path / "deep.json").write_text(json.dumps(TINY | {"layers": 2048}))
+    row = {"model": "deep.json", "hardware": "a100-80gb", "gpus": 1024, "pp": 1024, "batch": 4096, "schedule": schedule}
+    began = time.process_time()
+    assert "are simulated: take fewer pipeline ranks" in refused(2, "predict", *flags(row), *options)
+    assert time.process_time() - began < 5
+
+
 def test_flags_are_what_rows_leave_out(cli, tmp_path) -> None:
     rows = rows_file(tmp_path, [{"tp": 8}, {"tp": 4, "batch": 32}])
     rest = {name: value for name, value in GPT3.items() if name != "tp"}

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quintsched.errors import UsageError
 from quintsched.ir.instructions import Recompute
 from quintsched.ir.mesh import Mesh
 from quintsched.prediction.pipeline.closed_forms import CLOSED_FORMS
@@ -35,6 +36,8 @@ ROUNDS = 3
 """A simulation runs so many times a pipeline's depth in microbatches; more of them repeat what it then has found."""
 FEWEST = 8
 """Of how many microbatches a repetition consists at least."""
+MOST_SIMULATED = 2**21
+"""How many passes of stages are simulated at most; these take some 20 seconds."""
 V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
 """Schedules under which the first rank has the first and the last stage."""
 WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
@@ -217,8 +220,12 @@ def staged(
 
     Returns:
         When the last computation ends, and how much longer gradients are added up, (n,) each.
+
+    Raises:
+        UsageError: too many stages and microbatches to be simulated.
     """
     few, more, times = repetition(pp, microbatches)
+    require_simulable(schedule, pp, more, durations.shape[1])
     recompute = tuple(bool(one) for one in (durations[KINDS.index(Recompute)] > 0).any(axis=1))
     recompute = recompute if any(recompute) else ()
     levels = levels_of(schedule, pp, more, chunks, recompute)
@@ -229,6 +236,17 @@ def staged(
         shorter = levels_of(schedule, pp, few, chunks, recompute).ends(durations).max(axis=0)
         makespan = makespan + (makespan - shorter) * times
     return makespan, np.maximum(exposed, 0.0)
+
+
+def require_simulable(schedule: str, pp: int, microbatches: int, num_stages: int) -> None:
+    """Raise `UsageError` where a simulation of so many microbatches takes too long: a forward and two halves each."""
+    passes = 3 * num_stages * microbatches
+    if passes > MOST_SIMULATED:
+        raise UsageError(
+            f"{schedule} with --pp {pp} takes a simulation of {passes} passes of stages; at most {MOST_SIMULATED} are "
+            f"simulated: take fewer pipeline ranks, or a schedule with a closed form ({', '.join(CLOSED_FORMS)}) "
+            "and no --simulate"
+        )
 
 
 def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
