@@ -7,7 +7,7 @@
 The peak of each is that of `VmHWM` in /proc, reset before it begins: Linux alone has it. Targets: a rise of at most
 1.2 times what the rank holds for a save in the background, whose buffer stays, and of 0.2 times where training waits
 for the save, and while loading, on the same mesh or on another. glibc is told to give memory back as soon as it is
-freed (MALLOC_MMAP_THRESHOLD_); by default it keeps some, and a load then shows 0.2 to 0.3 times.
+freed (MALLOC_MMAP_THRESHOLD_), so that what is measured is what the runtime asks for.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from quintsched.errors import InputError, MisfitError, nearest
 from ..blocks.number_types import require_kind
 from ..blocks.plain_values import is_text
 from ..comm.control import ControlGroup
-from ..optim.kept import kept_of
+from ..optim.kept import KeptMemory, kept_of
 from .boxes import Box
 from .dcp_format import TABLE, PieceReader, read_table
 from .folders import standing
@@ -135,21 +135,22 @@ class _Loader:
                 self._load_kept(weight, weight.kept)
 
     def _load_kept(self, weight: SavedWeight, kept: Kept) -> None:
-        kept.state.clear()
+        assert weight.held.numbers is not None
+        memory = KeptMemory(kept.state, weight.held.numbers)
         flat: dict[str, object] = {}
         for called in map(self._in_states.in_file, weight.names):
             for key in self._states.get(called, ()):
                 if key not in flat:
-                    flat[key] = self._state(f"{STATE}{called}.{key}", key, weight, kept)
+                    flat[key] = self._state(f"{STATE}{called}.{key}", key, weight, kept, memory)
         kept.state.update(kept_of(flat, weight.held.tensor.device))
 
-    def _state(self, name: str, key: str, weight: SavedWeight, kept: Kept) -> object:
+    def _state(self, name: str, key: str, weight: SavedWeight, kept: Kept, memory: KeptMemory) -> object:
         if name in self._values:
             return self._pieces.value(name)
         stored, device = self._tensors[name], weight.held.tensor.device
         size = tuple(stored.size)
         if size == kept.placement.shape and size and not is_text(key):
-            value = torch.empty(kept.shape, dtype=stored.properties.dtype, device=device)
+            value = memory.take(key, kept.shape, stored.properties.dtype, device)
             self._fill(name, list(kept.placement.boxes(value)))
             return value
         if size and not kept.placement.is_whole and not is_text(key):

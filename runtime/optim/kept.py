@@ -9,7 +9,8 @@ in "#" is the JSON of a value (`blocks.plain_values`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import UsageError
 
+from ..blocks.dtensor import local_of
 from ..blocks.plain_values import TEXT, NotPlainError, is_text, pack, quoted, unpack, unquoted
 
 SCALARS = (bool, int, float, str, type(None))
@@ -58,3 +60,32 @@ def kept_of(flat: Mapping[str, Any], device: torch.device) -> dict[Any, Any]:
         elif TEXT not in name:
             kept[unquoted(name)] = value
     return kept
+
+
+class KeptMemory:
+    """The tensors that were kept for a parameter, as memory for those that are loaded in their place.
+
+    Freed and allocated anew, tensor by tensor, they would leave gaps that the host's allocator fills with nothing. One
+    that shares its memory with another, or with the parameter, is not written to.
+    """
+
+    def __init__(self, kept: dict[Any, Any], parameter: Tensor) -> None:
+        named = {key: value for key, value in kept.items() if type(key) is str and type(value) is Tensor}
+        starts = Counter(_start(tensor) for tensor in (local_of(parameter), *named.values()))
+        self._free = {
+            quoted(key): tensor
+            for key, tensor in named.items()
+            if tensor.dim() and tensor.is_contiguous() and starts[_start(tensor)] == 1
+        }
+        kept.clear()
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what `flat_of` names so: the tensor that was kept there if it is alike, or a new one."""
+        found = self._free.pop(name, None)
+        if found is not None and (tuple(found.shape), found.dtype, found.device) == (tuple(shape), dtype, device):
+            return found.detach()
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def _start(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

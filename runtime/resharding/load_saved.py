@@ -23,7 +23,7 @@ from ..interchange.boxes import Placement
 from ..interchange.exchange import Exchange
 from ..interchange.held import HeldTensor
 from ..interchange.save_dcp import STEP
-from ..optim.kept import kept_of
+from ..optim.kept import KeptMemory, kept_of
 from ..optim.own_state import BESIDE as OPTIMIZERS
 from ..state.state_dict import MARK, same
 from ..weights.average import DECAY, WeightAverage, require_order
@@ -156,8 +156,7 @@ class _Loader:
         placement = placement if kept.is_shard else placement.gathered()
         shape = kept.handle.shape if kept.is_shard else torch.Size(placement.shape)
         weight = next((called for called in self._called[one.name] if self._saved.keys_of(called)), None)
-        if self._saved.has_states:
-            kept.state.clear()
+        memory = KeptMemory(kept.state if self._saved.has_states else {}, kept.handle)
         flat: dict[str, Tensor] = {}
         for key in self._saved.keys_of(weight) if weight is not None else ():
             name = f"{STATE}{weight}.{key}"
@@ -166,7 +165,7 @@ class _Loader:
             elif name in self._saved.beside:
                 value = self._beside(name, placement)
             elif self._saved.shape(name) == placement.shape and shape:
-                value = torch.empty(shape, dtype=self._saved.dtype(name))
+                value = memory.take(key, shape, self._saved.dtype(name), torch.device("cpu"))
                 self._saved.fill(name, list(placement.boxes(value)))
             else:
                 value = self._whole(name, placement)

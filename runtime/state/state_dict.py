@@ -32,7 +32,7 @@ from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import gather_texts
 from ..optim.gathered import Stepper
-from ..optim.kept import flat_of, kept_of
+from ..optim.kept import KeptMemory, flat_of, kept_of
 from ..optim.own_state import BESIDE
 from ..parallel.tensor.apply import gather_full
 from ..stage.build import Stage
@@ -251,8 +251,11 @@ def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapp
     for name, master, stepper, kept in _optimizer_state(stages, steppers, masters):
         prefix = f"optimizer.{name}."
         brought = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-        kept.clear()
-        flat = {key: tensor.to(stepper.home_of(master, key), copy=True) for key, tensor in brought.items()}
+        memory = KeptMemory(kept, master)
+        flat = {
+            key: memory.take(key, tensor.shape, tensor.dtype, stepper.home_of(master, key)).copy_(tensor)
+            for key, tensor in brought.items()
+        }
         kept.update(kept_of(flat, master.device))
     load_optimizers_beside(stages, steppers, masters, state)
 

@@ -26,7 +26,7 @@ from ..blocks.number_types import require_kind
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import gather_texts
-from ..optim.kept import flat_of, kept_of
+from ..optim.kept import KeptMemory, flat_of, kept_of
 from ..optim.own_state import BESIDE
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
@@ -174,7 +174,7 @@ class FullState:
             return
         names = [name, *self._ties(name)]
         prefix = next((p for p in (f"optimizer.{n}." for n in names) if any(key.startswith(p) for key in state)), None)
-        kept.state.clear()
+        memory = KeptMemory(kept.state, kept.handle)
         flat: dict[str, Tensor] = {}
         for full_key, found in state.items():
             if prefix is None or not full_key.startswith(prefix):
@@ -182,9 +182,9 @@ class FullState:
             key = full_key.removeprefix(prefix)
             is_cut = kept.is_shard and found.dim() > 0 and list(found.shape) == _full_shape(parameter)
             if is_cut and not is_text(key):
-                flat[key] = self._mine(parameter, found, found.dtype).view_as(kept.handle).clone()
-            else:
-                flat[key] = found.to(kept.step_device if key == "step" else kept.handle.device, copy=True)
+                found = self._mine(parameter, found, found.dtype).view_as(kept.handle)
+            home = kept.step_device if key == "step" else kept.handle.device
+            flat[key] = memory.take(key, found.shape, found.dtype, home).copy_(found)
         kept.state.update(kept_of(flat, kept.handle.device))
 
     def _mine(self, parameter: nn.Parameter, full: Tensor, dtype: torch.dtype) -> Tensor:
