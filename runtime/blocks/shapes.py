@@ -184,7 +184,22 @@ def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[s
 def wants_data(error: MisfitError) -> bool:
     """Whether shapes could not be found since a block looks at data (`.item()`, masks), or is not made for meta."""
     cause = error.__cause__
-    return isinstance(cause, NotImplementedError) or (cause is not None and "meta" in str(cause).lower())
+    words = "" if cause is None else str(cause).lower()
+    return isinstance(cause, NotImplementedError) or "meta" in words or "tensor.__format__" in words
+
+
+def lengthened(left: TreeSpec, tokens: Sequence[int], times: int) -> TreeSpec:
+    """Return what a block leaves of more tokens, where only data can tell: that of a unit of `tokens` has so many times
+    the length in the first dimension of that length.
+    """
+
+    def longer(spec: TensorSpec) -> TensorSpec:
+        dim = next((dim for dim in range(1, len(spec.shape)) if spec.shape[dim : dim + 1] == tuple(tokens)), None)
+        if dim is None:
+            return spec
+        return TensorSpec((*spec.shape[:dim], spec.shape[dim] * times, *spec.shape[dim + 1 :]), spec.dtype)
+
+    return TreeSpec(left.tree, tuple(map(longer, left.tensors)))
 
 
 def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:

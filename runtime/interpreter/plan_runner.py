@@ -277,7 +277,7 @@ class PlanRunner:
         shape = next((step.units.shapes[unit] for unit in outputs), None)
         if shape is None:
             return None
-        return OutputJoiner(self._model, self._groups)(outputs, shape.spec.inputs, dict(shape.spec.extras))
+        return OutputJoiner(self._model, self._groups)(outputs, shape)
 
     def _settle_overlaps(self, overlaps: Overlaps) -> None:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""

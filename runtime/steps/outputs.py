@@ -17,13 +17,14 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.shapes import trace_shapes
+from ..blocks.shapes import lengthened, trace_shapes, wants_data
 from ..blocks.trees import Tensors, TensorSpec, TreeSpec, flatten, merged
 from ..comm import Group
 from ..comm.autograd_collectives import all_gather
 from ..parallel.context.context import whole_sequences
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
+from .units import UnitShape
 
 
 class OutputJoiner:
@@ -32,13 +33,12 @@ class OutputJoiner:
     def __init__(self, model: RankModel, groups: MeshGroups) -> None:
         self._model, self._tensor, self._context = model, groups.tensor, groups.context
 
-    def __call__(self, outputs: Mapping[int, Any], inputs: TreeSpec, extras: Mapping[str, TreeSpec]) -> Any:
+    def __call__(self, outputs: Mapping[int, Any], shape: UnitShape) -> Any:
         """Return the outputs of all units as one tree (collective over tp and cp); None where this rank has none.
 
         Args:
             outputs: what the last block gave for each unit.
-            inputs: the spec of a unit of inputs.
-            extras: those of its extras.
+            shape: the shape of a unit.
 
         Raises `MisfitError` where they cannot be joined.
         """
@@ -49,15 +49,13 @@ class OutputJoiner:
         if tree is None:
             raise MisfitError(f"the outputs of microbatches are built otherwise: {trees[0]} and {trees[-1]}")
         joined = [_join(path, parts) for path, parts in zip(tree.paths, zip(*rows, strict=True), strict=True)]
-        return tree.build(self._gathered(joined, inputs, extras))
+        return tree.build(self._gathered(joined, shape))
 
-    def _gathered(
-        self, tensors: Sequence[Tensor], inputs: TreeSpec, extras: Mapping[str, TreeSpec]
-    ) -> Sequence[Tensor]:
+    def _gathered(self, tensors: Sequence[Tensor], shape: UnitShape) -> Sequence[Tensor]:
         cp, cuts_logits = self._context.size, self._model.tensor.cuts_logits
         if cp == 1 and not cuts_logits:
             return tensors
-        specs = self._specs(inputs, extras)
+        specs = shape.parcels[-1].output.tensors
         if cuts_logits:
             tensors = [
                 all_gather(tensor, self._tensor, -1) if _is_part(tensor, spec, self._tensor) else tensor
@@ -65,15 +63,22 @@ class OutputJoiner:
             ]
         if cp == 1:
             return tensors
-        longer = self._specs(_longer(inputs, cp), {name: _longer(spec, cp) for name, spec in extras.items()})
+        longer = self._longer(shape, cp)
         dims = [_sequence_of(spec, whole, cp) for spec, whole in zip(specs, longer, strict=True)]
         return [
             tensor if dim is None else whole_sequences(tensor, self._context, dim)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
 
-    def _specs(self, inputs: TreeSpec, extras: Mapping[str, TreeSpec]) -> tuple[TensorSpec, ...]:
-        parcels = trace_shapes(self._model.outlines, inputs, extras, self._model.options.dtype)
+    def _longer(self, shape: UnitShape, cp: int) -> tuple[TensorSpec, ...]:
+        """Return the specs of what the last block gives of sequences of so many times the length."""
+        inputs, extras = shape.spec.inputs, {name: _longer(spec, cp) for name, spec in shape.spec.extras}
+        try:
+            parcels = trace_shapes(self._model.outlines, _longer(inputs, cp), extras, self._model.options.dtype)
+        except MisfitError as error:
+            if not wants_data(error):
+                raise
+            return lengthened(shape.parcels[-1].output, inputs.samples.shape[1:2], cp).tensors
         return parcels[-1].output.tensors
 
 

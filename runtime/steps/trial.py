@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quintsched.errors import MisfitError
 
@@ -83,17 +83,20 @@ class Trial:
     ) -> tuple[tuple[Any, dict[str, Tensor]], list[Any]]:
         """Run the blocks of a stage, and tell the others what they gave."""
         (given, riders), found, announcer = carried, list[Any](), Announcer(self._pipeline, holder, width=0)
-        blocks = self._model.stages[stage].blocks
+        model = self._model
         with self._gathered(stage):
-            for number, block in blocks.items():
+            for number, block in model.stages[stage].blocks.items():
                 accepts = accepted_extras(block)
                 taken = {name: extra for name, extra in {**extras, **riders}.items() if accepts(name)}
                 try:
                     with untouched(block):
-                        run = partial(_call, block)
+                        run = partial(model.tensor.run_whole, int(number), block)
                         (given, fresh, auxiliary), records = run_block(run, given, taken)
                 except Exception as error:
-                    words = f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {type(block).__name__})"
+                    where = type(block).__name__
+                    if model.tensor.tokens.inside(int(number)):
+                        where += ", which sequence_parallel gives a slice of the tokens: run without it"
+                    words = f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {where})"
                     announcer.refuse(MisfitError(words))
                     raise MisfitError(words) from error
                 riders = {**riders, **fresh}
@@ -119,10 +122,6 @@ class Trial:
 
 def _empty(words: str, group: Group) -> Any:
     return from_words(words).empty(group.device)
-
-
-def _call(block: nn.Module, given: Any, taken: Mapping[str, Any]) -> Any:
-    return block(given, **taken)
 
 
 def _on_meta(output: str, riders: Mapping[str, str], has_loss: bool, records: bool) -> Result:

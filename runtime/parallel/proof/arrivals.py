@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...blocks.blocks import TARGETS, TOKENS, Parcel, takes_targets
-from ...blocks.shapes import trace_shapes
+from ...blocks.shapes import lengthened, trace_shapes, wants_data
 from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
 from ...comm import Group, ReduceOp, SelfGroup
 from ..context.context import whole_sequences
@@ -123,11 +123,7 @@ class Arrivals:
         self._group, self._cuts, self._of_unit, self._units = group, slices * group.size, parcels, units
         self._of_unit_samples = units.spec.samples.shape[0]
         self._samples = min(samples or self._of_unit_samples, self._of_unit_samples)
-        try:
-            self._whole = list(parcels) if samples is None else self._trace(outlines, dtype)
-        except MisfitError:  # blocks that want as many samples as there are
-            self._samples = self._of_unit_samples
-            self._whole = self._trace(outlines, dtype)
+        self._whole = list(parcels) if samples is None else self._trace(outlines, parcels, dtype)
         self._extras = {name: self._whole_tree([unit[name] for unit in units.extras]) for name in units.extras[0]}
         self._targets = self._whole_tree(units.targets) if units.targets else None
         self._inputs = list(map(self._whole_of, zip(*units.inputs, strict=True))) if units.inputs else None
@@ -151,10 +147,28 @@ class Arrivals:
                 return cls(FirstUnits(spec, {}, [], [], [{}]), outlines, parcels, alone, 1, dtype)
         return None
 
-    def _trace(self, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> list[Parcel]:
-        """Return what blocks leave of whole sequences of few samples."""
-        extras = {name: self._tree_spec(spec) for name, spec in self._units.extra_specs.items()}
-        return trace_shapes(outlines, self._tree_spec(self._units.spec), extras, dtype)
+    def _trace(
+        self, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], dtype: torch.dtype | None
+    ) -> list[Parcel]:
+        """Return what blocks leave of whole sequences: of few samples, or of all, for blocks that want as many.
+
+        Where only data can tell, it is what they left of a unit, with as many times its tokens.
+        """
+        for samples in (self._samples, self._of_unit_samples):
+            self._samples = samples
+            extras = {name: self._tree_spec(spec) for name, spec in self._units.extra_specs.items()}
+            try:
+                return trace_shapes(outlines, self._tree_spec(self._units.spec), extras, dtype)
+            except MisfitError as error:
+                found = error
+        if not wants_data(found):
+            raise found
+        return [self._lengthened(parcel) for parcel in parcels]
+
+    def _lengthened(self, parcel: Parcel) -> Parcel:
+        tokens, cuts = self._units.spec.samples.shape[1:2], self._cuts
+        riders = ((name, lengthened(TreeSpec.plain(spec), tokens, cuts).tensors[0]) for name, spec in parcel.riders)
+        return replace(parcel, output=lengthened(parcel.output, tokens, cuts), riders=tuple(riders))
 
     def _tree_spec(self, unit: TreeSpec) -> TreeSpec:
         return TreeSpec(unit.tree, tuple(map(self._spec, unit.tensors)))

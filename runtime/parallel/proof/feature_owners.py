@@ -31,7 +31,9 @@ from .owner_rules import HOST, Joined, Unknown, owners_of_results, require_one
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
-_HOST_PROTOCOLS = {"__array__", "__dlpack__"}
+_HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
+_PICKLED = "_typed_storage"
+"""Torch's function that pickles and files get numbers by."""
 
 Place = tuple[tuple[str, int], ...]
 """The innermost lines of users' code and of libraries of models that run."""
@@ -196,8 +198,9 @@ class HostReads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        is_users = name in _HOST_METHODS and not sys._getframe(1).f_code.co_filename.startswith(_PASSED)
-        if is_users or name in _HOST_PROTOCOLS:
+        code = sys._getframe(1).f_code
+        is_users = not code.co_filename.startswith(_PASSED) or code.co_name == _PICKLED
+        if (name in _HOST_METHODS and is_users) or name in _HOST_PROTOCOLS:
             raise Joined(f"reads numbers on the host ({name}{line()}), by which it may do something else")
         return func(*args, **(kwargs or {}))
 

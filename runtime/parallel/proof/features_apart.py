@@ -94,7 +94,7 @@ def _follow(
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
     with owners.through_pairs(cuts, size):
         for _ in range(times):
-            with HostReads(), reads.watching(), owners:
+            with reads.watching(), HostReads(), owners:
                 outputs = outputs_of(twin, arrival)
             owners.require_none(outputs)
             states.append(plain_state(twin))

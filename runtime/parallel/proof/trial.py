@@ -20,7 +20,7 @@ from ...blocks.blocks import accepted_extras, split_result
 from ...blocks.trees import flatten
 from ...comm import Group
 from ..context.context import ContextParallel
-from ..tensor.sequence import SequenceParallel, partial_weights
+from ..tensor.sequence import partial_weights, run_on_slices
 from ..tensor.shard import shard_of, take_shard
 from .arrivals import Arrival, Given, GivenTree, cut_dimension
 from .twins import SEED
@@ -92,7 +92,7 @@ class Figures:
 
 def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
     """Run a block that is whole, on whole sequences."""
-    leaves, run = _run(block, block, arrival, Setting().slicer(None), {})
+    leaves, run = _run(block, None, arrival, Setting().slicer(None), {})
     outputs = _detached(run)
     _backward(run, _seeds(outputs), {}, Setting().slicer(None))
     return Figures(outputs, {name: leaf.grad for name, leaf in leaves.items()}, _weight_gradients(block))
@@ -100,18 +100,16 @@ def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
 
 def outputs_of(block: nn.Module, arrival: Arrival, beside: Mapping[str, Any] = MappingProxyType({})) -> Tensors:
     """Return what a block that is whole gives, as one run makes it; `beside`: a context, or a past."""
-    return _run(block, block, arrival, Setting().slicer(None), beside)[1]
+    return _run(block, None, arrival, Setting().slicer(None), beside)[1]
 
 
 def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures) -> Figures:
     """Run a block that is cut, as this rank does in a step: slice by slice, backwards against the order."""
-    inside = block
-    if setting.slices_tokens:
-        inside = nn.Sequential(*SequenceParallel([True], setting.tensor).around(0, block))
+    sliced = setting.tensor if setting.slices_tokens else None
     store, seeds, runs = Store(), _seeds(whole.outputs), []
     for number in range(setting.slices):
         take = setting.slicer(number)
-        runs.append((take, *_run(block, inside, arrival, take, _beside(arrival, setting, store, number))))
+        runs.append((take, *_run(block, sliced, arrival, take, _beside(arrival, setting, store, number))))
     dims = {
         name: cut_dimension(tensor.shape, runs[0][2][name].shape, setting.cuts)
         for name, tensor in whole.outputs.items()
@@ -192,9 +190,9 @@ def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
 
 
 def _run(
-    block: nn.Module, inside: nn.Module, arrival: Arrival, take: Slicer, beside: Mapping[str, Any]
+    block: nn.Module, sliced: Group | None, arrival: Arrival, take: Slicer, beside: Mapping[str, Any]
 ) -> tuple[Tensors, Tensors]:
-    """Run `inside`, which is `block` with what is around it; return its inputs, as leaves, and its outputs."""
+    """Run a block, on slices of the tokens over a group if there is one; return its inputs, as leaves, and outputs."""
     leaves = {name: take(given.tensor, given.tokens).detach().clone() for name, given in arrival.tensors.items()}
     for leaf in leaves.values():
         if leaf.is_floating_point():
@@ -207,20 +205,10 @@ def _run(
     }
     accepts = accepted_extras(block)
     taken = {name: extra for name, extra in {**extras, **copies, **beside}.items() if accepts(name)}
-    output, riders, auxiliary = split_result(_through(inside, block, activation, taken))
+    output, riders, auxiliary = split_result(run_on_slices(block, sliced, activation, taken))
     left, tensors = flatten(output)
     outputs = {**dict(zip(left.paths, tensors, strict=True)), **riders}
     return leaves, {**outputs, **({} if auxiliary is None else {LOSS: auxiliary})}
-
-
-def _through(inside: nn.Module, block: nn.Module, activation: Any, extras: Mapping[str, Any]) -> Any:
-    if inside is block:
-        return block(activation, **extras)
-    assert isinstance(inside, nn.Sequential)
-    before, _, behind = inside
-    output, riders, auxiliary = split_result(block(before(activation), **extras))
-    assert not riders
-    return behind(output) if auxiliary is None else (behind(output), auxiliary)
 
 
 def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> dict[str, Any]:

@@ -7,18 +7,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...blocks.blocks import Parcel
 from ...blocks.dtensor import is_sharded
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
+from ...comm.autograd_collectives import gather_from_group
 from ...job.choices import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
 from .choice import Choice
 from .cuts import Cut, cut_weights, has_hooked_weights, is_layer
 from .rules import Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
-from .sequence import SequenceParallel, partial_weights
+from .sequence import SequenceParallel, partial_weights, run_on_slices
 
 
 class TensorCuts:
@@ -138,6 +139,13 @@ class TensorCuts:
             *sizes, ids = logits.shape
             last = replace(last, output=TreeSpec.plain(TensorSpec((*sizes, ids // self._group.size), logits.dtype)))
         return [*others, last]
+
+    def run_whole(self, number: int, block: nn.Module, given: Any, taken: Mapping[str, Any]) -> Any:
+        """Run a block of this rank on whole tokens; what it gives is whole, too, in tokens and in logits."""
+        result = run_on_slices(block, self.tokens.group_of(number), given, taken)
+        if not self._logits_are_cut or number != self._last or not isinstance(result, Tensor):
+            return result
+        return gather_from_group(result, self._group, -1)
 
     @property
     def cuts_logits(self) -> bool:

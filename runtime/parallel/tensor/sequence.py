@@ -15,14 +15,15 @@ made from a slice of the tokens, a partial sum: after a stage's last backward th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import TOKENS, Parcel
+from ...blocks.blocks import TOKENS, Carry, Parcel, split_result
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, scatter_to_group
@@ -104,6 +105,14 @@ class SequenceParallel:
             )
         shape = (samples, rest[0] // self._group.size, *rest[1:])
         return replace(parcel, output=TreeSpec.plain(TensorSpec(shape, left.dtype)))
+
+
+def run_on_slices(block: nn.Module, group: Group | None, given: Any, taken: Mapping[str, Any]) -> Any:
+    """Run a block on whole tokens; one that works on slices over a group is given its slice, and gives whole ones."""
+    if group is None:
+        return block(given, **taken)
+    output, riders, auxiliary = split_result(block(scatter_to_group(given, group, TOKENS), **taken))
+    return Carry(gather_from_group(output, group, TOKENS), **riders), auxiliary
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:

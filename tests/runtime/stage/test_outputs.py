@@ -64,11 +64,20 @@ def test_outputs_of_all_microbatches_are_put_together(name: str) -> None:
     assert all(result.loss.item() == pytest.approx(expected) for result in results)
 
 
+class Known(nn.Module):
+    """Asks whether all ids are known, so that only data tell shapes."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert (ids >= 0).all()
+        return ids
+
+
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "pp=2,cp=2,tp=2"])
-def test_logits_are_whole_over_tp_and_cp(mesh: str) -> None:
+def test_logits_are_whole_over_tp_and_cp(mesh: str, asks: bool) -> None:
     ids = torch.randint(0, 10, (4, 8), generator=torch.Generator().manual_seed(0))
-    blocks = tiny_gpt(8, depth=2)
+    blocks = [*([Known] if asks else []), *tiny_gpt(8, depth=2)]
     whole = build_model(blocks, dtype=torch.float64).eval()(ids)
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
     results = evaluate(plan, blocks, cross_entropy_sum, ids, None)

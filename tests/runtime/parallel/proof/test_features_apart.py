@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 from collections.abc import Callable
@@ -44,6 +45,16 @@ class Between(Mlp):
         return self.function(self, y)
 
 
+class Given(Between):
+    """What is between may look at what the block is given, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        object.__setattr__(self, "given", x)
+        result = super().forward(x)
+        del self.given
+        return result
+
+
 class Config:
     hot = False
 
@@ -61,11 +72,17 @@ def train(transport: Transport, mesh: str, block: Callable[[], nn.Module], **mor
     return losses, str(engine.tensor_cuts)
 
 
-def said_of(between: Callable[[Any, Tensor], Tensor], mesh: str = "tp=2", state: Any = None, **more: Any) -> str:
+def said_of(
+    between: Callable[[Any, Tensor], Tensor],
+    mesh: str = "tp=2",
+    state: Any = None,
+    kind: type[Between] = Between,
+    **more: Any,
+) -> str:
     """Return what is cut, or why not; what runs has to be equal to one process."""
 
     def block() -> nn.Module:
-        return Between(between, state)
+        return kind(between, state)
 
     (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block, **more))
     try:
@@ -155,20 +172,32 @@ PLACES: list[Callable[[Any, Tensor], Tensor]] = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("between", PLACES)
 def test_pairs_are_compared_in_training_and_with_other_inputs(between: Callable[[Any, Tensor], Tensor]) -> None:
-    class Given(Between):
-        def forward(self, x: Tensor) -> Tensor:
-            object.__setattr__(self, "given", x)
-            result = super().forward(x)
-            del self.given
-            return result
+    assert said_of(between, kind=Given).endswith("; one by one: 0.fc1, 0.fc2")
 
-    def block() -> nn.Module:
-        return Given(lambda self, y: between(self, y))
 
-    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block))
-    losses, said = run_local(2, lambda transport: train(transport, "tp=2", block))[0]
-    assert losses == pytest.approx(alone, rel=1e-8)
-    assert said.endswith("; one by one: 0.fc1, 0.fc2")
+def checked(self: Any, y: Tensor) -> Tensor:
+    if not torch.isfinite(self.given).all():
+        raise ValueError("not finite")
+    return y
+
+
+ASKED: list[tuple[Callable[[Any, Tensor], Tensor], bool]] = [
+    (checked, True),
+    (lambda self, y: y * 2 if (self.given > 20).any() else y, True),
+    (lambda self, y: y.softmax(-1) if (self.given.abs() > 20).any() else y, False),
+    (lambda self, y: y.softmax(-1) if self.given.abs().max().item() > 20 else y, False),
+    (lambda self, y: y * max(y.detach()[0, 0].tolist()), False),
+    (lambda self, y: y * float(f"{y.detach()[0, 0, 0]:.3f}"), False),
+    (lambda self, y: y * pickle.loads(pickle.dumps(y.detach()))[0, 0, 0], False),
+    (lambda self, y: y * len(repr(y.detach()[0, 0, 0])), False),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("between", "is_pair"), ASKED)
+def test_blocks_that_read_data_in_python_are_followed(between: Callable[[Any, Tensor], Tensor], is_pair: bool) -> None:
+    said = "pairs proved at scales 0.1, 1, 10, 100: 0.fc1" if is_pair else "one by one: 0.fc1, 0.fc2"
+    assert said_of(between, kind=Given).endswith(f"; {said}")
 
 
 @pytest.mark.sampled(4)
