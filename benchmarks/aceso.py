@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quintsched.profiles.aceso import read_layout
-from quintsched.profiles.compose import Composed, compose
-from quintsched.profiles.profile import Profile
-from quintsched.profiles.reading import read_profile
+from quintsched.strategies.profiles.aceso import read_layout
+from quintsched.strategies.profiles.compose import Composed, compose
+from quintsched.strategies.profiles.profile import Profile
+from quintsched.strategies.profiles.reading import read_profile
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20

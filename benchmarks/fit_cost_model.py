@@ -1,4 +1,4 @@
-"""Fits the six constants of `quintsched.prediction.efficiency` to one published table, and says how well they hold.
+"""Fits the six constants of `strategies.prediction.efficiency` to one published table, and says how well they hold.
 
     python benchmarks/fit_cost_model.py            the constants, each row's error, and that with the row left out
     python benchmarks/fit_cost_model.py --h100     also the H100's own constant, from the two runs that it names
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.descriptions.library import find_hardware, find_model
-from quintsched.descriptions.rows import read_row
-from quintsched.prediction.columns import Table
-from quintsched.prediction.efficiency import CONSTANTS, Constants
-from quintsched.prediction.table import distinct_blocks, evaluate
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.rows import read_row
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
+from quintsched.strategies.prediction.table import distinct_blocks, evaluate
 
 DATA = Path(__file__).parent / "data"
 START = Constants(product=0.85, half=200.0, memory=0.8, link=0.8, network=0.4, contention=0.2)

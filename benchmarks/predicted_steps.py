@@ -40,18 +40,18 @@ import torch
 import torch.distributed as dist
 from paired import Interval, Target, median_interval
 
-from quintsched.descriptions.hardware import Hardware
-from quintsched.descriptions.library import find_hardware
-from quintsched.descriptions.model import Model
-from quintsched.descriptions.placement import resolved
-from quintsched.descriptions.strategy import Strategy
-from quintsched.descriptions.wording import strategy_name
-from quintsched.prediction.plans import plan_of
-from quintsched.prediction.step import predict
 from quintsched.runtime import Engine, connect
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.library import find_hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.placement import resolved
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.wording import strategy_name
+from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.prediction.step import predict
 
 MODEL = Model(
     name="gpt", layers=8, hidden=256, heads=8, vocab=1024, seq=128, tied=False, dropout=False, attention="flash"

@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.descriptions.model import Model
-from quintsched.descriptions.rows import Row, read_row
-from quintsched.descriptions.strategy import Strategy
-from quintsched.prediction.collectives import all_reduce_s
-from quintsched.prediction.columns import Table
-from quintsched.prediction.efficiency import peak
-from quintsched.prediction.step import model_flops, predict
-from quintsched.prediction.table import evaluate
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.rows import Row, read_row
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.collectives import all_reduce_s
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.efficiency import peak
+from quintsched.strategies.prediction.step import model_flops, predict
+from quintsched.strategies.prediction.table import evaluate
 
 DATA = Path(__file__).parent / "data"
 TABLES = ("korthikanti", "megatron_table1", "megatron_table2", "mpt_a100", "mpt_h100")

@@ -25,12 +25,12 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from quintsched.descriptions.library import find_hardware, find_model
-from quintsched.descriptions.wording import duration, strategy_name
-from quintsched.tuning.certificate import certify, load_certificate
-from quintsched.tuning.checker import check_certificate
-from quintsched.tuning.space import divisors
-from quintsched.tuning.tune import Tuning, tune
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.wording import duration, strategy_name
+from quintsched.strategies.tuning.certificate import certify, load_certificate
+from quintsched.strategies.tuning.checker import check_certificate
+from quintsched.strategies.tuning.space import divisors
+from quintsched.strategies.tuning.tune import Tuning, tune
 
 GPUS, BATCH, SEQ = 16_384, 16_384, 2048
 LAYERS, HIDDEN, HEADS = 128, 25_600, 160

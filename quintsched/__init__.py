@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quintsched.compiler import compile
-    from quintsched.descriptions.hardware import Hardware
-    from quintsched.descriptions.library import find_hardware, find_model
-    from quintsched.descriptions.model import Model
-    from quintsched.descriptions.strategy import Strategy
     from quintsched.errors import (
         CodeError,
         InputError,
@@ -34,22 +30,26 @@ if TYPE_CHECKING:
     from quintsched.ir.diagnostics import Finding
     from quintsched.ir.mesh import Mesh
     from quintsched.plan import Plan, simulate
-    from quintsched.prediction.step import Prediction, predict
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
-    from quintsched.tuning.tune import Tuning, tune
+    from quintsched.strategies.descriptions.hardware import Hardware
+    from quintsched.strategies.descriptions.library import find_hardware, find_model
+    from quintsched.strategies.descriptions.model import Model
+    from quintsched.strategies.descriptions.strategy import Strategy
+    from quintsched.strategies.prediction.step import Prediction, predict
+    from quintsched.strategies.tuning.tune import Tuning, tune
     from quintsched.verify.soundness import Verdict, check
 
 _HOMES = {
     "verify.soundness": ("Verdict", "check"),
     "compiler": ("compile",),
-    "descriptions.hardware": ("Hardware",),
-    "descriptions.library": ("find_hardware", "find_model"),
-    "descriptions.model": ("Model",),
-    "descriptions.strategy": ("Strategy",),
-    "prediction.step": ("Prediction", "predict"),
-    "tuning.tune": ("Tuning", "tune"),
+    "strategies.descriptions.hardware": ("Hardware",),
+    "strategies.descriptions.library": ("find_hardware", "find_model"),
+    "strategies.descriptions.model": ("Model",),
+    "strategies.descriptions.strategy": ("Strategy",),
+    "strategies.prediction.step": ("Prediction", "predict"),
+    "strategies.tuning.tune": ("Tuning", "tune"),
     "simulation.costs": ("Costs",),
     "errors": (
         "CodeError",

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from quintsched.descriptions.wording import duration, gigabytes, strategy_name
 from quintsched.errors import UsageError
-from quintsched.tuning.tune import Candidate, Tuning
+from quintsched.strategies.descriptions.wording import duration, gigabytes, strategy_name
+from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 from .sheet import Sheet, check_suffix
 from .style import HAIRLINE, INK, QUIET, house_style, printable

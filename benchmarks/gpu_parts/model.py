@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.descriptions.model import Model
 from quintsched.runtime import Engine, Transport, build_model
 from quintsched.runtime.comm import LocalTransport, LocalWorld
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_sizes
 from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.strategies.descriptions.model import Model
 
 AdamW = partial(torch.optim.AdamW, lr=1e-4)
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from paired import Target, median_s, sample_warm
 
-from quintsched.descriptions.library import find_hardware
-from quintsched.descriptions.placement import resolved
-from quintsched.descriptions.strategy import Strategy
-from quintsched.descriptions.wording import strategy_name
-from quintsched.prediction.plans import plan_of
-from quintsched.prediction.step import predict
 from quintsched.runtime import Engine
 from quintsched.runtime.calibrate.machine import calibrate
 from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.strategies.descriptions.library import find_hardware
+from quintsched.strategies.descriptions.placement import resolved
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.wording import strategy_name
+from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.prediction.step import predict
 
 from .model import MEDIUM, AdamW, Size, alone, sized, synchronize, whole
 

@@ -13,7 +13,6 @@ from typing import Any
 from typer.main import get_command
 
 from quintsched.cli.app import Group, make_app
-from quintsched.cli.calibrate import calibrate
 from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
 from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
@@ -23,10 +22,11 @@ from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run, verify
-from quintsched.cli.strategies.predict import predict
-from quintsched.cli.strategies.tune import tune
 from quintsched.cli.timing import compare, simulate
 from quintsched.files.terminal import standard_streams
+from quintsched.strategies.commands.calibrate import calibrate
+from quintsched.strategies.commands.predict import predict
+from quintsched.strategies.commands.tune import tune
 
 COMMANDS = (
     schedules,

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
     from quintsched.simulation.simulator import Simulation
     from quintsched.trace.measured import MeasuredStep
-    from quintsched.tuning.tune import Tuning
 
 PICTURES = (".png", ".svg")
 PAGE, EVENTS = ".html", ".json"
@@ -143,17 +142,6 @@ def draw_collective(run: CollectiveRun, output: Path) -> None:
         from quintsched import viz
 
         viz.render_collective(run, path)
-
-    write_picture(path, draw)
-
-
-def draw_tuning(tuning: Tuning, path: Path) -> None:
-    """Draw what a search for strategies found; raises `UsageError` as `write_picture` does."""
-
-    def draw() -> None:
-        from quintsched import viz
-
-        viz.render_tuning(tuning, path)
 
     write_picture(path, draw)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from quintsched.descriptions.hardware import Curve
+from quintsched.strategies.descriptions.hardware import Curve
 
 from ..comm import Group, ReduceOp, Transport, Work
 from ..comm.clock import settled_s

@@ -11,8 +11,8 @@ import platform
 
 import torch
 
-from quintsched.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.errors import MisfitError
+from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 
 from ..comm.device import find_accelerator, is_accelerator, memory_bytes
 from . import operations

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.descriptions.hardware import Curve
+from quintsched.strategies.descriptions.hardware import Curve
 
 from ..comm.device import is_accelerator
 from .timing import call_s, curve_of

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from quintsched.descriptions.hardware import Curve
+from quintsched.strategies.descriptions.hardware import Curve
 
 from ..comm.clock import now_s, settled_s, thread_computed_s
 from ..comm.device import is_accelerator

@@ -14,15 +14,15 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from quintsched.descriptions.library import find_hardware
-from quintsched.descriptions.model import Model
-from quintsched.descriptions.strategy import Strategy
-from quintsched.descriptions.wording import duration, strategy_name
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.plan import Plan
-from quintsched.prediction.step import predict
-from quintsched.tuning.reasons import reasons
-from quintsched.tuning.tune import Tuning, tune
+from quintsched.strategies.descriptions.library import find_hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.wording import duration, strategy_name
+from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.tuning.reasons import reasons
+from quintsched.strategies.tuning.tune import Tuning, tune
 
 from ..comm.device import find_accelerator, num_devices
 from ..data import load_dataset

@@ -95,7 +95,7 @@ def _worlds(arguments: argparse.Namespace, known: argparse.Namespace) -> tuple[W
 
 def _measure_first(job: JobConfig) -> None:
     """Measure this machine, once for all ranks, where the job's choice needs that and it was never done."""
-    from quintsched.descriptions.library import CALIBRATED
+    from quintsched.strategies.descriptions.library import CALIBRATED
 
     file = CALIBRATED.expanduser()
     if job.parallel.auto is None or job.parallel.auto.hardware != "cpu" or file.is_file():

@@ -34,8 +34,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from quintsched.descriptions.model import Model
 from quintsched.errors import MisfitError, UsageError
+from quintsched.strategies.descriptions.model import Model
 
 from ..autograd.kv_store import Past
 from ..data import DataSpec

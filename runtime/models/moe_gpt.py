@@ -17,8 +17,8 @@ from functools import partial
 from pydantic import Field, model_validator
 from torch import nn
 
-from quintsched.descriptions.model import Experts, Model
 from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.model import Experts, Model
 
 from ..data import DataSpec
 from ..parallel.expert.moe import MoE

@@ -19,8 +19,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.descriptions.model import Images, Model
 from quintsched.errors import MisfitError, UsageError
+from quintsched.strategies.descriptions.model import Images, Model
 
 from ..data import DataSpec
 from ..job.settings import Settings

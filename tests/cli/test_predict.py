@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.cli.strategies.flags import FLAGS, SWITCHES, option_of
-from quintsched.descriptions.rows import KEYS
+from quintsched.strategies.commands.flags import FLAGS, SWITCHES, option_of
+from quintsched.strategies.descriptions.rows import KEYS
 
 GPT3 = {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048}
 INTERLEAVED = {**GPT3, "chunks": 3, "recompute": "selective", "sequence_parallel": True}
@@ -58,7 +58,7 @@ def test_a_table_for_people(cli) -> None:
 
 
 def _parts(row: dict[str, Any]) -> tuple[qs.Model, qs.Hardware, qs.Strategy]:
-    from quintsched.descriptions.rows import read_row
+    from quintsched.strategies.descriptions.rows import read_row
 
     read = read_row(row)
     return read.model, read.hardware, read.strategy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.descriptions.rows import read_row
+from quintsched.strategies.descriptions.rows import read_row
 
 SMALL = ("--model", "llama-2-7b", "--hardware", "a100-80gb", "--gpus", "16", "--batch", "64", "--seq", "2048")
 FEW = (*SMALL, "--cp", "1", "--zero", "0,1", "--schedule", "1f1b", "--recompute", "none,full", "--microbatch", "1,2")
@@ -152,8 +152,8 @@ def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
 
 
 def test_a_certificate_is_written_once_it_is_checked(cli, refused, tmp_path) -> None:
-    from quintsched.tuning.certificate import load_certificate
-    from quintsched.tuning.checker import check_certificate
+    from quintsched.strategies.tuning.certificate import load_certificate
+    from quintsched.strategies.tuning.checker import check_certificate
 
     found = cli("tune", *SMALL, "--certificate", "cert.json", "--json").data
     assert check_certificate(load_certificate(tmp_path / "cert.json")) == found["considered"]

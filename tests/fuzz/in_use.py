@@ -9,14 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quintsched.cli.strategies.measured import MeasuredStart
-from quintsched.cli.strategies.predict import predicted
-from quintsched.cli.strategies.report import as_data, describe
-from quintsched.descriptions.library import find_hardware, find_model, hardware_names, model_names
-from quintsched.profiles import aceso
-from quintsched.profiles.profile import Profile
-from quintsched.tuning.certificate import load_certificate
-from quintsched.tuning.checker import check_certificate
+from quintsched.strategies.commands.measured import MeasuredStart
+from quintsched.strategies.commands.predict import predicted
+from quintsched.strategies.commands.report import as_data, describe
+from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
+from quintsched.strategies.profiles import aceso
+from quintsched.strategies.profiles.profile import Profile
+from quintsched.strategies.tuning.certificate import load_certificate
+from quintsched.strategies.tuning.checker import check_certificate
 
 DATA = Path(__file__).parents[1] / "data"
 

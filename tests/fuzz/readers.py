@@ -21,8 +21,6 @@ import quintsched as qs
 from quintsched import torch_csv
 from quintsched.collectives import collective_json
 from quintsched.collectives.spelling import spelled
-from quintsched.descriptions.library import find_hardware, find_model, hardware_names, model_names
-from quintsched.descriptions.rows import read_row
 from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
@@ -36,9 +34,11 @@ from quintsched.simulation.costs import Costs
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate, RankState, Wait
 from quintsched.stalls.verdict import find_culprit
+from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
+from quintsched.strategies.descriptions.rows import read_row
+from quintsched.strategies.tuning.certificate import certify, load_certificate
+from quintsched.strategies.tuning.tune import tune
 from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks
-from quintsched.tuning.certificate import certify, load_certificate
-from quintsched.tuning.tune import tune
 from quintsched.verify.soundness import check
 
 from ..planner.tuning.problems import groups, problem

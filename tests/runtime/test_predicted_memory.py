@@ -13,20 +13,20 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.descriptions.hardware import Curve, Hardware, Measured
-from quintsched.descriptions.model import Experts, Images, Model
-from quintsched.descriptions.placement import resolved
-from quintsched.descriptions.strategy import Strategy
-from quintsched.prediction.columns import Table
-from quintsched.prediction.plans import plan_of
-from quintsched.prediction.table import held
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.job.config import ModelConfig
 from quintsched.runtime.models import build_model as blocks_of
 from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.tuning.emit import built_in
+from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.strategies.descriptions.model import Experts, Images, Model
+from quintsched.strategies.descriptions.placement import resolved
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.prediction.table import held
+from quintsched.strategies.tuning.emit import built_in
 
 SEQ, VOCAB, CLASSES = 32, 128, 16
 GPT = Model(layers=4, hidden=64, heads=4, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintsched.cli.calibrate import calibrate_first
-from quintsched.descriptions import library
 from quintsched.errors import MisfitError, StallError
 from quintsched.runtime.calibrate import cores, links, machine, operations
 from quintsched.runtime.calibrate.processes import run_processes
 from quintsched.runtime.calibrate.timing import call_s, curve_of
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clock import now_s
+from quintsched.strategies.commands.calibrate import calibrate_first
+from quintsched.strategies.descriptions import library
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def test_a_quota_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_hardware_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file, measured = tmp_path / "cpu.json", []
     monkeypatch.setattr(library, "CALIBRATED", file)
-    command = import_module("quintsched.cli.calibrate")
+    command = import_module("quintsched.strategies.commands.calibrate")
     monkeypatch.setattr(command, "_measure", lambda *what: measured.append(what) or file.touch() or 0)
     for hardware in ("a100-80gb", "cpu", "cpu"):
         calibrate_first(hardware)

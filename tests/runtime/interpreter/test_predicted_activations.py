@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.descriptions.hardware import Hardware, Measured
-from quintsched.descriptions.model import Model
-from quintsched.descriptions.strategy import Strategy
-from quintsched.prediction.columns import Table
-from quintsched.prediction.table import held
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.strategies.descriptions.hardware import Hardware, Measured
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.table import held
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS, SAMPLES = 64, 16, 4, 32, 4, 2
 GPT = Model(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.descriptions.parameters import total
 from quintsched.runtime.blocks.blocks import on_meta
 from quintsched.runtime.data import load_dataset
 from quintsched.runtime.job.config import DataConfig, JobConfig, ModelConfig
@@ -21,6 +20,7 @@ from quintsched.runtime.launch.local import _worlds
 from quintsched.runtime.launch.to_row import row_of
 from quintsched.runtime.launch.worker import main, parse
 from quintsched.runtime.models import build_model, model_sizes
+from quintsched.strategies.descriptions.parameters import total
 
 TEXT = {"name": "text", "options": {"sequence": 16, "max_bytes": 3000}}
 MODELS: dict[str, dict[str, Any]] = {

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quintsched.descriptions.model import Experts, Images, Model
-from quintsched.descriptions.strategy import Strategy
 from quintsched.runtime.launch.to_row import row_of
 from quintsched.runtime.launch.worker import main, parse, prepare
-from quintsched.tuning.emit import emit
+from quintsched.strategies.descriptions.model import Experts, Images, Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.tuning.emit import emit
 
 GPT = Model(layers=4, hidden=32, heads=4, vocab=256, seq=16, dropout=False)
 MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=128, every=2)})

@@ -1,0 +1,75 @@
+"""`quintsched calibrate`: measure this machine into a description that `predict` and `tune` take as `--hardware`.
+
+quintsched calibrate                     ──▶  ~/.cache/quintsched/cpu.json, which `--hardware cpu` means
+quintsched calibrate -o mine.json        ──▶  mine.json, for `--hardware mine.json`
+quintsched predict --hardware cpu …      measures first where that was never done
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quintsched.cli.output import note, say
+from quintsched.cli.runs import call
+from quintsched.errors import UsageError
+
+CPU = "cpu"
+
+
+def calibrate(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.json", help="Default for cpu: what --hardware cpu means."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="KIND", help="What to measure: cpu, or cuda and its like.")
+    ] = CPU,
+) -> None:
+    """Measure this machine for predictions: up to a minute.
+
+    Products, memory, and links between processes.
+    """
+    from quintsched.strategies.descriptions.library import CALIBRATED
+
+    if output is None and device != CPU:
+        raise UsageError(f"calibrate --device {device}: say where the description goes, with -o {device}.json")
+    code = _measure(output or CALIBRATED.expanduser(), device)
+    if not code:
+        say(f"--hardware {output or CPU} now means this machine as measured")
+    raise typer.Exit(code)
+
+
+def calibrate_first(hardware: str) -> None:
+    """Measure this machine where `--hardware cpu` asks for it and it never was, and say so; exits where that fails."""
+    from quintsched.strategies.descriptions.library import CALIBRATED
+
+    file = CALIBRATED.expanduser()
+    if hardware.strip().lower() == CPU and not file.is_file():
+        _make_folder(file)
+        note(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)")
+        code = _measure(file, CPU)
+        if code:
+            raise typer.Exit(code)
+
+
+def _measure(file: Path, device: str) -> int:
+    """Measure in a process of its own, and return its exit code."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("measuring this machine needs torch; pip install 'quintsched[runtime]'")
+    _make_folder(file)
+    return call([sys.executable, "-m", "quintsched.runtime.calibrate", str(file), "--device", device])
+
+
+def _make_folder(file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{file}: cannot write the description: {error.strerror or error}; write it elsewhere, like "
+            "`quintsched calibrate -o cpu.json`, and give --hardware cpu.json"
+        ) from error

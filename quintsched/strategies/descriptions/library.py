@@ -1,0 +1,187 @@
+"""Finding models and hardware: by the name of a preset, in a file, or as a mapping.
+
+    "gpt3-175b", "GPT3_175B"       ─┐
+    "my_model.yaml", "m.json"      ─┤
+    "config.json", its folder      ─┼──▶ Model            "a100-80gb", "cluster.yaml", {...} ──▶ Hardware
+    {"like": "gpt3-175b", …}       ─┘
+
+Names of presets are read without regard to case and punctuation. A mapping, or a file, may name what it is `like`, and
+give only what differs. A mapping that gives a GPT's sizes alone is taken as Megatron-LM ran it until 2022, with
+attention that is not fused; `attention: flash` says otherwise. `cpu` is this machine, as `quintsched calibrate` has
+measured it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from quintsched.errors import InputError, UsageError, quoted, suggest
+from quintsched.files.atomic import read_whole
+from quintsched.files.strictjson import describe_faults, parse_strict, shorten
+from quintsched.files.strictyaml import parse_yaml
+from quintsched.strategies.descriptions import other_words
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.huggingface import is_config, read_config
+from quintsched.strategies.descriptions.model import Description, Model
+
+PRESETS = Path(__file__).parent / "presets"
+
+MOST_BYTES = 2**20
+"""How long a description may be."""
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+CALIBRATED = Path("~/.cache/quintsched/cpu.json")
+"""Where `quintsched calibrate` leaves what it measured of this machine."""
+
+D = TypeVar("D", bound=Description)
+Source = str | Path | Mapping[str, Any]
+
+
+def find_model(what: Source | Model) -> Model:
+    """Return the model of a preset's name, a file (also transformers' `config.json`, or its folder) or a mapping.
+
+    Raises `UsageError` for a name that is not known, `InputError` with the place for a description that is broken.
+    """
+    if isinstance(what, Model):
+        return what
+    if isinstance(what, Mapping):
+        return _model(what, "the model")
+    _require_name(what, "model")
+    name = plain(str(what))
+    if name in _models():
+        return _models()[name]
+    path = _file(what, "config.json", "model", model_names())
+    return _model(_read(path, "the model"), str(path))
+
+
+def find_hardware(what: Source | Hardware) -> Hardware:
+    """Return the hardware of a preset's name, a file or a mapping; raises as `find_model` does."""
+    if isinstance(what, Hardware):
+        return what
+    if isinstance(what, Mapping):
+        return _checked(Hardware, other_words.of_hardware(what), "the hardware", find_hardware)
+    _require_name(what, "hardware")
+    name = plain(str(what))
+    if name in _hardware():
+        return _hardware()[name]
+    path = _calibrated() if name == "cpu" else _file(what, "hardware.yaml", "hardware", [*hardware_names(), "cpu"])
+    return _checked(Hardware, other_words.of_hardware(_read(path, "the hardware")), str(path), find_hardware)
+
+
+def model_names() -> list[str]:
+    """Return the names of the models that come with the package."""
+    return list(dict.fromkeys(model.name for model in _models().values()))
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the hardware that comes with the package; `cpu` is another, once it is calibrated."""
+    return list(dict.fromkeys(hardware.name for hardware in _hardware().values()))
+
+
+def plain(name: str) -> str:
+    """Return a name without case and punctuation; numbers stay apart, and so do points: 1.3b is not 13b."""
+    return re.sub(r"(?<=\d)-(?!\d)|(?<!\d)-", "", re.sub(r"[^a-z0-9.]+", "-", name.lower()))
+
+
+def _require_name(what: object, kind: str) -> None:
+    if not isinstance(what, str | Path):
+        raise UsageError(f"{kind}: give a preset's name, a file or a mapping of its sizes, not {shorten(repr(what))}")
+
+
+def _model(values: Mapping[str, Any], source: str) -> Model:
+    if is_config(values):
+        try:
+            values = read_config(values)
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from None
+    else:
+        values = other_words.of_model(values)
+        if _is_plain_gpt(values):
+            values = {"attention": "unfused", **values}
+    return _checked(Model, values, source, find_model)
+
+
+def _is_plain_gpt(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping gives a GPT's sizes and nothing newer, as the papers on Megatron-LM do."""
+    newer = ("like", "kv_heads", "num_key_value_heads", "num_query_groups", "experts", "latent", "images", "attention")
+    plain_gpt = {"positions": "learned", "dropout": True, "activation": "gelu", "norm": "layernorm", "causal": True}
+    return not any(name in values for name in newer) and all(
+        values.get(name, value) == value for name, value in plain_gpt.items()
+    )
+
+
+def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callable[[Source], D]) -> D:
+    """Return the record; what it is `like` gives the fields that are left out."""
+    given = dict(values)
+    if "like" in given:
+        like = given.pop("like")
+        if not isinstance(like, str):
+            raise InputError(f"{source}: /like: give the name of a preset, or of a file")
+        given = find(like).model_dump() | given
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise InputError(f"{source}: {describe_faults(error)}") from None
+
+
+def _file(what: str | Path, within: str, kind: str, names: list[str]) -> Path:
+    """Return the file that is meant, in a folder the one called `within`; raises `UsageError` for what is no path."""
+    path = Path(os.path.expanduser(what))
+    is_path = isinstance(what, Path) or what.startswith(("/", "./", "../", "~")) or path.suffix in SUFFIXES
+    if os.path.isdir(path):
+        return path / within
+    if is_path or os.path.isfile(path):
+        return path
+    raise UsageError(
+        f"unknown {kind} {quoted(what)}{suggest(str(what).lower(), names)}; or give a file ({', '.join(SUFFIXES)})"
+    )
+
+
+def _calibrated() -> Path:
+    path = CALIBRATED.expanduser()
+    if not path.is_file():
+        raise UsageError(
+            f"hardware cpu: this machine has not been measured ({path} is missing); run: quintsched calibrate"
+        )
+    return path
+
+
+def _read(path: Path, what: str) -> Mapping[str, Any]:
+    content = read_whole(path, MOST_BYTES, what)
+    try:
+        found = parse_strict(content) if path.suffix == ".json" else parse_yaml(content, str(path))
+    except InputError as error:
+        raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    if not isinstance(found, Mapping):
+        raise InputError(f"{path}: /: {what} is described by names and sizes, not by a {type(found).__name__}")
+    return found
+
+
+@cache
+def _models() -> dict[str, Model]:
+    return _presets("models", Model)
+
+
+@cache
+def _hardware() -> dict[str, Hardware]:
+    return _presets("hardware", Hardware)
+
+
+def _presets(folder: str, kind: type[D]) -> dict[str, D]:
+    """Return the presets of a folder by their plain names and aliases."""
+    found: dict[str, D] = {}
+    for path in sorted((PRESETS / folder).glob("*.yaml")):
+        content = parse_yaml(path.read_bytes(), path.name)
+        for name, own in content[folder].items():
+            values = {"name": name} | content.get("common", {}) | own
+            names = [name, *values.pop("aliases", ())]
+            found.update(dict.fromkeys(map(plain, names), kind.model_validate(values)))
+    return found

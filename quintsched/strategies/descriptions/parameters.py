@@ -1,0 +1,231 @@
+"""How many numbers the weights of a model are, in all and on one rank: exact, by kind.
+
+    embedding │ block 0 │ block 1 │ …  │ head        a block is a list of weights; a rank of tp holds, of each,
+       │                                 │              whole     norms, the router, biases of what is summed over tp
+       └────────── one, if tied ─────────┘              its part  of heads, of the width of the feed-forward, of ids
+
+Where something does not divide, the largest part counts: a vocabulary is padded, and heads of keys and values that are
+fewer than the ranks of tp are held several times. Experts are cut over tp and shared out over ep. Everything takes
+arrays with an entry per strategy as well as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from quintsched.strategies.descriptions.model import Model
+
+Ints: TypeAlias = Any
+"""A whole number, or an array of them."""
+
+KINDS = ("embedding", "positions", "attention", "ffn", "router", "experts", "norms", "biases", "head")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight: `units` things that tp can cut between, of `each` numbers."""
+
+    name: str
+    kind: str
+    units: Ints
+    each: int
+    is_cut: bool = False
+    """Whether tp cuts it."""
+    copies: int = 1
+    """Experts that have one each."""
+
+    @property
+    def numbers(self) -> Any:
+        """Of all copies, whole."""
+        return self.units * self.each * self.copies
+
+    def on_rank(self, tp: Ints) -> Any:
+        """Numbers of one copy on the rank of tp that holds most."""
+        return -(-self.units // tp) * self.each if self.is_cut else self.units * self.each
+
+
+class Held(NamedTuple):
+    """Numbers on one rank; gradients of `dense` ones are summed over dp, cp and ep, those of `experts` not over ep."""
+
+    dense: Any
+    experts: Any
+
+
+@cache
+def block_weights(model: Model, *, has_experts: bool) -> tuple[Weight, ...]:
+    """Return the weights of one block, with experts or with the plain feed-forward network."""
+    return (
+        *_norm(model, "norm1"),
+        *(_latent_attention(model) if model.latent else _attention(model)),
+        *_norm(model, "norm2"),
+        *(_experts(model) if has_experts else _feed_forward(model, "mlp", model.ffn_width, biases=model.biases)),
+    )
+
+
+def embedding_weights(model: Model, seq: Ints | None = None) -> tuple[Weight, ...]:
+    """Return the weights before the first block, for sequences of `seq` tokens (None: of the model's)."""
+    hidden = model.hidden
+    if model.images is not None:
+        pixels = model.images.channels * model.images.patch**2
+        return (
+            Weight("class_token", "positions", 1, hidden),
+            Weight("positions", "positions", model.images.tokens, hidden),
+            Weight("proj.weight", "embedding", pixels, hidden),
+            *_bias("proj.bias", hidden, has=model.biases),
+        )
+    found = [Weight("tokens.weight", "embedding", model.vocab, hidden, is_cut=True)]
+    if model.positions == "learned":
+        rows = model.seq if seq is None else np.maximum(model.seq, seq)
+        found.append(Weight("positions.weight", "positions", rows + model.extra_positions, hidden))
+    return (*found, *(_norm(model, "norm") if model.embedding_norm else ()))
+
+
+def head_weights(model: Model) -> tuple[Weight, ...]:
+    """Return the weights behind the last block, a tied head included."""
+    if model.images is not None:
+        classes = model.images.classes
+        head = (Weight("head.weight", "head", classes, model.hidden), *_bias("head.bias", classes, has=model.biases))
+        return (*_norm(model, "norm"), *head)
+    return (*_norm(model, "norm"), Weight("head.weight", "head", model.vocab, model.hidden, is_cut=True))
+
+
+def count(model: Model, seq: int | None = None) -> dict[str, int]:
+    """Return the numbers of all weights by kind (`KINDS`); a tied head is counted as the embedding."""
+    found = dict.fromkeys(KINDS, 0)
+    for has_experts in (False, True):
+        layers = model.has_experts.count(has_experts)
+        _add(found, block_weights(model, has_experts=has_experts) if layers else (), layers)
+    _add(found, embedding_weights(model, seq), 1)
+    _add(found, head_weights(model), 1)
+    if model.tied:
+        found["head"] = 0
+    return found
+
+
+def total(model: Model, seq: int | None = None) -> int:
+    """Return the numbers of all weights."""
+    return sum(count(model, seq).values())
+
+
+def active(model: Model, seq: int | None = None) -> int:
+    """Return the numbers of the weights that one token passes: of the experts, those it is routed to."""
+    if model.experts is None:
+        return total(model, seq)
+    one_of_each_layer = model.has_experts.count(True) * _one_expert(model)
+    return total(model, seq) - one_of_each_layer * (model.experts.count - model.experts.top_k)
+
+
+def on_rank(weights: Iterable[Weight], *, tp: Ints, ep: Ints = 1) -> Held:
+    """Return how many numbers of some weights a rank holds; experts divide over `ep`."""
+    dense: Any = 0
+    per_unit: dict[tuple[int, int], int] = {}
+    for weight in weights:
+        if weight.is_cut:
+            alike = weight.units, weight.copies
+            per_unit[alike] = per_unit.get(alike, 0) + weight.each
+        else:
+            dense = dense + weight.numbers
+    experts: Any = 0
+    for (units, copies), each in per_unit.items():
+        here = -(-units // tp) * each
+        dense, experts = (dense + here, experts) if copies == 1 else (dense, experts + here * (copies // ep))
+    return Held(dense, experts)
+
+
+def _add(found: dict[str, int], weights: Iterable[Weight], times: int) -> None:
+    for weight in weights:
+        found[weight.kind] += times * weight.numbers
+
+
+def _attention(model: Model) -> tuple[Weight, ...]:
+    hidden, width, heads, kv_heads = model.hidden, model.head_width, model.heads, model.num_kv_heads
+    has_biases = model.biases if model.qkv_biases is None else model.qkv_biases
+    if kv_heads == heads:
+        projections = _linear("attention.qkv", "attention", heads, 3 * width, hidden, biases=has_biases)
+    else:
+        projections = (
+            *_linear("attention.q_proj", "attention", heads, width, hidden, biases=has_biases),
+            *_linear("attention.k_proj", "attention", kv_heads, width, hidden, biases=has_biases),
+            *_linear("attention.v_proj", "attention", kv_heads, width, hidden, biases=has_biases),
+        )
+    norms = (Weight("attention.q_norm", "norms", 1, width), Weight("attention.k_norm", "norms", 1, width))
+    return (
+        *projections,
+        Weight("attention.proj.weight", "attention", heads, width * hidden, is_cut=True),
+        *_bias("attention.proj.bias", hidden, has=model.biases),
+        *(norms if model.qk_norm else ()),
+    )
+
+
+def _latent_attention(model: Model) -> tuple[Weight, ...]:
+    """Queries, keys and values by way of latent vectors, which every rank of tp has whole (DeepSeek-V2)."""
+    latent, hidden, heads = model.latent, model.hidden, model.heads
+    assert latent is not None
+    query = model.head_width + latent.rope_size
+    queries: tuple[Weight, ...]
+    if latent.q_rank:
+        queries = (
+            Weight("attention.q_down.weight", "attention", latent.q_rank, hidden),
+            Weight("attention.q_norm", "norms", 1, latent.q_rank),
+            Weight("attention.q_up.weight", "attention", heads, query * latent.q_rank, is_cut=True),
+        )
+    else:
+        queries = (Weight("attention.q_proj.weight", "attention", heads, query * hidden, is_cut=True),)
+    both = model.head_width + latent.value_size
+    return (
+        *queries,
+        Weight("attention.kv_down.weight", "attention", latent.kv_rank + latent.rope_size, hidden),
+        Weight("attention.kv_norm", "norms", 1, latent.kv_rank),
+        Weight("attention.kv_up.weight", "attention", heads, both * latent.kv_rank, is_cut=True),
+        Weight("attention.proj.weight", "attention", heads, latent.value_size * hidden, is_cut=True),
+    )
+
+
+def _feed_forward(model: Model, name: str, width: int, *, biases: bool) -> tuple[Weight, ...]:
+    first = "gate_up" if model.is_gated else "fc1"
+    return (
+        *_linear(f"{name}.{first}", "ffn", width, 1 + model.is_gated, model.hidden, biases=biases),
+        Weight(f"{name}.fc2.weight", "ffn", width, model.hidden, is_cut=True),
+        *_bias(f"{name}.fc2.bias", model.hidden, has=biases),
+    )
+
+
+def _experts(model: Model) -> tuple[Weight, ...]:
+    experts = model.experts
+    assert experts is not None
+    one = _feed_forward(model, "mlp.experts", experts.ffn, biases=False)
+    routed = (Weight(w.name, "experts", w.units, w.each, w.is_cut, experts.count) for w in one)
+    shared = _feed_forward(model, "mlp.shared", experts.shared * experts.ffn, biases=False) if experts.shared else ()
+    return (
+        Weight("mlp.router.weight", "router", experts.count, model.hidden),
+        *routed,
+        *(Weight(w.name, "experts", w.units, w.each, w.is_cut) for w in shared),
+    )
+
+
+def _one_expert(model: Model) -> int:
+    """Return the numbers of one expert."""
+    assert model.experts is not None
+    return sum(int(w.numbers) for w in _feed_forward(model, "", model.experts.ffn, biases=False))
+
+
+def _linear(name: str, kind: str, units: int, per_unit: int, inputs: int, *, biases: bool) -> tuple[Weight, ...]:
+    """Return the weight and the bias of a layer whose outputs are cut between units."""
+    weight = Weight(f"{name}.weight", kind, units, per_unit * inputs, is_cut=True)
+    return (weight, Weight(f"{name}.bias", "biases", units, per_unit, is_cut=True)) if biases else (weight,)
+
+
+def _bias(name: str, size: int, *, has: bool) -> tuple[Weight, ...]:
+    return (Weight(name, "biases", 1, size),) if has else ()
+
+
+def _norm(model: Model, name: str) -> tuple[Weight, ...]:
+    scale = Weight(f"{name}.weight", "norms", 1, model.hidden)
+    if model.norm == "rmsnorm" or not model.norm_biases:
+        return (scale,)
+    return (scale, Weight(f"{name}.bias", "norms", 1, model.hidden))

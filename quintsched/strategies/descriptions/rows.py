@@ -1,0 +1,170 @@
+"""A row of flags: which model, on what, and how it is laid over it, as a command line or a table writes it.
+
+    {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64}
+                                │
+                                ▼
+    Row(model, hardware, Strategy(gpus=64, dp=1, tp=8, pp=8, batch=64, seq=2048))
+
+What is left out, or null, is found from the rest: dp is what the other axes leave of the GPUs, GPUs are the product of
+the axes, a sequence is the model's longest. Model and hardware may be descriptions themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from quintsched.errors import UsageError, quoted, suggest
+from quintsched.ir.mesh import whole_number
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""Innermost, whose ranks are nearest neighbours, first."""
+
+KEYS = ("model", "hardware", "gpus_per_node", *Strategy.model_fields)
+"""What a row may say."""
+
+
+MOST = 2**40
+"""No size is larger."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is to be predicted."""
+
+    model: Model
+    hardware: Hardware
+    strategy: Strategy
+
+
+def read_row(values: Mapping[str, Any]) -> Row:
+    """Return what a row says, with what it leaves out.
+
+    Raises UsageError for an unknown key, or a value that is none; InputError for a description that is broken.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in given:
+        if name not in KEYS:
+            raise UsageError(f"unknown key {quoted(name)}{suggest(name, KEYS)}")
+    model, hardware = find_parts(given)
+    return Row(model, hardware, read_strategy(model, given))
+
+
+def find_parts(given: Mapping[str, Any]) -> tuple[Model, Hardware]:
+    """Return the model and the hardware that are named; raises UsageError where one is not."""
+    for name in ("model", "hardware"):
+        if given.get(name) is None:
+            raise UsageError(f"{name} is missing; name a preset or a file")
+        if not isinstance(given[name], str | Path | Mapping | Model | Hardware):
+            raise UsageError(f"{name} is {quoted(given[name])}; name a preset or a file, or give a description")
+    hardware = find_hardware(given["hardware"])
+    if given.get("gpus_per_node") is not None:
+        size = _size("gpus_per_node", given["gpus_per_node"])
+        hardware = hardware.model_copy(update={"gpus_per_node": size})
+    return find_model(given["model"]), hardware
+
+
+def longest_sequence(model: Model) -> int:
+    """Return the tokens of a sample where nothing is said: the model's longest sequence, or an image's patches."""
+    return model.images.tokens if model.images else model.seq
+
+
+def read_strategy(model: Model, given: Mapping[str, Any]) -> Strategy:
+    """Return the strategy of a row; raises UsageError."""
+    if given.get("batch") is None:
+        raise UsageError("batch is missing; give the samples of a step, over all replicas")
+    fields = {name: _READ.get(name, _as_is)(name, given[name]) for name in Strategy.model_fields if name in given}
+    try:
+        return Strategy.model_validate({"seq": longest_sequence(model)} | fields | _mesh(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][:1]))
+        raise UsageError(f"{place} is {quoted(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+def _mesh(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the axes and the GPUs, what is missing found from the rest."""
+    sizes = {name: _size(name, given[name]) for name in ("gpus", *AXES) if name in given}
+    found = {name: sizes.get(name, 1) for name in AXES}
+    product = math.prod(found.values())
+    gpus = sizes.get("gpus", product)
+    if "dp" not in sizes:
+        if gpus % product:
+            raise UsageError(f"gpus={gpus} cannot be shared out: {_product(found)} does not divide it")
+        found["dp"] = gpus // product
+    elif gpus != product:
+        raise UsageError(f"gpus={gpus}, but {_product(found)}")
+    return {"gpus": gpus, **found}
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    """Return the axes, and where they are several their product."""
+    large = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    return " x ".join(large) + (f" = {math.prod(sizes.values())}" if len(large) > 1 else "") or "one rank"
+
+
+def _size(name: str, value: object) -> int:
+    size = whole_number(value)
+    if size is None or not 1 <= size <= MOST:
+        raise UsageError(f"{name} is {quoted(value)}; give a whole number from 1 to {MOST}")
+    return size
+
+
+def read_recompute(name: str, value: object) -> object:
+    """Return how much is recomputed: a word, a number of layers, or a number for each stage; "3" and "1,2" are read."""
+    if value in ("none", "selective", "full"):
+        return value
+    found = _numbers(value)
+    if found is None:
+        raise UsageError(
+            f"{name} is {quoted(value)}; give none, selective, full, a number of layers, or one for each stage"
+        )
+    return found
+
+
+def _read_stages(name: str, value: object) -> object:
+    found = _numbers(value)
+    if isinstance(value, str) and isinstance(found, int):
+        return (found,)
+    if not isinstance(found, tuple):
+        raise UsageError(f"{name} is {quoted(value)}; give the layers of each stage: 3,4,4,3")
+    return found
+
+
+def _numbers(value: object) -> int | tuple[int, ...] | None:
+    """Return a number from 0 on, or several of them, also as text with commas; None for what is neither."""
+    if isinstance(value, str):
+        parts: list[object] = [int(part) if part.strip().isdecimal() else None for part in value.split(",")]
+        value = parts[0] if len(parts) == 1 else parts
+    found = [whole_number(part) for part in (value if isinstance(value, list | tuple) else [value])]
+    numbers = tuple(part for part in found if part is not None and 0 <= part <= MOST)
+    if not numbers or len(numbers) < len(found):
+        return None
+    return numbers if isinstance(value, list | tuple) else numbers[0]
+
+
+def _as_is(_name: str, value: object) -> object:
+    return value
+
+
+def _read_dtype(_name: str, value: object) -> object:
+    """Return our word for a type; those of torch, in any case, are read."""
+    word = value.lower() if isinstance(value, str) else value
+    return _TYPES.get(word, word) if isinstance(word, str) else value
+
+
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64"}
+_READ: Mapping[str, Callable[[str, object], object]] = {
+    "recompute": read_recompute,
+    "stages": _read_stages,
+    "dtype": _read_dtype,
+}

@@ -1,0 +1,111 @@
+"""Strategies, times and bytes in words: what a table, a picture and a log call them."""
+
+from __future__ import annotations
+
+import math
+
+from quintsched.strategies.descriptions.strategy import Strategy
+
+AXES = ("dp", "pp", "ep", "cp", "tp")
+"""In the order in which meshes are written: what should be neighbours comes last."""
+
+TERMS = {
+    "compute": "forward and backward",
+    "recompute": "recomputation",
+    "tp": "tp communication",
+    "sp": "sequence-parallel communication",
+    "cp": "cp communication",
+    "ep": "ep communication",
+    "pp": "pp communication",
+    "dp": "dp communication",
+    "bubble": "pipeline bubble",
+    "accumulate": "adding up gradients",
+    "optimizer": "optimizer step",
+    "end": "end of the step",
+    "cores": "waiting for a core",
+    "sums": "loss and norm over all ranks",
+}
+"""Terms of time in words; others are shown by their names."""
+
+HELD = {
+    "optimizer": "optimizer state",
+    "reserved": "reserved by the driver",
+    "activations_ffn": "activations: feed-forward",
+    "activations_masks": "activations: masks of dropout",
+    "buffers": "message buffers",
+    "temporary": "temporary, in backwards",
+}
+"""Terms of memory likewise."""
+
+
+def strategy_name(strategy: Strategy) -> str:
+    """Return a strategy in one line; what is plain is left out."""
+    parts = [strategy_mesh(strategy), f"microbatch {strategy.microbatch}"]
+    if strategy.schedule and (strategy.pp > 1 or (strategy.chunks or 1) > 1):
+        chunks = f", {strategy.chunks} chunks" if (strategy.chunks or 1) > 1 else ""
+        parts.append(f"{strategy.schedule}{chunks}")
+    if strategy.stages:
+        parts.append(f"stages {','.join(map(str, strategy.stages))}")
+    parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
+    parts += ["sequence-parallel"] if strategy.sequence_parallel else []
+    parts += [f"ZeRO-{strategy.zero}"] if strategy.zero else []
+    parts += ["gradients overlapped"] if strategy.overlap else []
+    return "; ".join([*parts, strategy.dtype])
+
+
+def strategy_mesh(strategy: Strategy) -> str:
+    """Return the axes of more than one rank: "dp=8,pp=4,tp=2"."""
+    axes = {axis: getattr(strategy, axis) for axis in AXES}
+    return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one rank"
+
+
+def recompute_name(strategy: Strategy) -> str:
+    """Return how much is recomputed: "full recomputation", or how many layers by stage, "2+3x1" for 2, 1, 1, 1."""
+    asked = strategy.recompute
+    if isinstance(asked, str):
+        return f"{asked} recomputation"
+    if isinstance(asked, int):
+        return f"{asked} layers recomputed"
+    runs: list[list[int]] = []
+    for number in asked:
+        if runs and runs[-1][0] == number:
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1])
+    return "+".join(f"{count}x{number}" if count > 1 else f"{number}" for number, count in runs) + " layers recomputed"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with four digits that count, in s, ms or µs."""
+    if not seconds:
+        return "0 s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{digits(seconds / size)} {unit}"
+    return f"{digits(seconds * 1e6)} µs"
+
+
+def gigabytes(held: float) -> str:
+    """Return bytes in units of 10^9: two digits behind the point, more where they are few."""
+    return f"{held / 1e9:,.2f}" if held >= 1e8 else f"{held / 1e9:.2g}"
+
+
+def digits(value: float) -> str:
+    """Return a number with four digits that count, or all before the point."""
+    whole = max(math.floor(math.log10(value)), 0) if value > 0 else 0
+    return f"{value:,.{max(3 - whole, 0)}f}"
+
+
+def percent(share: float) -> str:
+    """Return a share in words: 0.125 as "12.5 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def term_name(name: str) -> str:
+    """Return a term of time in words."""
+    return TERMS.get(name, name.replace("_", " "))
+
+
+def held_name(name: str) -> str:
+    """Return a term of memory in words."""
+    return HELD.get(name, name.replace("activations_", "activations: ", 1).replace("_", " "))

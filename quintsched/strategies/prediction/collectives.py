@@ -1,0 +1,121 @@
+"""How long a collective takes over a group of ranks that are `stride` apart, inside a node or across nodes.
+
+    ring of n ranks, g of them in each node:   one pass over the ring moves (n − 1)/n of the bytes past every link
+
+A group's members in one node use their own ports to the network side by side, so across nodes a ring runs at
+min(link, g · network).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.descriptions.hardware import Curve, Hardware
+from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, curve_rate
+from quintsched.strategies.prediction.operators import Array
+
+Numbers: TypeAlias = Array | NDArray[np.int64]
+"""Sizes of groups and strides, which are columns of integers."""
+LINK_LATENCY_S = 3e-6
+"""Of one hop inside a node: NCCL's own figures for the simple protocol over NVLink, rounded."""
+NETWORK_LATENCY_S = 8e-6
+"""Of one hop between nodes."""
+
+
+def ring_s(
+    moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
+) -> Array:
+    """Return the seconds of one pass over a ring: an all-gather or reduce-scatter of so many bytes in total."""
+    members = _in_node(ranks, stride, hardware)
+    rate = _rate(moved / np.maximum(ranks, 1), ranks, members, hardware, constants)
+    hops = np.maximum(ranks - 1, 0)
+    latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
+    # NCCL takes a tree where a ring of many hops would be slower.
+    hops = np.minimum(hops, members - 1 + 2 * np.log2(np.maximum(ranks / members, 1)))
+    found = np.where(ranks > 1, hops * latency + (ranks - 1) / np.maximum(ranks, 1) * moved / rate, 0.0)
+    if hardware.measured is not None and hardware.measured.all_reduce:
+        half = _measured_all_reduce_s(moved, ranks, hardware.measured.all_reduce) / 2
+        return np.where(ranks <= members, half, found)
+    return found
+
+
+def all_reduce_s(
+    moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
+) -> Array:
+    """Return the seconds of an all-reduce of so many bytes: twice around the ring."""
+    return 2 * ring_s(moved, ranks, stride, hardware, constants)
+
+
+def all_to_all_s(
+    moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
+) -> Array:
+    """Return the seconds of an exchange in which each rank sends so many bytes in all, 1/n of them to each.
+
+    What goes to other nodes passes the rank's own port.
+    """
+    members = _in_node(ranks, stride, hardware)
+    inside = moved * (members - 1) / np.maximum(ranks, 1) / _link(moved, hardware, constants)
+    across = moved * (ranks - members) / np.maximum(ranks, 1) / (hardware.network_gbps * 1e9 * constants.network)
+    latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
+    return np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
+
+
+def message_s(moved: Array, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
+    """Return the seconds of one message to the rank `stride` further: by the network unless a node holds both."""
+    near = 2 * stride <= hardware.gpus_per_node
+    if hardware.measured is not None and hardware.measured.link is not None:
+        across = NETWORK_LATENCY_S + moved / (hardware.network_gbps * 1e9 * constants.network)
+        return np.where(near, _curve_s(hardware.measured.link, moved), across)
+    rate = np.where(near, _link(moved, hardware, constants), hardware.network_gbps * 1e9 * constants.network)
+    return np.where(near, LINK_LATENCY_S, NETWORK_LATENCY_S) + moved / rate
+
+
+def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> tuple[Array, Array]:
+    """Return what a step waits for communication that runs beside so many seconds of computation, and what is hidden.
+
+    Collectives take some of the GPU's processors and memory from the computation beside them.
+    """
+    covered = np.minimum(seconds, beside)
+    exposed = seconds - covered * (1 - constants.contention)
+    return exposed, seconds - exposed
+
+
+def _measured_all_reduce_s(moved: Array, ranks: Numbers, curves: Mapping[int, Curve]) -> Array:
+    """Return the seconds of an all-reduce, linear in the number of ranks between those that were measured."""
+    moved, ranks = np.broadcast_arrays(moved, ranks)
+    numbers = [1, *sorted(curves)]
+    taken = [np.zeros_like(moved), *(_curve_s(curves[number], moved) for number in numbers[1:])]
+    found = np.where(ranks >= numbers[-1], taken[-1], 0.0)
+    for (low, of_low), (high, of_high) in pairwise(zip(numbers, taken, strict=True)):
+        share = (ranks - low) / (high - low)
+        found = np.where((ranks >= low) & (ranks < high), of_low + share * (of_high - of_low), found)
+    return found
+
+
+def _curve_s(curve: Curve, moved: Array) -> Array:
+    """Return the seconds of a message or a sum; one that is smaller than the smallest measured takes as long."""
+    size = np.maximum(moved, curve.sizes[0])
+    return size / curve_rate(curve, size)
+
+
+def _in_node(ranks: Numbers, stride: Numbers, hardware: Hardware) -> NDArray[np.int64]:
+    """How many members of a group share a node."""
+    return np.clip(hardware.gpus_per_node // stride, 1, ranks)
+
+
+def _rate(moved: Array, ranks: Numbers, members: Numbers, hardware: Hardware, constants: Constants) -> Array:
+    link = _link(moved, hardware, constants)
+    network = members * hardware.network_gbps * 1e9 * constants.network
+    found: Array = np.where(ranks > members, np.minimum(link, network), link)
+    return found
+
+
+def _link(moved: Array, hardware: Hardware, constants: Constants) -> Array | float:
+    if hardware.measured is not None and hardware.measured.link is not None:
+        return curve_rate(hardware.measured.link, moved)
+    return hardware.link_gbps * 1e9 * constants.link

@@ -1,0 +1,222 @@
+"""How long one operator takes on one GPU: the one place that knows efficiencies.
+
+    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))
+                e = E · share of processors that full waves of tiles keep busy · k / (k + H)
+    attention:  kernel + flops / (peak · literature's figure for the kernel)
+    pass:       kernel + bytes / (memory · e')
+
+The constants of `CONSTANTS` are fitted by `benchmarks/fit_cost_model.py` on one published table and then frozen. Where
+`Hardware.measured` has a curve, the curve is taken in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quintsched.strategies.descriptions.hardware import Curve, Hardware
+from quintsched.strategies.prediction.operators import Array, Attention, Operator, Product
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no datasheet says; six numbers, fitted."""
+
+    product: float
+    """Share of the peak that a large matrix product reaches."""
+    half: float
+    """The inner dimension k of a matrix product that runs at half that rate."""
+    memory: float
+    """Share of the memory's rate that a large pass reaches."""
+    link: float
+    """Share of the links' rate inside a node that a large collective reaches."""
+    network: float
+    """Share of the network's rate between nodes."""
+    contention: float
+    """How much longer computation takes for each second that a collective runs beside it."""
+
+
+CONSTANTS = Constants(product=0.8403, half=239.26, memory=0.8128, link=0.7811, network=0.26, contention=0.2333)
+
+FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
+"""Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
+what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for the first version (30 to 50 % and 25 to
+35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more are about as fast as each other."""
+FUSED_HALF = 256.0
+"""How many keys a query sees where fused attention runs at half its rate: of FlashAttention-2's backward without mask,
+gpu-mode/ring-attention, issue 10, gives 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192 keys."""
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
+"""Tiles of a matrix product that one processor makes at a time, and their share of the largest ones' rate: the smaller,
+the more often each operand is read."""
+KERNEL_S = 5e-6
+"""What a kernel takes however small it is: launched back to back, not measured here."""
+BACKWARD_FLOPS = 2.5
+"""Of fused attention's backward for each of the forward's: five products for two."""
+
+
+RING_PASSES, RING_KERNELS = (5, 15), (10, 20)
+"""What a step of attention over the context axis adds to its fused call, forward and backward: passes over float32
+numbers as many as those of its queries, and operations."""
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Seconds of one operator, or a sum of several: forward, the two halves of the backward, and what selective
+    recomputation runs again."""
+
+    forward: Array
+    backward_input: Array
+    backward_weight: Array
+    selective: Array
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.selective + other.selective,
+        )
+
+    @property
+    def backward(self) -> Array:
+        """Both halves."""
+        return self.backward_input + self.backward_weight
+
+
+def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Times:
+    """Return the seconds of an operator; curves of `hardware.measured` come before the fitted model."""
+    if isinstance(operator, Product):
+        m, n, k = operator.m, operator.n, operator.k
+        forward, inputs, weights = (
+            product_s(operator, *shape, hardware, dtype, constants) for shape in ((m, n, k), (m, k, n), (k, n, m))
+        )
+        zero = np.zeros_like(forward)
+        halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
+        return Times(forward, *halves, forward if operator.selective else zero)
+    if isinstance(operator, Attention):
+        return _attention_times(operator, hardware, dtype, constants)
+    forward = memory_s(operator.forward, hardware, constants)
+    backward = memory_s(operator.backward, hardware, constants)
+    zero = np.zeros_like(forward)
+    return Times(forward, backward, zero, forward if operator.selective else zero)
+
+
+def product_s(
+    product: Product,
+    m: Array,
+    n: Array,
+    k: Array,
+    hardware: Hardware,
+    dtype: str,
+    constants: Constants = CONSTANTS,
+) -> Array:
+    """Return the seconds of one of a product's forward and backward matrix products, m × k by k × n."""
+    flops = 2.0 * product.batch * m * n * k
+    measured = hardware.measured
+    if measured is not None and dtype in measured.matmul:
+        return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
+    shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + constants.half)
+    rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
+    moved = product.batch * (m * k + k * n + m * n) * product.width
+    return kernel_s(hardware) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+
+
+def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Array:
+    """Return which share of a GPU's processors a product of m × n results keeps busy, with the best of some tiles.
+
+    Each processor makes a tile at a time, and the last wave of tiles may leave most of them idle.
+    """
+    return np.asarray(np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES]))
+
+
+def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float) -> Array:
+    tiles = np.ceil(m / height) * np.ceil(n / width) * batch
+    made = np.ceil(tiles / processors) * processors * height * width
+    found: Array = share * m * n * batch / made
+    return found
+
+
+def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
+    """Return the seconds of a pass that reads and writes so many bytes."""
+    if hardware.measured is not None and hardware.measured.memory is not None:
+        seconds = np.maximum(kernel_s(hardware), moved / curve_rate(hardware.measured.memory, moved))
+        return np.where(moved > 0, seconds, 0.0)
+    return np.where(moved > 0, kernel_s(hardware) + moved / memory_rate(moved, hardware, constants), 0.0)
+
+
+def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array | float:
+    """Return the bytes per second of a pass over so many bytes."""
+    if hardware.measured is not None and hardware.measured.memory is not None:
+        return curve_rate(hardware.measured.memory, moved)
+    return hardware.memory_gbps * 1e9 * constants.memory
+
+
+def kernel_s(hardware: Hardware) -> float:
+    """Return what an operator takes however small it is."""
+    if hardware.measured is not None and hardware.measured.kernel_s is not None:
+        return hardware.measured.kernel_s
+    return KERNEL_S
+
+
+def peak(hardware: Hardware, dtype: str) -> float:
+    """Return the operations per second of matrix products, by the datasheet; fp16 and bf16 stand in for each other."""
+    known = hardware.tflops
+    for name in {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16"), "fp32": ("fp32",)}.get(dtype, (dtype,)):
+        if name in known:
+            return known[name] * 1e12
+    return min(known.values()) * 1e12
+
+
+def curve_rate(curve: Curve, size: Array) -> Array:
+    """Return the rate at a size: linear in the size's logarithm, constant beyond both ends."""
+    found: Array = np.interp(np.log(np.maximum(size, 1e-9)), np.log(np.array(curve.sizes)), np.array(curve.rates))
+    return found
+
+
+def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
+    measured = hardware.measured
+    if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
+        curves = measured.attention[dtype], measured.attention_backward[dtype]
+        forward, backward = (
+            np.maximum(kernel_s(hardware), attention.flops / curve_rate(curve, attention.flops)) for curve in curves
+        )
+        if measured.cores is not None:
+            around = _ring_s(attention, hardware, curves, constants)
+            forward, backward = (
+                np.where(attention.ring > 1, passing, fused)
+                for passing, fused in zip(around, (forward, backward), strict=True)
+            )
+        zero = np.zeros_like(forward)
+        return Times(forward, backward, zero, forward if attention.selective else zero)
+    forward_share, backward_share = FUSED[attention.kernel]
+    most = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
+    rate = most * attention.length / (attention.length + FUSED_HALF)
+    kernel = kernel_s(hardware)
+    forward = kernel + attention.flops / (rate * forward_share)
+    backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
+    zero = np.zeros_like(forward)
+    return Times(forward, backward, zero, forward if attention.selective else zero)
+
+
+def _ring_s(
+    attention: Attention, hardware: Hardware, curves: tuple[Curve, Curve], constants: Constants
+) -> tuple[Array, Array]:
+    """Return the seconds of an attention in which keys pass by: forward and backward.
+
+    A step of the ring is a fused call for the queries of a rank and the keys of one rank, causal, half of the queries
+    or half of the keys, so that all steps have the same operations; and adding what it returns to what is there.
+    """
+    of_step = attention.flops / attention.ring
+    moved = 4.0 * attention.batch * attention.rows * attention.head
+    passing_s = moved / memory_rate(moved, hardware, constants)
+    forward, backward = (
+        attention.ring
+        * (
+            np.maximum(kernel_s(hardware), of_step / curve_rate(curve, of_step))
+            + passes * passing_s
+            + kernels * kernel_s(hardware)
+        )
+        for curve, passes, kernels in zip(curves, RING_PASSES, RING_KERNELS, strict=True)
+    )
+    return forward, backward

@@ -1,0 +1,142 @@
+"""Bytes that a block keeps of one microbatch for its backward, by kind.
+
+    x ─ norm ─ q k v ─ scores ─ projection ─ mask ─ + ─ norm ─ up ─ activation ─ down ─ mask ─ + ─▶
+    └─────────────── tokens (/ tp with sequence_parallel) ───────────────┘
+                └─ attention, scores, ffn, experts: what tp cuts (/ tp) ──┘
+
+With s tokens, b samples, h wide, t = tp, a heads, a GPT in 16 bits keeps (Korthikanti et al. 2022, arXiv:2205.05198)
+
+    sbh (10 + 24/t + 5as/ht)        tokens cut too: sbh (34 + 5as/h) / t        selective: no 5as
+    full recomputation: 2sbh, the block's input; with tokens cut, 2sbh/t
+
+Here the same for fewer heads of keys, gates, experts, latent attention and other precisions. A flash attention keeps no
+scores, but one number in 32 bits per head and token; without dropout there are no masks. All sizes may be arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from quintsched.strategies.descriptions.model import Model
+
+KINDS = ("tokens", "masks", "attention", "scores", "ffn", "experts", "router")
+
+FP32 = 4
+"""Bytes of what is kept in single precision whatever the model's precision."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """What a rank has of one microbatch: numbers, or arrays of one length."""
+
+    microbatch: Any
+    seq: Any
+    tp: Any = 1
+    cp: Any = 1
+    sequence_parallel: Any = 0
+    element: Any = 2
+    """Bytes of an activation's element."""
+
+    @cached_property
+    def tokens(self) -> Any:
+        """Of a microbatch, on one rank of cp."""
+        return self.microbatch * self.seq / self.cp
+
+    @cached_property
+    def between(self) -> Any:
+        """Tokens of a rank outside of what tp cuts."""
+        return self.tokens / np.where(np.asarray(self.sequence_parallel) > 0, self.tp, 1)
+
+
+def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False) -> dict[str, Any]:
+    """Return the bytes that a block keeps without recomputation, by kind: those of `KINDS` that there are."""
+    element, between = sizes.element, sizes.between
+    found = {
+        "tokens": between * element * model.hidden * 4,  # inputs of both norms, and what they give
+        "attention": _latent(model, sizes) if model.latent else _attention(model, sizes),
+        "scores": _scores(model, sizes),
+    }
+    if model.dropout:
+        found["masks"] = between * model.hidden * 2
+    if has_experts:
+        found["experts"], found["router"] = _experts(model, sizes)
+    else:
+        found["ffn"] = _feed_forward(model, sizes, model.ffn_width)
+    return found
+
+
+def block_input(model: Model, sizes: Sizes) -> Any:
+    """Return the bytes of a block's input: all that full recomputation keeps, and what stages send to each other."""
+    return sizes.between * sizes.element * model.hidden
+
+
+def embedding_kept(model: Model, sizes: Sizes) -> Any:
+    """Return the bytes that the embedding keeps: the mask of its dropout, the input of its norm."""
+    each = model.dropout + sizes.element * model.embedding_norm
+    return sizes.between * model.hidden * each
+
+
+def head_kept(model: Model, sizes: Sizes) -> dict[str, Any]:
+    """Return the bytes that the head keeps: the inputs of its norm and of its product, and logits in 32 bits."""
+    tokens = {"tokens": sizes.between * sizes.element * model.hidden * 2}
+    if model.images is not None:
+        return tokens | {"logits": sizes.microbatch * model.images.classes * FP32}
+    return tokens | {"logits": sizes.tokens * FP32 * _share(model.vocab, sizes.tp)}
+
+
+def _attention(model: Model, sizes: Sizes) -> Any:
+    """Queries, keys, values, and what the projection takes; before norms over heads, queries and keys once more."""
+    queries = _share(model.heads, sizes.tp) * model.head_width
+    keys = _share(model.num_kv_heads, sizes.tp) * model.head_width
+    kept = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
+    return sizes.tokens * sizes.element * kept
+
+
+def _latent(model: Model, sizes: Sizes) -> Any:
+    """Latent vectors before and behind their norms, whole; queries, keys and values of this rank's heads."""
+    latent = model.latent
+    assert latent is not None
+    heads = _share(model.heads, sizes.tp)
+    of_head = 2 * (model.head_width + latent.rope_size) + 2 * latent.value_size
+    whole = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_size
+    return sizes.tokens * sizes.element * (heads * of_head + whole)
+
+
+def _scores(model: Model, sizes: Sizes) -> Any:
+    """Of every pair of tokens, or, where scores are not materialised, of every token."""
+    heads = _share(model.heads, sizes.tp)
+    if model.attention != "unfused":
+        return sizes.tokens * heads * FP32
+    of_pair = 2 * sizes.element + 1 if model.dropout else sizes.element
+    return sizes.tokens * sizes.seq * heads * of_pair
+
+
+def _feed_forward(model: Model, sizes: Sizes, width: int) -> Any:
+    return sizes.tokens * sizes.element * _share(width, sizes.tp) * _kept_widths(model)
+
+
+def _kept_widths(model: Model) -> int:
+    """Return how many times its width a feed-forward network keeps: with a gate, also both factors of the product."""
+    if model.is_gated:
+        return 4
+    return 1 if model.activation == "relu" else 2
+
+
+def _experts(model: Model, sizes: Sizes) -> tuple[Any, Any]:
+    """Tokens of an even load on their way to the experts and back, and what these keep; logits and choices."""
+    experts = model.experts
+    assert experts is not None
+    rows = sizes.tokens * experts.rows
+    inside = _share(experts.ffn, sizes.tp) * _kept_widths(model)
+    routed = rows * sizes.element * (2 * model.hidden + inside)
+    shared = _feed_forward(model, sizes, experts.shared * experts.ffn)
+    return routed + shared, sizes.tokens * (FP32 * experts.count + 3 * FP32 * experts.top_k)
+
+
+def _share(total: int, parts: Any) -> Any:
+    """Return the largest of `parts` even parts."""
+    return np.ceil(total / np.asarray(parts))

@@ -1,0 +1,135 @@
+"""How many microbatches a pipeline rank holds activations of at its fullest, in closed form.
+
+    rank 0   F0 F1 F2 F3 B0 F4 B1 …        1f1b, pp = 4: four before the first backward returns, then one for one
+    rank 3            F0 B0 F1 B1 …        … and one on the last rank
+
+In microbatches of a whole rank: a chunk's activations count for 1/chunks. The same as `simulation.activation_memory`
+finds in the compiled plan, an activation held until its weight gradient is done. All sizes may be arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from quintsched.errors import UsageError
+from quintsched.schedules import find_schedule
+from quintsched.strategies.prediction.pipeline.makespan import peak_activations
+
+Form = Callable[[Any, Any, Any, Any], Any]
+"""Ranks of the pipeline, microbatches, chunks, the rank → activations in flight, in chunks."""
+
+
+def _all(_pp: Any, microbatches: Any, chunks: Any, _rank: Any) -> Any:
+    return microbatches * chunks
+
+
+def _one_f_one_b(pp: Any, microbatches: Any, _chunks: Any, rank: Any) -> Any:
+    return np.minimum(pp - rank, microbatches)
+
+
+def _eager(pp: Any, microbatches: Any, _chunks: Any, rank: Any) -> Any:
+    return np.minimum(2 * (pp - rank) - 1, microbatches)
+
+
+def _interleaved(pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
+    return np.minimum(2 * (pp - rank - 1) + (chunks - 1) * pp + 1, microbatches * chunks)
+
+
+def _as_many_as_ranks(pp: Any, microbatches: Any, chunks: Any, _rank: Any) -> Any:
+    return np.minimum(pp, microbatches) * chunks
+
+
+def _twice_as_many_as_ranks(pp: Any) -> Any:
+    return 2 * pp
+
+
+def _zb_h2(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
+    return np.minimum(2 * pp - 1, microbatches)
+
+
+def _zb_auto(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
+    return np.minimum(2 * pp, microbatches)
+
+
+def _v_half(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
+    return 2 * np.minimum((pp + 2) // 2, microbatches)
+
+
+def _v_min(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
+    return 2 * np.minimum((pp + 4) // 3, microbatches)
+
+
+def _dualpipe(pp: Any, _microbatches: Any, _chunks: Any, _rank: Any) -> Any:
+    return pp + 1
+
+
+def _dualpipe_v(pp: Any, microbatches: Any, _chunks: Any, rank: Any) -> Any:
+    return np.minimum(np.minimum(2 * pp + 1, microbatches + rank + 1), 2 * microbatches)
+
+
+_FORMS: Mapping[str, Form] = MappingProxyType(
+    {
+        "gpipe": _all,
+        "bfs": _all,
+        "1f1b": _one_f_one_b,
+        "seq-1f1b": _one_f_one_b,
+        "eager-1f1b": _eager,
+        "interleaved-1f1b": _interleaved,
+        "interleaved-zb": _as_many_as_ranks,
+        "zb-h1": _as_many_as_ranks,
+        "zbv": _as_many_as_ranks,
+        "zb-h2": _zb_h2,
+        "zb-auto": _zb_auto,
+        "v-half": _v_half,
+        "v-min": _v_min,
+        "dualpipe": _dualpipe,
+        "dualpipe-v": _dualpipe_v,
+    }
+)
+_FIRST_STAGE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {"v-half": lambda pp: pp + 1, "v-min": lambda pp: (2 * pp + 5) // 3}
+)
+"""Ranks of the pipeline → microbatches of the first stage in flight, where several chunks are not twice the ranks."""
+KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
+"""Schedules whose last stage has all its forwards before its first backward."""
+
+
+def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
+    """Return the microbatches of a whole rank that `rank` holds at most.
+
+    A schedule that is not built in has no closed form: its order is made, once for each distinct shape. Where a rank
+    holds twins of stages, a microbatch passes one of them, so half of the rank. Raises `UsageError`.
+    """
+    found = find_schedule(schedule)
+    if found.mode != "train":
+        raise UsageError(f"schedule {schedule!r} does not train: it holds no activations")
+    held = _FORMS[found.name](pp, microbatches, chunks, rank) if found.name in _FORMS else None
+    if held is None:
+        return _of_orders(found.name, pp, microbatches, chunks, rank)
+    return held / (2 if found.bidirectional else chunks)
+
+
+def _of_orders(schedule: str, *shape: Any) -> Any:
+    """Return what the schedule's own order holds."""
+    pp, microbatches, chunks, rank = (np.asarray(size) for size in np.broadcast_arrays(*shape))
+    rows = np.stack([pp.ravel(), microbatches.ravel(), chunks.ravel(), rank.ravel()], axis=1).tolist()
+    held = [peak_activations(schedule, p, m, v)[r] / v for p, m, v, r in rows]
+    return np.reshape(held, pp.shape)
+
+
+def first_in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any) -> Any:
+    """Return the microbatches of the first stage that its rank holds at its fullest: those that the embedding keeps."""
+    found = find_schedule(schedule)
+    if found.max_chunks == 1:
+        return in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=0) * (1 + found.bidirectional)
+    most = _FIRST_STAGE.get(found.name, _twice_as_many_as_ranks)(pp)
+    return microbatches if found.name in KEEPS_LOGITS else np.minimum(most, microbatches)
+
+
+def logits_in_flight(schedule: str, *, microbatches: Any) -> Any:
+    """Return the microbatches whose logits the last stage keeps at once."""
+    return microbatches if find_schedule(schedule).name in KEEPS_LOGITS else 1 + 0 * microbatches

@@ -1,0 +1,142 @@
+"""Bytes that autograd keeps for the built-in models of this project's own runtime on a CPU: exact, to the byte.
+
+    as in `activations`, and besides
+    norms        mean and deviation of every row; an rmsnorm keeps its input twice, in 32 bits at least
+    rotations    queries and keys once more, and what is mixed in the order of heads; with cp, sines and cosines
+    cp           what is mixed once more: the ring's result, and the projection's input
+    experts      what comes back from them; logits, probabilities, choices and weights of the router
+    ends         positions, ids and masks of a vocabulary that is cut, the loss
+
+With recomputation a stage keeps its input, and runs all its blocks again before its backward: then a rank holds one
+microbatch of that stage in full. ZeRO gathers and reduces stages. All sizes may be arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.prediction.memory.activations import FP32, Sizes, block_input, block_kept, head_kept
+from quintsched.strategies.prediction.memory.terms import Mesh, Ranks
+
+INDEX = 8
+"""Bytes of an index."""
+
+
+def own_activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return what autograd keeps on a rank at its fullest, by kind, loads of experts being even.
+
+    Where blocks are recomputed, all of a stage are.
+    """
+    recomputes = np.asarray(ranks.full_dense + ranks.full_mixture) > 0
+    found: dict[str, Any] = {}
+    for kind, bytes_ in _layers(model, sizes, ranks).items():
+        found[f"activations_{kind}"] = bytes_ * np.where(recomputes, 1.0 / mesh.chunks, ranks.in_flight)
+    first = ranks.first * np.where(recomputes, 1.0, ranks.first_in_flight)
+    last = ranks.last * np.where(recomputes, 1.0, ranks.logits_in_flight)
+    inputs = (mesh.chunks - ranks.first) * block_input(model, sizes)
+    found["activations_inputs"] = np.where(recomputes, ranks.in_flight - 1.0 / mesh.chunks, 0.0) * inputs
+    found["activations_embedding"] = first * _embedding(model, sizes)
+    found["activations_head"] = last * _head(model, sizes)
+    found["logits"] = ranks.last * ranks.logits_in_flight * _loss(model, sizes)
+    return found
+
+
+def own_gathered(whole: Mapping[str, Any], sizes: Sizes, mesh: Mesh) -> Any:
+    """Return what ZeRO makes resident for a while: a stage's weights, and its gradients before they are reduced.
+
+    `whole` are the terms of the same rank where nothing is sharded.
+    """
+    zero, is_shared = np.asarray(mesh.zero), mesh.dp * sizes.cp * mesh.ep > 1
+    weights = np.where(zero >= 3, whole["weights"], 0.0)
+    gradients = np.where(zero >= 2, whole["gradients"], 0.0)
+    return np.where(is_shared, (weights + gradients) / mesh.chunks, 0.0)
+
+
+def _layers(model: Model, sizes: Sizes, ranks: Ranks) -> dict[str, Any]:
+    """Return what the layers of a rank keep of one microbatch."""
+    found: dict[str, Any] = {}
+    for has_experts, count in ((False, ranks.dense), (True, ranks.mixture if model.experts else 0)):
+        if np.any(np.asarray(count) > 0):
+            for kind, bytes_ in own_block(model, sizes, has_experts=has_experts).items():
+                found[kind] = found.get(kind, 0) + count * bytes_
+    return found
+
+
+def own_block(model: Model, sizes: Sizes, *, has_experts: bool) -> dict[str, Any]:
+    """Return the bytes that one block keeps, by kind."""
+    found = block_kept(model, sizes, has_experts=has_experts)
+    found["statistics"] = 2 * _norm(model, sizes.between, sizes.element)
+    found["attention"] = found["attention"] + _attention_copies(model, sizes)
+    if has_experts:
+        _add_experts(model, sizes, found)
+    return found
+
+
+def _norm(model: Model, rows: Any, element: Any) -> Any:
+    """Return what a norm keeps beside an input and an output in the model's precision."""
+    if model.norm == "layernorm":
+        return 2 * rows * element
+    wide = np.maximum(element, FP32)
+    return rows * (2 * wide - element) * model.hidden + rows * wide
+
+
+def _attention_copies(model: Model, sizes: Sizes) -> Any:
+    heads, keys = model.heads / sizes.tp, model.num_kv_heads / sizes.tp
+    of_head = sizes.tokens * sizes.element * model.head_width
+    # One product gives queries, keys and values where they have as many heads: values keep its whole result alive.
+    turned = heads + keys if model.positions == "rope" and model.heads == model.num_kv_heads else 0
+    copied = np.where((np.asarray(sizes.cp) > 1) | (model.positions == "rope"), heads, 0)
+    is_rope_on_ring = (model.positions == "rope") & (np.asarray(sizes.cp) > 1)
+    tables = np.where(is_rope_on_ring, 2 * sizes.seq / sizes.cp * model.head_width * sizes.element, 0)
+    return of_head * (turned + copied) + tables
+
+
+def _add_experts(model: Model, sizes: Sizes, found: dict[str, Any]) -> None:
+    """Add what returns from the experts, and replace what the router keeps."""
+    experts, tokens, element = model.experts, sizes.tokens, sizes.element
+    assert experts is not None
+    choices = tokens * experts.top_k
+    found["experts"] = found["experts"] + choices * element * model.hidden
+    is_short = np.asarray(element) < FP32
+    rounded = np.where(is_short, tokens * model.hidden * FP32 + experts.count * model.hidden * FP32, 0)
+    unkept = np.where(is_short & (experts.shared == 0), tokens * model.hidden * element, 0)
+    likelihoods = tokens * (2 * experts.count + 1) * FP32 + experts.count * FP32
+    found["router"] = likelihoods + choices * (2 * INDEX + np.minimum(element, FP32)) + rounded - unkept
+    if experts.padded_to is not None:  # which rows go and where each returns to differ, and a mask says what is dropped
+        rows = tokens * experts.rows
+        found["router"] = found["router"] + rows * INDEX + choices
+        found["experts"] = found["experts"] - rows * element * model.hidden
+
+
+def _embedding(model: Model, sizes: Sizes) -> Any:
+    """Return what the embedding keeps: patches, or positions, and where the vocabulary is cut, ids and a mask.
+
+    With dropout a mask of all tokens, also where blocks share them out over tp.
+    """
+    masks = sizes.tokens * model.hidden * model.dropout
+    if model.images is not None:
+        pixels = model.images.channels * model.images.patch**2
+        return sizes.microbatch * (model.images.tokens - 1) * pixels * sizes.element + masks
+    cut = np.where(np.asarray(sizes.tp) > 1, sizes.tokens * (INDEX + 1), 0)
+    return cut + masks + (INDEX * sizes.seq / sizes.cp if model.positions == "learned" else 0)
+
+
+def _head(model: Model, sizes: Sizes) -> Any:
+    """Return what the head keeps: it has all tokens, also where blocks share them out over tp."""
+    element = sizes.element
+    if model.images is not None:
+        own = sizes.microbatch * (model.hidden * element + 2 * element)
+        return sizes.tokens * model.hidden * element + own
+    return sizes.tokens * model.hidden * element * 2 + _norm(model, sizes.tokens, element)
+
+
+def _loss(model: Model, sizes: Sizes) -> Any:
+    """Return what the loss keeps: probabilities, and one number, or where the vocabulary is cut, places and masks."""
+    logits = head_kept(model, sizes)["logits"]
+    if model.images is not None:
+        return logits + FP32
+    return logits + np.where(np.asarray(sizes.tp) > 1, sizes.tokens * (INDEX + 2), FP32)

@@ -1,0 +1,114 @@
+"""What each kind of rank holds, of many strategies at once.
+
+columns of strategies (n,) ─┐
+                            ├──▶ terms (n, K), K the most kinds of ranks that one of them has
+their kinds of ranks (n, K) ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.prediction.blocks import WIDTHS
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.memory.activations import Sizes
+from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
+from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
+from quintsched.strategies.prediction.memory.terms import Mesh, Ranks, memory_terms
+from quintsched.strategies.prediction.stages import Kinds
+
+
+def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
+    """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves.
+
+    On a CPU, which only this project's runtime is predicted for, activations and what ZeRO gathers are those that it
+    keeps.
+    """
+    sizes, mesh = _cut(table)
+    ranks = _ranks(table, kinds)
+    terms = memory_terms(model, sizes, mesh, ranks)
+    if hardware.measured is not None and hardware.measured.cores is not None:
+        others = {name: bytes_ for name, bytes_ in terms.items() if not _is_of_activations(name)}
+        whole = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
+        terms = others | own_activations(model, sizes, mesh, ranks) | {"gathered": own_gathered(whole, sizes, mesh)}
+    terms["reserved"] = hardware.reserved_gb * 1e9
+    return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
+
+
+def _is_of_activations(term: str) -> bool:
+    return term.startswith("activations") or term in ("logits", "temporary")
+
+
+def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[np.float64]]:
+    """Return the bytes of every stage, (n, K), where replicas share nothing, and of one microbatch's activations."""
+    sizes, mesh = _cut(table)
+    once = np.ones(stages.dense.shape)
+    ranks = replace(_ranks(table, stages), in_flight=once, logits_in_flight=once)
+    terms = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
+    return {name: np.broadcast_to(bytes_, stages.dense.shape) for name, bytes_ in terms.items()}
+
+
+def _cut(table: Table) -> tuple[Sizes, Mesh]:
+    """Return how strategies cut a model, as columns, (n, 1)."""
+
+    def column(values: Any) -> Any:
+        return np.asarray(values, np.float64)[:, None]
+
+    sizes = Sizes(
+        microbatch=column(table.microbatch),
+        seq=column(table.seq),
+        tp=column(table.tp),
+        cp=column(table.cp),
+        sequence_parallel=column(table.sequence_parallel),
+        element=column(np.array([WIDTHS[name] for name in table.values["dtype"]])[table.dtype]),
+    )
+    selective = np.array([value == "selective" for value in table.values["recompute"]])[table.recompute]
+    mesh = Mesh(
+        column(table.pp),
+        column(table.dp),
+        column(table.ep),
+        column(table.zero),
+        column(table.chunks),
+        column(selective),
+    )
+    return sizes, mesh
+
+
+def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str, NDArray[np.float64]]:
+    """Return the terms of the kind of rank that holds most, (n,)."""
+    total = np.where(kinds.ranks > 0, sum(terms.values()), -1.0)
+    rows, most = np.arange(len(total)), total.argmax(axis=1)
+    return {name: bytes_[rows, most] for name, bytes_ in terms.items()}
+
+
+def _ranks(table: Table, kinds: Kinds) -> Ranks:
+    flight, (first, logits) = np.zeros_like(kinds.dense), np.zeros((2, len(kinds.dense), 1))
+    for code, schedule in enumerate(table.values["schedule"]):
+        rows = np.flatnonzero(np.asarray(table.schedule) == code)
+        if len(rows):
+            pp, chunks, microbatches = (
+                np.asarray(values)[rows, None] for values in (table.pp, table.chunks, table.microbatches)
+            )
+            flight[rows] = in_flight(
+                schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=kinds.rank[rows].astype(np.int64)
+            )
+            first[rows] = first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks)
+            logits[rows] = logits_in_flight(schedule, microbatches=microbatches)
+    return Ranks(
+        dense=kinds.dense,
+        mixture=kinds.mixture,
+        full_dense=kinds.full_dense,
+        full_mixture=kinds.full_mixture,
+        first=kinds.first,
+        last=kinds.last,
+        in_flight=flight,
+        first_in_flight=first,
+        logits_in_flight=logits,
+    )

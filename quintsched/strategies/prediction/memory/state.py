@@ -1,0 +1,74 @@
+"""Bytes of weights, gradients and optimizer state on one rank: exact, under ZeRO 0 to 3.
+
+With n numbers, R replicas that shard them, and shards of ⌈n/R⌉ (Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054)
+
+    ZeRO   weights               gradients             optimizer           in 16 bits: 2 of weights, 4 of gradients,
+    0      n                     n                     n                   12 of masters and moments, 18 in all
+    1      n                     n                     ⌈n/R⌉               in 32 bits: 4, 4 and 8
+    2      n                     ⌈n/R⌉ + unit          ⌈n/R⌉
+    3      ⌈n/R⌉ + units         ⌈n/R⌉ + unit          ⌈n/R⌉               unit: what is gathered or reduced at once
+
+Dense weights have dp · cp · ep replicas, experts dp · cp. A unit is a block, as in FSDP, with the next one gathered
+ahead; our runtime gathers a stage (`layout` has its exact buffers). All sizes may be arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quintsched.strategies.descriptions.parameters import Held
+
+KINDS = ("weights", "gradients", "optimizer", "gathered")
+
+SHARDED_FROM = {"weights": 3, "gradients": 2, "optimizer": 1}
+"""From which stage of ZeRO on."""
+
+AHEAD = 2
+"""Units of ZeRO-3 that are full at once: the one that is computed with, and the next."""
+
+
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """Bytes per number of what a rank keeps; of Adam's two moments, and masters of short weights."""
+
+    weight: Any
+    gradient: Any
+    optimizer: Any
+
+    @classmethod
+    def of(cls, element: Any, *, short_gradients: bool = False) -> Precision:
+        """Return the bytes for weights of `element` bytes.
+
+        Gradients are summed in 32 bits at least (as Megatron does: 18 bytes in all), or with `short_gradients` in the
+        weights' own precision (as DeepSpeed does: 16).
+        """
+        wide = np.maximum(element, 4)
+        masters = np.where(np.asarray(element) < 4, 4, 0)
+        return cls(element, element if short_gradients else wide, masters + 2 * wide)
+
+
+def state_bytes(
+    held: Held, unit: Held, precision: Precision, *, zero: Any, replicas: Any, expert_replicas: Any
+) -> dict[str, Any]:
+    """Return the bytes of a rank's state by kind (`KINDS`).
+
+    Args:
+        held: numbers that the rank would hold without ZeRO.
+        unit: numbers of what is gathered, or reduced, at once.
+        precision: bytes per number.
+        zero: the stage of ZeRO.
+        replicas: how many hold the same dense numbers.
+        expert_replicas: how many hold the same experts.
+    """
+    sharded = {kind: np.asarray(zero) >= stage for kind, stage in SHARDED_FROM.items()}
+    full = held.dense + held.experts
+    shard = np.ceil(held.dense / replicas) + np.ceil(held.experts / expert_replicas)
+    at_once = unit.dense * (np.asarray(replicas) > 1) + unit.experts * (np.asarray(expert_replicas) > 1)
+    gathered = precision.weight * sharded["weights"] * np.minimum(AHEAD * at_once, full)
+    each = {"weights": precision.weight, "gradients": precision.gradient, "optimizer": precision.optimizer}
+    return {kind: bytes_ * ~sharded[kind] * full + bytes_ * sharded[kind] * shard for kind, bytes_ in each.items()} | {
+        "gathered": gathered + precision.gradient * sharded["gradients"] * at_once
+    }

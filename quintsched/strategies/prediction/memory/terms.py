@@ -1,0 +1,161 @@
+"""What a pipeline rank holds at its fullest, term by term.
+
+    weights │ gradients │ optimizer │ gathered │ activations in flight │ logits │ buffers │ temporary │ fragmentation
+    └──────────── `state`, exact ────────────┘ └ `activations` x `in_flight` ┘            └── one block's backward
+
+All sizes are arrays that broadcast against each other: strategies in rows and, where that is wanted, kinds of ranks in
+columns. What is in flight has its peak where the last forward of the warm-up has run, when state is resident in full;
+so the terms add up to the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.parameters import (
+    Held,
+    block_weights,
+    embedding_weights,
+    head_weights,
+    on_rank,
+)
+from quintsched.strategies.prediction.memory.activations import (
+    FP32,
+    Sizes,
+    block_input,
+    block_kept,
+    embedding_kept,
+    head_kept,
+)
+from quintsched.strategies.prediction.memory.state import Precision, state_bytes
+
+FRAGMENTATION = 0.03
+"""Of all that comes and goes: what an allocator has reserved and cannot use. An assumption, fitted to nothing."""
+
+COMES_AND_GOES = ("gathered", "buffers", "temporary", "fragmentation")
+"""Terms that are no weights, gradients, optimizer state or activations."""
+
+MESSAGES = 4
+"""Messages between stages that a rank has room for: two each of activations and of gradients."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """Which layers ranks hold, and how many of them they recompute; see `descriptions.model.Experts` for mixtures."""
+
+    dense: Any
+    mixture: Any
+    full_dense: Any
+    """Of the dense ones, how many are recomputed in full."""
+    full_mixture: Any
+    first: Any
+    """1 with the embedding."""
+    last: Any
+    """1 with the head."""
+    in_flight: Any
+    """Microbatches whose activations they hold; see `in_flight`."""
+    first_in_flight: Any
+    """Microbatches of the first stage."""
+    logits_in_flight: Any
+    """Microbatches whose logits the last one holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """How a model is laid over GPUs, as far as what they hold depends on it; `Sizes` has tp and cp."""
+
+    pp: Any
+    dp: Any
+    ep: Any
+    zero: Any
+    chunks: Any
+    selective: Any = 0
+    """1 where scores are recomputed."""
+
+
+def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes of each term; they add up to the peak of a rank, without what the hardware reserves."""
+    state = _state(model, sizes, mesh, ranks)
+    kept = _activations(model, sizes, mesh, ranks)
+    input_bytes = block_input(model, sizes)
+    buffers = np.where(np.asarray(mesh.pp) > 1, MESSAGES * input_bytes, 0.0)
+    temporary = _temporary(model, sizes, mesh, ranks)
+    moving = sum(kept.values()) + buffers + temporary + state["gathered"]
+    return state | kept | {"buffers": buffers, "temporary": temporary, "fragmentation": FRAGMENTATION * moving}
+
+
+def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes of weights, gradients and optimizer state.
+
+    A tied head is a second copy, unless its stage is that of the embedding.
+    """
+    tp, first = sizes.tp, embedding_weights(model, sizes.seq)
+    plain = on_rank(block_weights(model, has_experts=False), tp=tp)
+    mixture = on_rank(block_weights(model, has_experts=True), tp=tp, ep=mesh.ep) if model.experts else Held(0, 0)
+    before, behind = on_rank(first, tp=tp).dense, on_rank(head_weights(model), tp=tp).dense
+    joined = on_rank(first[:1], tp=tp).dense * (np.asarray(mesh.pp) * mesh.chunks == 1) if model.tied else 0.0
+    dense = ranks.dense * plain.dense + ranks.first * before + ranks.last * (behind - joined)
+    unit = np.maximum(plain.dense * (np.asarray(ranks.dense) > 0), before * ranks.first)
+    held, units = Held(dense, 0.0), Held(unit, 0.0)
+    if model.experts:
+        held = Held(dense + ranks.mixture * mixture.dense, ranks.mixture * mixture.experts)
+        has_mixture = np.asarray(ranks.mixture) > 0
+        units = Held(np.maximum(unit, mixture.dense * has_mixture), mixture.experts * has_mixture)
+    outer = mesh.dp * sizes.cp
+    precision = Precision.of(sizes.element)
+    return state_bytes(held, units, precision, zero=mesh.zero, replicas=outer * mesh.ep, expert_replicas=outer)
+
+
+def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return what is in flight, by kind."""
+    kept = _kept(model, sizes, mesh, ranks)
+    found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
+    found["activations_embedding"] = ranks.first * ranks.first_in_flight * embedding_kept(model, sizes)
+    behind, logits = head_kept(model, sizes), ranks.logits_in_flight
+    found["activations_tokens"] = found["activations_tokens"] + ranks.last * logits * behind["tokens"]
+    return found | {"logits": ranks.last * logits * behind["logits"]}
+
+
+def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return what the layers of a rank keep of one microbatch."""
+    full = ranks.full_dense + ranks.full_mixture
+    found = {"inputs": full * block_input(model, sizes)}
+    layers = [(False, ranks.dense - ranks.full_dense)]
+    if model.experts is not None:
+        layers.append((True, ranks.mixture - ranks.full_mixture))
+    for has_experts, count in layers:
+        for kind, bytes_ in block_kept(model, sizes, has_experts=has_experts).items():
+            left = (
+                bytes_ * (1 - np.asarray(mesh.selective))
+                if kind == "scores" and _can_recompute_scores(model)
+                else bytes_
+            )
+            found[kind] = found.get(kind, 0) + count * left
+    return found
+
+
+def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
+    """Return what a backward needs besides: what is recomputed, and gradients of the widest activations.
+
+    Of one block at a time, or of logits, whose gradient is made in place and then rounded to the model's precision.
+    """
+    found: Any = 0.0
+    for has_experts, count, full in ((False, ranks.dense, ranks.full_dense), (True, ranks.mixture, ranks.full_mixture)):
+        if has_experts and model.experts is None:
+            continue
+        kept = block_kept(model, sizes, has_experts=has_experts)
+        scores = kept["scores"] if _can_recompute_scores(model) else 0.0
+        again = np.where(np.asarray(full) > 0, sum(kept.values()), scores * np.asarray(mesh.selective))
+        wide = np.maximum(kept["experts" if has_experts else "ffn"], scores) / 2 + block_input(model, sizes)
+        found = np.maximum(found, np.where(np.asarray(count) > 0, again + wide, 0.0))
+    logits = head_kept(model, sizes)["logits"]
+    return np.maximum(found, ranks.last * logits * (np.asarray(sizes.element) / FP32))
+
+
+def _can_recompute_scores(model: Model) -> bool:
+    """Whether there are scores to recompute: a flash attention keeps none."""
+    return model.attention == "unfused"

@@ -1,0 +1,293 @@
+"""The operators of one block: matrix products, attention, and passes over memory, by their sizes on one GPU.
+
+    x ─ norm ─ qkv ─ attention ─ projection ─ add ─ norm ─ up ─ activation ─ down ─ add ─▶
+        pass   product  kernel     product    pass  pass  product   pass    product  pass
+
+A size is a number or an array with an entry for each configuration: one list of operators describes them all. Nothing
+here knows how fast anything is; `efficiency` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.descriptions.model import Model
+
+Array: TypeAlias = NDArray[np.float64]
+FP32 = 4.0
+"""Bytes of an element where an operator works in single precision whatever the precision of the model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """What the time of a block depends on, for each of n configurations; all arrays of length n."""
+
+    tp: Array
+    cp: Array
+    ep: Array
+    sequence_parallel: Array
+    """0 or 1."""
+    microbatch: Array
+    seq: Array
+    width: Array
+    """Bytes of an element of an activation or a weight."""
+
+    @property
+    def tokens(self) -> Array:
+        """Of a microbatch on one rank of the context axis."""
+        return self.microbatch * self.seq / self.cp
+
+    @property
+    def between(self) -> Array:
+        """Tokens of a rank between the tensor-parallel regions: sequence parallelism shares them out over tp."""
+        return self.tokens / np.where(self.sequence_parallel > 0, self.tp, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """`batch` products of an m × k with a k × n matrix; the backward has two of the same size."""
+
+    name: str
+    m: Array
+    n: Array
+    k: Array
+    width: Array
+    batch: Array | float = 1.0
+    weighted: bool = True
+    """Whether one factor is a weight: its product of the backward is then the weight's half."""
+    selective: bool = False
+    """Whether selective recomputation runs it again."""
+    column: bool = False
+    """Whether tp cuts its columns: the gradient of its input is then summed over tp."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """One fused kernel for attention, which never writes the scores."""
+
+    name: str
+    flops: Array
+    """Of the forward, those that a causal mask spares left out."""
+    head: int
+    """Size of a head."""
+    length: Array
+    """How many keys a query sees in one call, on average: the ring of cp brings some at a time."""
+    kernel: str
+    """As `Model.attention` names it."""
+    batch: Array
+    """Samples times heads."""
+    rows: Array
+    """Queries of a sample here."""
+    ring: Array
+    """Ranks of the context axis, which the keys pass by."""
+    selective: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """An operator that memory bounds: bytes read and written, forward and backward."""
+
+    name: str
+    forward: Array
+    backward: Array
+    selective: bool = False
+
+
+Operator: TypeAlias = Product | Attention | Pass
+
+
+def block(model: Model, sizes: Sizes, *, experts: bool) -> tuple[Operator, ...]:
+    """Return the operators of one layer; `experts`: of one whose feed-forward network is a mixture."""
+    feed_forward = (
+        _mixture(model, sizes) if experts else _feed_forward(model, sizes, model_ffn(model), sizes.tokens, "ffn")
+    )
+    return (
+        _norm("norm", sizes.between * model.hidden, sizes.width),
+        *attention(model, sizes),
+        _add("attention add", model, sizes),
+        _norm("ffn norm", sizes.between * model.hidden, sizes.width),
+        *feed_forward,
+        _add("ffn add", model, sizes),
+    )
+
+
+def attention(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+    """Return the projections and the kernel of self-attention."""
+    head = head_size(model)
+    heads = model.heads / sizes.tp
+    key_heads = np.maximum((model.kv_heads or model.heads) / sizes.tp, 1.0)
+    values = model.latent.value_size if model.latent else head
+    tokens, width = sizes.tokens, sizes.width
+    return (
+        *_projections(model, sizes, heads, key_heads, head),
+        _split(model, tokens * (heads + 2 * key_heads) * head, width),
+        *_rotary(model, tokens, heads + key_heads, head, width),
+        *_core(model, sizes, heads, head, values),
+        Product("projection", tokens, np.full_like(tokens, model.hidden), heads * values, width),
+        *_bias("projection", tokens * model.hidden, width, present=model.biases),
+    )
+
+
+def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+    """Return what follows the last block: the final norm, the logits and their cross-entropy."""
+    tokens, width = sizes.tokens, sizes.width
+    classes = model.images.classes if model.images else model.vocab
+    rows = tokens / model.images.tokens if model.images else tokens
+    vocab = classes / sizes.tp
+    logits = rows * vocab
+    return (
+        _norm("final norm", sizes.between * model.hidden, width),
+        Product("logits", rows, vocab, np.full_like(tokens, model.hidden), width, column=True),
+        Pass("cross-entropy", logits * (width + 5 * FP32), logits * (3 * FP32 + width)),
+    )
+
+
+def embedding(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+    """Return what precedes the first block: looking up words, or projecting patches."""
+    tokens, width = sizes.tokens, sizes.width
+    elements = tokens * model.hidden
+    if model.images:
+        patch = float(model.images.patch**2 * model.images.channels)
+        return (Product("patches", tokens, np.full_like(tokens, model.hidden), np.full_like(tokens, patch), width),)
+    return (Pass("embedding", 3 * elements * width, 3 * elements * width),)
+
+
+def head_size(model: Model) -> int:
+    """Return the width of one head's queries and keys."""
+    size = model.head_size or model.hidden // model.heads
+    return size + model.latent.rope_size if model.latent else size
+
+
+def model_ffn(model: Model) -> float:
+    """Return the width of a plain feed-forward network."""
+    return float(model.ffn or 4 * model.hidden)
+
+
+def gated(model: Model) -> bool:
+    """Whether the feed-forward network has a gate."""
+    return model.activation in ("swiglu", "geglu")
+
+
+def _projections(model: Model, sizes: Sizes, heads: Array, key_heads: Array, head: int) -> tuple[Operator, ...]:
+    tokens, width = sizes.tokens, sizes.width
+    hidden = np.full_like(tokens, model.hidden)
+    if model.latent is None:
+        return (Product("qkv", tokens, (heads + 2 * key_heads) * head, hidden, width, column=True),)
+    latent = model.latent
+    rank = np.full_like(tokens, latent.kv_rank)
+    narrow = np.full_like(tokens, latent.kv_rank + latent.rope_size)
+    unroped = head - latent.rope_size
+    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width, column=True)
+    compress = Product("kv down", tokens, narrow, hidden, width)
+    if not latent.q_rank:
+        return (Product("q", tokens, heads * head, hidden, width, column=True), compress, expand)
+    queries = np.full_like(tokens, latent.q_rank)
+    return (
+        Product("q down", tokens, queries, hidden, width),
+        Product("q up", tokens, heads * head, queries, width, column=True),
+        compress,
+        expand,
+    )
+
+
+def _rotary(model: Model, tokens: Array, heads: Array, head: int, width: Array) -> tuple[Operator, ...]:
+    touched = tokens * heads * head * width * 2
+    rotary = (Pass("rotary", touched, touched),) if model.positions == "rope" else ()
+    norms = (_norm("qk norm", tokens * heads * head, width),) if model.qk_norm else ()
+    return (*norms, *rotary)
+
+
+def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> tuple[Operator, ...]:
+    """Attention proper: fused, or scores, softmax with its mask, dropout, and the weighted values, each by itself."""
+    rows, columns, width = sizes.seq / sizes.cp, sizes.seq, sizes.width
+    batch = sizes.microbatch * heads
+    scores = batch * rows * columns
+    if model.attention != "unfused":
+        seen = 0.5 if model.causal else 1.0
+        flops, length = 2 * scores * (head + values) * seen, columns * seen / sizes.cp
+        return (Attention("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
+    depth, value = np.full_like(rows, head), np.full_like(rows, values)
+    passes = Pass("softmax", scores * 2 * width, scores * 3 * width, selective=True)
+    dropped = scores * (2 * width + 1)
+    dropout = (Pass("attention dropout", dropped, dropped, selective=True),) if model.dropout else ()
+    return (
+        Product("scores", rows, columns, depth, width, batch, weighted=False, selective=True),
+        passes,
+        *dropout,
+        Product("values", rows, value, columns, width, batch, weighted=False, selective=True),
+    )
+
+
+def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: str) -> tuple[Operator, ...]:
+    hidden = np.full_like(tokens, model.hidden)
+    wide = np.full_like(tokens, ffn) / sizes.tp
+    inputs = 2 if gated(model) else 1
+    touched = tokens * wide * sizes.width
+    return (
+        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, column=True),
+        Pass(f"{name} activation", (inputs + 1) * touched, (2 * inputs + 1) * touched),
+        Product(f"{name} down", tokens, hidden, wide, sizes.width),
+        *_bias(name, tokens * (inputs * wide + model.hidden), sizes.width, present=model.biases),
+    )
+
+
+def _mixture(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+    """Router, permutation, the experts of this rank one after the other (grouped), and back; all loads equal."""
+    if model.experts is None:
+        raise ValueError("a model without experts has no mixture")
+    experts, tokens = model.experts, sizes.tokens
+    resident = experts.count / sizes.ep
+    routed = tokens * experts.rows
+    hidden = np.full_like(tokens, model.hidden)
+    moved = routed * model.hidden * sizes.width * 2
+    shared = (
+        _feed_forward(model, sizes, float(experts.ffn * experts.shared), tokens, "shared") if experts.shared else ()
+    )
+    return (
+        Product("router", tokens, np.full_like(tokens, experts.count), hidden, np.full_like(tokens, FP32)),
+        Pass("permute", moved, moved),
+        *_grouped(_feed_forward(model, sizes, float(experts.ffn), routed / resident, "expert"), resident),
+        Pass("unpermute", moved, moved),
+        *shared,
+    )
+
+
+def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, ...]:
+    """Return the same operators done for each of several groups, in one kernel."""
+
+    def repeat(operator: Operator) -> Operator:
+        if isinstance(operator, Product):
+            return replace(operator, batch=groups)
+        if isinstance(operator, Pass):
+            return Pass(operator.name, operator.forward * groups, operator.backward * groups)
+        return operator
+
+    return tuple(repeat(operator) for operator in operators)
+
+
+def _norm(name: str, elements: Array, width: Array) -> Pass:
+    """Read and write; the backward reads input and gradient once for the input's gradient, once for the weights'."""
+    return Pass(name, 2 * elements * width, 5 * elements * width)
+
+
+def _split(model: Model, elements: Array, width: Array) -> Pass:
+    """Queries, keys and values are views of one product; the backward puts their gradients together again."""
+    biased = model.biases if model.qkv_biases is None else model.qkv_biases
+    return Pass("split", np.zeros_like(elements), elements * width * (3 if biased else 2))
+
+
+def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[Pass, ...]:
+    """Added in the product's own kernel; the backward sums the gradient over tokens, in one of its own."""
+    return (Pass(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
+
+
+def _add(name: str, model: Model, sizes: Sizes) -> Pass:
+    """Bias, dropout and the residual, in one kernel; the backward also adds up the two branches' gradients."""
+    elements = sizes.between * model.hidden
+    mask = 1.0 if model.dropout else 0.0
+    masked = (2 * sizes.width + 1) if model.dropout else 0.0
+    return Pass(name, elements * (3 * sizes.width + mask), elements * (masked + 3 * sizes.width))

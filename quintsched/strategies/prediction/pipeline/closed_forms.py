@@ -1,0 +1,268 @@
+"""How long the computation of a step takes under the common schedules, in closed form: longest paths of their events.
+
+Under 1F1B a path through the events goes down the ranks with forwards and up again with backwards, so often until all
+microbatches are done. Wherever it turns, it goes on with the rank's own order:
+
+    rank 0   F0 ┐           ┌ B0 ─▶ F4 ┐       B3     each rank that it passes adds f + b, each turn at the bottom a
+    rank 1      └ F0       B0          └ …  ⋯ B3      recomputation r, each step between ranks a message c; turning
+    rank 2           F0 ─▶ B0               B3        at ranks a and b, it takes up b - a + 1 microbatches
+
+A step takes as long as its longest path, and only few can be that: those that stay between two ranks a and b, each the
+first or the last of a run of equal ranks. Each formula here is the largest of such paths, so none says more than the
+simulator finds (but for ZB-H1 with long messages: 0.3 %). They cost a few operations per pair of runs, however many
+ranks and microbatches there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quintsched.strategies.prediction.pipeline.runs import Each, Pipelines, Place, Values, chunked
+
+
+def gpipe(s: Pipelines) -> Values:
+    """All forwards, then all backwards: twice a line of stations, of which the slowest sets the pace."""
+    channel = np.where(s.p > 1, s.c, 0.0)
+    there = s.ranks > 0
+    pace_forward = np.maximum(np.where(there, s.f, 0.0).max(axis=0), channel)
+    pace_backward = np.maximum(np.where(there, s.r + s.b, 0.0).max(axis=0), channel)
+    once = (s.ranks * (s.f + s.b)).sum(axis=0) + Each(s, s.r).last + 2 * s.c * (s.p - 1)
+    return np.asarray(once + (s.m - 1) * (pace_forward + pace_backward))
+
+
+def one_f_one_b(s: Pipelines) -> Values:
+    """1F1B."""
+    return _zigzag(s, s.f + s.b, np.zeros_like(s.f))
+
+
+def zb_h1(s: Pipelines) -> Values:
+    """ZB-H1: as 1F1B with input halves alone; turns at the top add a weight half, and ranks end with those left."""
+    return _zigzag(s, s.f + s.i, s.w)
+
+
+def _zigzag(s: Pipelines, passed: Values, late: Values) -> Values:
+    """Return the longest path that goes down and up the ranks.
+
+    `passed` is what a rank adds that is passed down and up, `late` what turns at its top add besides, from its
+    `rank`-th backward on.
+    """
+    z = _Zigzag(s, Each(s, passed), Each(s, s.f), Each(s, passed - s.f), Each(s, s.r), Each(s, late))
+    apart = bool(s.c.any())  # without messages, no path gains by going from rank to rank
+    found = z.once + z.ending + np.where(s.m > 1, z.again(), 0.0)
+    bottoms = [*z.bottoms()]
+    for top in s.places:
+        # Down to a rank and up to this one; to and fro from here to a later one; down to a rank and up again.
+        room = s.m - 1 - s.p + top.rank
+        around = z.around(top, bottoms)
+        for bottom in s.places if apart else (top,):
+            if bottom.run >= top.run:
+                possible = top.exists & bottom.exists & (bottom.rank >= top.rank) & (room >= 0)
+                found = np.where(possible, np.maximum(found, around + z.stays(top, bottom, room)), found)
+        found = np.where(top.exists, np.maximum(found, z.at_one_rank(top)), found)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Zigzag:
+    """What ranks add to a path that goes down and up: `both` is passed both ways, `f` down and `back` up."""
+
+    s: Pipelines
+    both: Each
+    f: Each
+    back: Each
+    r: Each
+    late: Each
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether turns at the top add anything."""
+        return bool(self.late.amounts.any())
+
+    @cached_property
+    def once(self) -> Values:
+        """Down all ranks and up again."""
+        return np.asarray(self.both.total + 2 * self.s.c * (self.s.p - 1) + self.r.last)
+
+    @cached_property
+    def ending(self) -> Values:
+        """What weight halves left at the end take, beyond what is passed on the way up to the first rank."""
+        s, found = self.s, np.asarray(self.late.amounts[0])
+        if not self.is_late:
+            return np.asarray(found)
+        deep = np.minimum(s.p, s.m) - 1
+        found = np.maximum(found, (deep + 1) * s.at(self.late.amounts, deep) - self.back.first(deep) - s.c * deep)
+        for place in s.places:
+            left = np.minimum(place.rank + 1, s.m) * self.late.at(place)
+            over = left - self.back.before(place) - s.c * place.rank
+            found = np.where(place.exists, np.maximum(found, over), found)
+        return np.asarray(found)
+
+    def again(self) -> Values:
+        """Return what a second way down and up adds, that turns at the top as low as it must."""
+        deepest = np.maximum(self.s.p + 1 - self.s.m, 0.0)
+        down = self.once - self.both.first(deepest) - 2 * self.s.c * deepest
+        return np.where(deepest < self.s.p, down, 0.0)
+
+    def bottoms(self) -> Iterator[tuple[Place, Values, Values]]:
+        """Yield (place, begins, ends) for the ranks at which paths may turn first and last.
+
+        `begins`: from the first forward to this rank's turn, its warm-up forwards done at the slowest rank on the way.
+        `ends`: from its last turn to the end, the backwards that are left done likewise.
+        """
+        s, (slow_f, slow_b) = self.s, np.zeros((2, *self.s.c.shape))
+        left = self.back.amounts + self.r.amounts
+        for place in s.places:
+            slow_f = np.where(place.exists, np.maximum(slow_f, self.f.at(place)), slow_f)
+            slow_b = np.where(place.exists, np.maximum(slow_b, left[place.run] + self.late.at(place)), slow_b)
+            ahead, way = s.p - 1 - place.rank, s.c * place.rank
+            begins = self.f.through(place) + way + ahead * slow_f + self.r.at(place)
+            ends = self.back.through(place) + way + ahead * slow_b
+            ends = ends + np.where(ahead > 0, self.late.amounts[0], self.ending)
+            if self.is_late:
+                weights = np.minimum(s.p, s.m) * self.late.at(place)
+                ends = np.maximum(ends, self.back.at(place) + ahead * left[place.run] + weights)
+            yield place, begins, self.r.at(place) + ends
+
+    def around(self, top: Place, bottoms: list[tuple[Place, Values, Values]]) -> Values:
+        """Return the longest ways to a rank's first backward, and from its last forward on."""
+        begins, ends = np.full((2, *self.s.c.shape), -np.inf)
+        for bottom, begun, ended in bottoms:
+            if bottom.run >= top.run:
+                beside, possible = self.s.c * (bottom.rank - top.rank), bottom.exists & (bottom.rank >= top.rank)
+                up = self.back.through(bottom) - self.back.before(top) + beside
+                on = self.f.through(bottom) - self.f.before(top) + beside
+                begins = np.where(possible, np.maximum(begins, begun + up), begins)
+                ends = np.where(possible, np.maximum(ends, on + ended), ends)
+        return np.asarray(begins + ends)
+
+    def stays(self, top: Place, bottom: Place, room: Values) -> Values:
+        """Return what a path adds that goes to and fro between two ranks while it passes `room` forwards."""
+        found = self._to_and_fro(top, bottom, room, 0.0)
+        if self.is_late:  # first one sweep of all ranks, whose turn is no less than theirs
+            swept = self._to_and_fro(top, bottom, room - self.s.p, self.s.p)
+            first = np.where(room >= self.s.p, self.once + self.late.amounts[0] + swept, 0.0)
+            found = np.maximum(found, first)
+        return found
+
+    def _to_and_fro(self, top: Place, bottom: Place, room: Values, turned: Values | float) -> Values:
+        """Return what it adds where so many backwards have been `turned` before."""
+        r_top, r_bottom, w_top = self.r.at(top), self.r.at(bottom), self.late.at(top)
+        room = np.maximum(room, 0.0)
+        if top is bottom:
+            turns = np.maximum(room + 1 - np.maximum(top.rank - turned, 0.0), 0.0)
+            return np.asarray(room * (self.both.at(top) + r_top) + turns * w_top)
+        length = np.maximum(bottom.rank - top.rank + 1, 1.0)
+        sweeps = np.floor(room / length)
+        rest = room - sweeps * length
+        sweep = self.both.through(bottom) - self.both.before(top) + 2 * self.s.c * (length - 1) + r_bottom
+        begun = sweeps * length + turned >= bottom.rank
+        high = self.both.first(top.rank + rest) - self.both.before(top) + r_top + begun * w_top
+        low = self.both.through(bottom) - self.both.first(bottom.rank + 1 - rest) + r_bottom
+        low = low + begun * self.late.at(bottom)
+        one = np.maximum(self.both.at(top) + r_top + begun * w_top, self.both.at(bottom) + r_bottom)
+        short = np.maximum(np.maximum(high, low) + 2 * self.s.c * (rest - 1), rest * one)
+        turns = np.maximum(sweeps + 1 - np.ceil(np.maximum(top.rank - turned, 0.0) / length), 0.0)
+        return np.asarray(sweeps * sweep + turns * w_top + np.where(rest > 0, short, 0.0))
+
+    def at_one_rank(self, place: Place) -> Values:
+        """Return the paths that end at one rank with its cool-down, from its warm-up or its first backward on."""
+        s, ahead, w = self.s, self.s.p - 1 - place.rank, self.late.at(place)
+        up = self.back.before(place) + s.c * place.rank
+        finish = np.maximum(s.m * w, np.maximum(s.m - 1 - place.rank, 0.0) * w + up + self.late.amounts[0])
+        rest = self.f.before(place) + s.c * place.rank + s.m * self.back.at(place) + finish
+        own = s.m * (self.f.at(place) + self.r.at(place))
+        below = self.both.after(place) + 2 * s.c * ahead + self.r.last
+        around = below + np.maximum(s.m - ahead, 1.0) * self.f.at(place) + (s.m - 1) * self.r.at(place)
+        return np.asarray(rest + np.maximum(own, np.where(ahead > 0, around, 0.0)))
+
+
+def interleaved(s: Pipelines) -> Values:
+    """Interleaved 1F1B: units go round and round, so a path that is at one rank goes on there, or once round the ring.
+
+    to a rank   ▶ its warm-up, or the ring ▶   all its own work   ▶ its cool-down, or the ring ▶   home
+    """
+    t = _Ring.of(s)
+    found = np.zeros_like(s.c)
+    for place in s.places:
+        run = place.run
+        work = s.m * (s.f[run] + s.b[run] + s.r[run])
+        if s.c.any():
+            slow = np.maximum(t.f.at(place), t.b.at(place)) + s.c - t.f.at(place) - t.r.at(place) - t.b.at(place)
+            work = work + np.maximum(s.m - s.p, 0.0) * t.rounds * np.maximum(slow, 0.0)
+        path = t.begins(place) + t.laps(place) + work + t.ends(place)
+        found = np.where(place.exists, np.maximum(found, path), found)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """The passes of one chunk, and of a way round all ranks, under a looped schedule.
+
+    `rounds` says how often a microbatch comes round before it is in the last chunk.
+    """
+
+    s: Pipelines
+    f: Each
+    b: Each
+    r: Each
+    rounds: Values
+
+    @classmethod
+    def of(cls, s: Pipelines) -> _Ring:
+        """Take a rank's passes apart."""
+        f, b = chunked(s, s.f, s.first.f, s.last.f), chunked(s, s.b, s.first.b, s.last.b)
+        return cls(s, Each(s, f), Each(s, b), Each(s, s.r / s.v), s.v - 1)
+
+    def begins(self, place: Place) -> Values:
+        """Return the way to a rank's first forward of the last chunk, beyond the forwards that it has done by then."""
+        return self._way(place, self.f, 0.0, 0.0, self.s.first.f)
+
+    def ends(self, place: Place) -> Values:
+        """Return the way from a rank's last backward of the last chunk, beyond the backwards that it has to do yet."""
+        return self._way(place, self.b, self.r.at(place), self.r.amounts[0], self.s.first.b)
+
+    def _way(
+        self, place: Place, each: Each, again: Values | float, again_first: Values | float, extra: Values
+    ) -> Values:
+        """Return the longest of three: round the ring; rank by rank; a round at rank 0, and round the ring."""
+        s, top = self.s, place.rank == 0
+        own = self.rounds * s.p * (each.at(place) + again) + top * s.p * extra
+        ring = each.total + s.p * s.c
+        embeds = (s.p - 1) * (each.amounts[0] + again_first + extra) + each.at(place) + again - ring
+        straight = each.before(place) + s.c * place.rank + np.where(top, 0.0, extra)
+        around: Values = self.rounds * ring + np.maximum(embeds, 0.0) + top * extra
+        return np.asarray(straight + np.maximum(around - own, 0.0))
+
+    def laps(self, place: Place) -> Values:
+        """Return what ways over the last rank take longer than a rank's own warm-up and cool-down.
+
+        With its first backward, or after a round of units there with a forward; at the end after a round there too.
+        """
+        s, f, b, r = self.s, self.f.at(place), self.b.at(place), self.r.at(place)
+        ahead, top = s.p - 1 - place.rank, place.rank == 0
+        down, up = self.f.after(place) + s.c * ahead, self.b.after(place) + s.c * ahead
+        forwards = np.minimum(2 * ahead, s.m * s.v - 1 - self.rounds * s.p)
+        embedded = top * np.clip(forwards - s.p + 1, 0.0, s.p) * s.first.f
+        back = down + up + self.r.last + s.last.f + s.last.b - forwards * f - r - embedded
+        bottom = s.p * (self.f.last + self.r.last + self.b.last + s.last.f + s.last.b) + s.c
+        two, few = 2 * s.p - 1, 2 * (place.rank + 1)
+        to = self.f.before(place) + s.c * place.rank - top * s.p * s.first.f
+        home = self.b.before(place) + s.c * place.rank - top * s.p * s.first.b
+        begins = down + bottom + to - two * f - few * (r + b)
+        ends = up + bottom + home - two * b - (two + 1) * r - few * f
+        lap = np.maximum(back, np.where(s.m > s.p, begins, 0.0))
+        last = np.where(s.m > 2 * s.p, ends, 0.0)
+        return np.where(ahead > 0, np.maximum(lap, 0.0) + np.maximum(last, 0.0), 0.0)
+
+
+CLOSED_FORMS: dict[str, Callable[[Pipelines], Values]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved,
+    "zb-h1": zb_h1,
+}
+"""By the schedule's name."""

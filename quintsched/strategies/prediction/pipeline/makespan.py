@@ -1,0 +1,335 @@
+"""How long a step's computation takes under a schedule, and how many activations it holds: many strategies at once.
+
+    makespan          of pipelines whose stages are alike but for what the first and the last do besides
+    of_pipelines      of pipelines of runs of equal ranks, as an uneven number of layers makes them
+    staged            of pipelines with stages as they come, by simulation
+    lower_bound       never more than these, for searches: the busiest rank's work, before it the way down to that rank,
+                      after it the way up
+    exposed_reductions  what is left of adding up gradients when all computation is done
+
+The first two are closed forms where there is one (`closed_forms`); all else is simulated (`levels`). Times are in
+seconds, of one microbatch. Arguments are numbers or arrays that broadcast together; n is the number of pipelines.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quintsched.errors import UsageError
+from quintsched.ir.instructions import Recompute
+from quintsched.ir.mesh import Mesh
+from quintsched.schedules import find_schedule
+from quintsched.schedules.kit.order import order_of_computation
+from quintsched.simulation import activation_memory
+from quintsched.simulation.costs import Costs
+from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
+from quintsched.strategies.prediction.pipeline.levels import KINDS, levels_of
+from quintsched.strategies.prediction.pipeline.runs import Each, Passes, Pipelines, Values, chunked
+
+Numbers: TypeAlias = float | npt.ArrayLike
+
+ROUNDS = 3
+"""A simulation runs so many times a pipeline's depth in microbatches; more of them repeat what it then has found."""
+FEWEST = 8
+"""Of how many microbatches a repetition consists at least."""
+MOST_SIMULATED = 2**21
+"""How many passes of stages are simulated at most; these take some 20 seconds."""
+V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
+"""Schedules under which the first rank has the first and the last stage."""
+WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
+"""Those under which each rank ends with a whole backward of its first stage, which goes on to the ranks above."""
+
+
+def pipelines(
+    schedule: str,
+    *,
+    pp: Numbers,
+    microbatches: Numbers,
+    chunks: Numbers = 1,
+    forward: Numbers,
+    backward_input: Numbers,
+    backward_weight: Numbers,
+    recompute: Numbers = 0.0,
+    message: Numbers = 0.0,
+    first_forward: Numbers = 0.0,
+    first_backward_input: Numbers = 0.0,
+    first_backward_weight: Numbers = 0.0,
+    last_forward: Numbers = 0.0,
+    last_backward_input: Numbers = 0.0,
+    last_backward_weight: Numbers = 0.0,
+) -> Pipelines:
+    """Return pipelines of equal stages, (n,) each.
+
+    Args:
+        schedule: its name.
+        pp: pipeline ranks.
+        microbatches: of a replica.
+        chunks: stages of a rank.
+        forward: of a stage between the first and the last, communication inside it included.
+        backward_input: the half of a backward that makes the input's gradient, likewise.
+        backward_weight: the half that makes the weights' gradient.
+        recompute: a forward run again before the backward; it does not wait for the gradient.
+        message: the time of a message between two stages, either way.
+        first_forward: what the first stage (the embedding) takes besides; and so on.
+        last_forward: what the last stage (the head, the loss) takes besides; and so on.
+    """
+    first = (first_forward, first_backward_input, first_backward_weight)
+    last = (last_forward, last_backward_input, last_backward_weight)
+    given = (pp, microbatches, chunks, message, recompute, forward, backward_input, backward_weight, *first, *last)
+    p, m, v, c, r, *passes = np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, np.float64)) for one in given))
+    bent = find_schedule(schedule).name in V_SHAPED
+    ends_above = (p == 1) | bent
+    ranks = np.stack([np.ones_like(p), np.where(ends_above, p - 1, p - 2), np.where(ends_above, 0.0, 1.0)])
+    stages, x, y = passes[:3], passes[3:6], passes[6:]
+    each = [
+        np.stack([v * one + more + np.where(ends_above, most, 0.0), v * one, v * one + most])
+        for one, more, most in zip(stages, x, y, strict=True)
+    ]
+    again = np.stack([v * r] * 3)
+    c = np.where(p > 1, c, 0.0)
+    return Pipelines(each[0], each[1], each[2], again, ranks, c, p, m, v, Passes(*x), Passes(*y), bent)
+
+
+def has_closed_form(schedule: str, microbatches: Numbers = np.inf, pp: Numbers = 1) -> npt.NDArray[np.bool_]:
+    """Return whether a formula finds the makespan of such pipelines: within 1 % of a simulation, mostly exactly."""
+    name = find_schedule(schedule).name
+    filled = np.asarray(microbatches) >= np.asarray(pp)
+    return np.asarray((name in CLOSED_FORMS) & (filled | (name != "zb-h1")))
+
+
+def makespan(schedule: str, **times: Numbers) -> Values:
+    """Return when the last computation ends, (n,), in seconds; the arguments are those of `pipelines`.
+
+    Raises `UsageError` for a schedule that there is not, or, where it is simulated, that does not take these sizes.
+    """
+    return of_pipelines(schedule, pipelines(schedule, **times))
+
+
+def of_pipelines(schedule: str, found: Pipelines) -> Values:
+    """Return when the last computation of each pipeline ends, (n,): by the closed form, if there is one."""
+    formula = CLOSED_FORMS.get(find_schedule(schedule).name)
+    return formula(found) if formula else simulated(schedule, found)
+
+
+def rank_pipelines(
+    schedule: str,
+    *,
+    ranks: npt.ArrayLike,
+    microbatches: npt.ArrayLike,
+    chunks: Numbers = 1,
+    forward: npt.ArrayLike,
+    backward_input: npt.ArrayLike,
+    backward_weight: npt.ArrayLike,
+    recompute: npt.ArrayLike = 0.0,
+    message: Numbers = 0.0,
+    first: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
+    last: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
+) -> Pipelines:
+    """Return pipelines of runs of equal ranks, for `of_pipelines`, `bound_of` and `exposed_reductions`.
+
+    Args:
+        schedule: its name.
+        ranks: how many each run has, (K, n), in the order of the ranks; a run may be of none.
+        microbatches: (n,).
+        chunks: stages of a rank.
+        forward: what all stages of a rank of each run take, (K, n), embedding and head included; and so on.
+        backward_input: likewise.
+        backward_weight: likewise.
+        recompute: likewise.
+        message: the time of a message, either way.
+        first: how much of the forward and the backward's halves belongs to the first stage alone, (n,) each.
+        last: to the last stage alone, likewise.
+    """
+    counts = np.asarray(ranks, np.float64)
+    p, m = counts.sum(axis=0), np.asarray(microbatches, np.float64)
+    f, i, w, r = (
+        np.broadcast_to(np.asarray(one, np.float64), counts.shape)
+        for one in (forward, backward_input, backward_weight, recompute)
+    )
+    v, c, *ends = (np.broadcast_to(np.asarray(one, np.float64), p.shape) for one in (chunks, message, *first, *last))
+    c, bent = np.where(p > 1, c, 0.0), find_schedule(schedule).name in V_SHAPED
+    return Pipelines(f, i, w, r, counts, c, p, m, v, Passes(*ends[:3]), Passes(*ends[3:]), bent)
+
+
+def simulated(schedule: str, s: Pipelines) -> Values:
+    """Return when the last computation of each pipeline ends, (n,), by simulation: all of one shape at once."""
+    found = np.zeros(len(s.p))
+    recomputes = (s.r > 0).any(axis=0)
+    shapes, which = np.unique(np.stack([s.p, s.m, s.v, recomputes]), axis=1, return_inverse=True)
+    for number, (pp, microbatches, chunks, _) in enumerate(shapes.T.astype(int).tolist()):
+        members = np.flatnonzero(which.reshape(-1) == number)
+        placed = find_schedule(schedule).placed(pp, chunks)
+        found[members] = staged(schedule, pp, microbatches, chunks, _of_stages(s, placed)[:, :, members])[0]
+    return found
+
+
+def _of_stages(s: Pipelines, placed: tuple[int, ...]) -> Values:
+    """Return what each stage takes, (kinds, stages, n), where the chunks of a rank are alike."""
+    ranks = [np.full_like(s.p, rank) for rank in placed]
+    columns = []
+    for name in ("f", "i", "w"):
+        each = chunk(s, name)
+        stages = np.stack([s.at(each, rank) for rank in ranks])
+        stages[0] += getattr(s.first, name)
+        stages[-1] += getattr(s.last, name)
+        columns.append(stages)
+    f, i, w = columns
+    return stage_durations(f, i, w, np.stack([s.at(s.r / s.v, rank) for rank in ranks]), s.c)
+
+
+def stage_durations(
+    forward: npt.ArrayLike,
+    backward_input: npt.ArrayLike,
+    backward_weight: npt.ArrayLike,
+    recompute: npt.ArrayLike = 0.0,
+    message: npt.ArrayLike = 0.0,
+) -> Values:
+    """Return what `staged` takes: (kinds, stages, n), in the order of `levels.KINDS`.
+
+    Each is (stages, n), or broadcasts to that; `message` is that of a stage's input, and of the gradient of that.
+    """
+    f, i, w, r, c = np.broadcast_arrays(forward, backward_input, backward_weight, recompute, message)
+    return np.stack([f, i, w, i + w, r, c]).astype(np.float64)
+
+
+def staged(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    chunks: int | None,
+    durations: Values,
+    reduction: Values | None = None,
+    tied: tuple[int, ...] = (),
+) -> tuple[Values, Values]:
+    """Simulate n pipelines of one shape, with stages as they come.
+
+    Of many microbatches, only as many are simulated as it takes until what follows repeats.
+
+    Args:
+        schedule: its name.
+        pp: pipeline ranks.
+        microbatches: of each.
+        chunks: stages of a rank; None: the fewest that the schedule takes.
+        durations: what each stage takes, (kinds, stages, n); see `stage_durations`.
+        reduction: how long its gradients are added up, (stages, n); None: no time.
+        tied: the stages that share weights.
+
+    Returns:
+        When the last computation ends, and how much longer gradients are added up, (n,) each.
+
+    Raises:
+        UsageError: too many stages and microbatches to be simulated.
+    """
+    few, more, times = repetition(pp, microbatches)
+    require_simulable(schedule, pp, more, durations.shape[1])
+    recompute = tuple(bool(one) for one in (durations[KINDS.index(Recompute)] > 0).any(axis=1))
+    recompute = recompute if any(recompute) else ()
+    levels = levels_of(schedule, pp, more, chunks, recompute)
+    ends = levels.ends(durations)
+    makespan = np.asarray(ends.max(axis=0))
+    exposed = np.zeros_like(makespan) if reduction is None else levels.reduced(ends, reduction, tied) - makespan
+    if times:
+        shorter = levels_of(schedule, pp, few, chunks, recompute).ends(durations).max(axis=0)
+        makespan = makespan + (makespan - shorter) * times
+    return makespan, np.maximum(exposed, 0.0)
+
+
+def require_simulable(schedule: str, pp: int, microbatches: int, num_stages: int) -> None:
+    """Raise `UsageError` where a simulation of so many microbatches takes too long: a forward and two halves each."""
+    passes = 3 * num_stages * microbatches
+    if passes > MOST_SIMULATED:
+        raise UsageError(
+            f"{schedule} with --pp {pp} takes a simulation of {passes} passes of stages; at most {MOST_SIMULATED} are "
+            f"simulated: take fewer pipeline ranks, or a schedule with a closed form ({', '.join(CLOSED_FORMS)}) "
+            "and no --simulate"
+        )
+
+
+def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
+    """Return (few, more, times): a step takes as long as one of `more`, and so often what that has beyond `few`.
+
+    `times` is 0 where `more` are all microbatches.
+    """
+    step = pp * -(-FEWEST // pp)
+    few = ROUNDS * step + microbatches % step
+    if microbatches <= few + step:
+        return few, microbatches, 0
+    return few, few + step, (microbatches - few) // step - 1
+
+
+def lower_bound(schedule: str, **times: Numbers) -> Values:
+    """Return what no step takes less than, (n,), in seconds; the arguments are those of `pipelines`."""
+    return bound_of(schedule, pipelines(schedule, **times))
+
+
+def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = True) -> Values:
+    """Return what no step of these pipelines takes less than, (n,).
+
+    Where the stages of a rank are not `alike`, ways down and up to a rank count for nothing.
+    """
+    whole = find_schedule(schedule).name in WHOLE_BACKWARDS
+    f, i, b = (Each(s, chunk(s, name)) for name in ("f", "i", "b"))
+    ends = s.first.f + s.first.i + s.last.f + s.last.i
+    found = s.v * (f.total + i.total) + 2 * s.c * (s.p - 1) + ends
+    for place in s.places:
+        apart = (place.rank > 0) & alike
+        down = f.before(place) + place.rank * s.c + s.first.f
+        home = b.before(place) + place.rank * s.c + s.first.b if whole else 0.0
+        busy = s.m * (s.f[place.run] + s.b[place.run] + s.r[place.run]) + np.where(apart, down + home, 0.0)
+        found = np.where(place.exists, np.maximum(found, busy), found)
+    return np.asarray(found)
+
+
+def exposed_reductions(
+    schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
+) -> Values:
+    """Return how long replicas add up gradients after the last computation of all, (n,).
+
+    A stage's begins after its last backward, beside other computations, and after those of the rank's later stages.
+
+        rank 0   B of chunk 1 ... ▶ B of chunk 0 ... ▶
+                                  ▶ reduction of 1 ▶ of 0 ▶      the rest of it is exposed
+        rank 1   B ... ▶ its reductions have begun earlier
+
+    Args:
+        schedule: its name.
+        s: the pipelines.
+        reduction: of all stages of a rank of each run, (K, n), in seconds.
+        first: how much of it is the first stage's alone, (n,).
+        last: the last stage's.
+        tied: whether the first and the last stage share weights, so that both wait for the first one's last backward.
+    """
+    late = find_schedule(schedule).name not in WHOLE_BACKWARDS
+    b, up, w = chunk(s, "b"), Each(s, chunk(s, "i" if late else "b")), chunk(s, "w")
+    own = chunked(s, reduction, first, last)
+    found = np.zeros_like(s.c)
+    for place in s.places:
+        top, run = place.rank == 0, place.run
+        sooner = up.before(place) + s.c * place.rank + np.where(top, 0.0, s.first.i if late else s.first.b)
+        sooner = np.maximum(sooner - late * place.rank * w[run], 0.0)
+        of_first = own[run] + top * first
+        exposed = np.maximum(of_first, reduction[run] - (s.v - 1) * s.p * b[run]) - sooner
+        if tied:
+            exposed = np.maximum(exposed, np.where(place.rank == s.p - 1, own[run] + last, 0.0))
+        found = np.where(place.exists, np.maximum(found, exposed), found)
+    return found
+
+
+def chunk(s: Pipelines, name: str) -> Values:
+    """Return what one chunk of each run's ranks takes, (K, n), without what the first and the last stage do besides."""
+    return chunked(s, getattr(s, name), getattr(s.first, name), getattr(s.last, name))
+
+
+@lru_cache(maxsize=1024)
+def peak_activations(schedule: str, pp: int, microbatches: int, chunks: int | None) -> tuple[float, ...]:
+    """Return the most that each rank holds from forwards to the ends of backwards, in microbatches of one stage.
+
+    `memory.in_flight` has it in closed form; here the schedule's own order is counted through.
+    """
+    found = find_schedule(schedule)
+    order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
+    return tuple(peak * order.schedule.parts for peak in activation_memory.peak_activations(order, Costs()))

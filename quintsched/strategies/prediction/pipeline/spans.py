@@ -1,0 +1,201 @@
+"""The pipeline of each of n strategies: from what ranks do for a microbatch to the end of a step's last computation.
+
+what ranks do ──▶ closed form                    where the schedule has one, and a rank's stages are alike
+             └──▶ lower bound                    elsewhere, while many are compared
+what stages do ──▶ simulation, shape by shape    elsewhere, where it is asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.prediction.blocks import Blocks
+from quintsched.strategies.prediction.columns import Table, distinct
+from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.pipeline.makespan import (
+    bound_of,
+    exposed_reductions,
+    has_closed_form,
+    of_pipelines,
+    rank_pipelines,
+    stage_durations,
+    staged,
+)
+from quintsched.strategies.prediction.pipeline.runs import Pipelines
+from quintsched.strategies.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
+
+Rows = NDArray[np.int64]
+Passes = tuple[Array, Array, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """What each stage of n strategies takes, (n, S) each, in seconds."""
+
+    each: PerMicrobatch
+    """For a microbatch."""
+    reduction: Array
+    """For adding up its gradients."""
+    gathering: Array
+    """For gathering its weights after the optimizer's step."""
+    stepping: Array
+    """For that step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Of a step, (n,) each."""
+
+    makespan: Array
+    """When the last computation ends; a lower bound where it is not `exact`."""
+    exposed: Array
+    """How much longer gradients are added up, where that overlaps with backwards."""
+    exact: NDArray[np.bool_]
+
+
+DECIDES = (
+    "gpus",
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "microbatch",
+    "batch",
+    "seq",
+    "chunks",
+    "sequence_parallel",
+    "schedule",
+    "recompute",
+    "dtype",
+    "stages",
+)
+"""Columns on which a makespan depends, beside ZeRO's exchanges in each microbatch."""
+
+
+def spans(
+    table: Table,
+    each: PerMicrobatch,
+    blocks: Blocks,
+    kinds: Kinds,
+    reduction: Array,
+    of_stages: Callable[[Rows], StageTimes] | None,
+    *,
+    tied: bool,
+) -> Spans:
+    """Return the spans of each strategy.
+
+    Args:
+        table: the strategies.
+        each: what ranks of each kind do, (n, K).
+        blocks: what the first and the last stage do besides, among others.
+        kinds: which ranks there are.
+        reduction: how long each kind of rank adds up gradients, (n, K); `exposed` is of rows that overlap it.
+        of_stages: what is asked about rows that have no closed form, which are then simulated; None: bounds are enough.
+        tied: whether the first and the last stage share weights.
+    """
+    weights = each.weights + each.expert_weights
+    pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
+    first, which = distinct([getattr(table, name) for name in DECIDES] + [table.zero * (table.zero >= 2)])
+    makespan, exact = _makespans(table, each, blocks, kinds, first)
+    found = Spans(makespan[which], np.zeros(len(table)), exact[which])
+    for code, schedule in enumerate(table.values["schedule"]):
+        rows = np.flatnonzero((table.schedule == code) & (table.overlap > 0))
+        if len(rows):
+            ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
+            computing = _computing(schedule, table, each, blocks, kinds, rows)
+            found.exposed[rows] = exposed_reductions(schedule, computing, reduction.T[:, rows], *ends, tied=tied)
+    if of_stages is not None:
+        _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
+    return found
+
+
+def _makespans(
+    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, of: Rows
+) -> tuple[Array, NDArray[np.bool_]]:
+    """Return the makespan of these rows, (n,), and whether it is no bound only."""
+    makespan, exact = np.zeros(len(of)), np.zeros(len(of), bool)
+    for code, schedule in enumerate(table.values["schedule"]):
+        at = np.flatnonzero(table.schedule[of] == code)
+        if not len(at):
+            continue
+        rows = of[at]
+        s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
+        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
+        closed |= table.pp[rows] * table.chunks[rows] == 1
+        if closed.any():
+            makespan[at] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
+        if not closed.all():
+            makespan[at] = np.where(closed, makespan[at], bound_of(schedule, s, alike))
+        exact[at] = closed
+    return makespan, exact
+
+
+def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows], StageTimes], *, tied: bool) -> None:
+    """Simulate rows, all of one shape at once."""
+    shapes = np.stack([table.schedule, table.pp, table.microbatches, table.chunks])[:, rows]
+    distinct, which = np.unique(shapes, axis=1, return_inverse=True)
+    for number, (code, pp, microbatches, chunks) in enumerate(distinct.T.tolist()):
+        members = rows[which.reshape(-1) == number]
+        times, schedule = of_stages(members), table.values["schedule"][code]
+        durations = stage_durations(times.each.forward.T, times.each.backward_input.T, times.each.compute_weight.T)
+        if schedule in BIDIRECTIONAL:  # its other half are twins of the same pieces
+            durations, reduction = np.concatenate([durations] * 2, axis=1), np.concatenate([times.reduction.T] * 2)
+        else:
+            reduction = times.reduction.T
+        ends = (0, len(reduction) - 1) if tied and schedule not in BIDIRECTIONAL else ()
+        makespan, exposed = staged(schedule, pp, microbatches, chunks, durations, reduction, ends)
+        found.makespan[members], found.exposed[members], found.exact[members] = makespan, exposed, True
+
+
+def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
+    """Return the pipelines of rows of one schedule."""
+    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return _of_passes(
+        schedule,
+        table,
+        kinds,
+        rows,
+        (each.forward, each.backward_input, each.compute_weight),
+        (first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
+        (last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
+    )
+
+
+def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
+    """Return the same, with what passes compute and nothing else: what is certain to run beside reductions.
+
+    A recomputation does not wait for a gradient, so that it is not on the last one's way up the ranks.
+    """
+    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return _of_passes(
+        schedule,
+        table,
+        kinds,
+        rows,
+        (each.compute_forward, each.compute_input, each.compute_weight),
+        (first.forward, first.backward_input, first.backward_weight),
+        (last.forward, last.backward_input, last.backward_weight),
+    )
+
+
+def _of_passes(
+    schedule: str, table: Table, kinds: Kinds, rows: Rows, passes: Passes, first: Passes, last: Passes
+) -> Pipelines:
+    """Return pipelines whose forwards and halves of backwards take so long; `first` and `last`: embedding and head."""
+    forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)
+    return rank_pipelines(
+        schedule,
+        ranks=kinds.ranks.T[:, rows],
+        microbatches=table.microbatches[rows],
+        chunks=table.chunks[rows],
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        first=first,
+        last=last,
+    )

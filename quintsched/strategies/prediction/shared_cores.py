@@ -1,0 +1,173 @@
+"""Ranks that share the cores of one machine, as processes on a CPU do: two ranks on one core take twice as long.
+
+    4 ranks, 2 cores     rank 0 ▓▓ ▓▓ ▓▓          a step takes at least   what one rank waits for
+                         rank 1  ▓▓ ▓▓ ▓▓                          and   what all cores have to do, over their number
+                         rank 2   ▓▓ ▓▓ ▓▓
+                         rank 3    ▓▓ ▓▓ ▓▓       a bubble is no loss where other ranks compute meanwhile
+
+Ranks of tp, cp and ep work in step: they compute at the same time, and each gets its part of the cores. Replicas and
+stages of a pipeline do not, so that what keeps one waiting leaves its core to others. Messages keep cores busy too:
+`Measured.link_work` and `all_reduce_work` say how much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from quintsched.strategies.descriptions.hardware import Hardware, Measured
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.prediction.collectives import all_reduce_s
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_s
+from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.stages import Kinds, PerMicrobatch
+
+ACCUMULATED = 12.0
+"""Bytes that adding a microbatch's gradient of a number to the sum reads and writes, in 32 bits."""
+LARGE_BYTES = 2.0**22
+"""A bucket of gradients."""
+STEP_SUMS = 2
+"""Over all ranks: what a step came to, and the norm of its gradient."""
+
+
+def shares_cores(hardware: Hardware) -> bool:
+    """Whether ranks share cores, and it is known how many, and what messages take of them."""
+    measured = hardware.measured
+    return measured is not None and measured.cores is not None and bool(measured.link_work and measured.link)
+
+
+def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> PerMicrobatch:
+    """Return what a rank does for a microbatch while the ranks that work in step with it compute as well.
+
+    No message is hidden: a core that sees to it does not compute.
+    """
+    measured, cores = _measured(hardware)
+    slower = (np.maximum(1.0, _together(table) / cores) / _speed(measured, table.gpus))[:, None]
+    added = memory_s(ACCUMULATED * (each.weights + each.expert_weights), hardware, constants)
+    none = np.zeros_like(each.tp_hidden)
+    return replace(
+        each,
+        compute_forward=each.compute_forward * slower,
+        compute_input=each.compute_input * slower,
+        compute_weight=(each.compute_weight + added) * slower,
+        recompute=each.recompute * slower,
+        tp_backward=each.tp_backward + each.tp_hidden,
+        cp=each.cp + each.cp_hidden,
+        dp=_sharded_s(each, table, hardware, constants),
+        tp_hidden=none,
+        cp_hidden=none,
+        dp_hidden=none,
+    )
+
+
+def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> Array:
+    """Return the sums and gathers of ZeRO-2 and 3 for a microbatch, as gloo has them.
+
+    It scatters by a sum of all; what is one stage is gathered once in a step.
+    """
+    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
+    stride, zero = table.tp[:, None], table.zero[:, None]
+    gathers = np.where(table.chunks > 1, 1.0, 1.0 / table.microbatches)[:, None] / 2
+    passes = (zero >= 2) * 1.0 + (zero == 3) * gathers
+
+    def summed(numbers: Array, ranks: Any) -> Array:
+        return all_reduce_s(4.0 * numbers, ranks, stride, hardware, constants)
+
+    found: Array = passes * (summed(each.weights, replicas) + summed(each.expert_weights, outer))
+    return found
+
+
+def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardware: Hardware, width: Array) -> Array:
+    """Return how long the cores need for the microbatches of a step; 0 where each rank has one to itself.
+
+    While a pipeline fills and drains, fewer of its ranks compute than there are cores for it: of `c` cores for each
+    replica, c - 1 stand still for as long as a microbatch takes on one rank.
+
+    Args:
+        each: what a rank does, as `in_step` returns it.
+        model: whose tokens go over the links.
+        table: the strategies.
+        kinds: their ranks.
+        hardware: says how many cores there are.
+        width: bytes of an element.
+    """
+    measured, cores = _measured(hardware)
+    slower = np.maximum(1.0, _together(table) / cores)[:, None]
+    tokens = table.microbatch * table.seq / table.cp * model.hidden * width
+    assert measured.link is not None
+    assert measured.link_work is not None
+    of_message = (curve_rate(measured.link, tokens) / curve_rate(measured.link_work, tokens))[:, None]
+    computed = (each.compute_forward + each.compute_input + each.compute_weight + each.recompute) / slower
+    work = (
+        computed
+        + (each.tp_forward + each.tp_backward) * _share(measured, table.tp, tokens)
+        + each.cp * of_message
+        + each.ep * _share(measured, table.ep, tokens)
+        + each.pp * of_message * (1 - 1 / table.pp)[:, None]
+        + each.dp * _share(measured, _replicas(table), LARGE_BYTES)
+    )
+    ranks = table.gpus / table.pp
+    busy = table.microbatches * ranks * (kinds.ranks * work).sum(axis=1) / cores
+    idle = np.maximum(cores / ranks - 1, 0.0) * np.where(kinds.ranks > 0, each.total, 0.0).max(axis=1)
+    return np.where(table.gpus > cores, busy + np.where(table.pp > 1, idle, 0.0), 0.0)
+
+
+def shared_sums_s(table: Table, hardware: Hardware, constants: Constants) -> Array:
+    """Return the seconds of a step's small sums over all ranks: its loss and weight, and the norm of its gradient."""
+    small = np.full(len(table.gpus), 8.0)
+    return STEP_SUMS * all_reduce_s(small, table.gpus, np.ones_like(table.gpus), hardware, constants)
+
+
+def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
+    """Return the seconds of reductions that all groups of replicas do at a time, each of which takes `alone`."""
+    measured, cores = _measured(hardware)
+    busy: Array = table.gpus[:, None] * _share(measured, _replicas(table), LARGE_BYTES)
+    found: Array = alone * np.maximum(1.0, busy / cores)
+    return found
+
+
+def stepped_s(alone: Array, table: Table, hardware: Hardware) -> Array:
+    """Return the seconds of computations that all ranks do at a time, each of which takes `alone`."""
+    measured, cores = _measured(hardware)
+    found: Array = alone * (np.maximum(1.0, table.gpus / cores) / _speed(measured, table.gpus))[:, None]
+    return found
+
+
+def _measured(hardware: Hardware) -> tuple[Measured, int]:
+    assert hardware.measured is not None
+    assert hardware.measured.cores is not None
+    return hardware.measured, hardware.measured.cores
+
+
+def _together(table: Table) -> Any:
+    """Return how many ranks work in step."""
+    return table.tp * table.cp * table.ep
+
+
+def _replicas(table: Table) -> Any:
+    """Return how many ranks hold the same dense weights."""
+    return table.dp * table.cp * table.ep
+
+
+def _speed(measured: Measured, ranks: Any) -> Array:
+    """Return how fast a rank computes while it has a core, relative to one that is alone."""
+    numbers = sorted(measured.sharing)
+    found: Array = np.interp(ranks, numbers, [measured.sharing[number] for number in numbers])
+    return found
+
+
+def _share(measured: Measured, ranks: Any, moved: Any) -> Array:
+    """Return how many cores one rank's part of a sum over so many ranks takes from others, of shape (n, 1)."""
+    numbers, size = sorted(measured.all_reduce_work), np.broadcast_to(moved, np.shape(ranks))
+    taken = np.stack(
+        [
+            curve_rate(measured.all_reduce[number], size) / curve_rate(measured.all_reduce_work[number], size) / number
+            for number in numbers
+        ]
+    )
+    nearest = np.abs(np.asarray(numbers)[:, None] - ranks).argmin(axis=0)
+    found: Array = taken[nearest, np.arange(len(nearest))][:, None]
+    return found

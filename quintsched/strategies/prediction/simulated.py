@@ -1,0 +1,109 @@
+"""A strategy as its real plan: compiled, and timed by the event simulator with the prediction's own costs.
+
+    strategy ──plan_of──▶ Plan ──┐
+       └─────costs_of──▶ Costs ──┴──simulate──▶ step, against the closed form: `agreement`
+
+Waits inside a stage (of tp, cp and ep, for messages and for ZeRO's gathers) are in its forward and backward, and so is
+what is recomputed: on GPUs that does not run ahead of the gradient. Gradients are added up, and the optimizer steps,
+where the plan has them, or after all backwards where they do not overlap. Plans of many microbatches are simulated with
+fewer: what follows repeats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quintsched.simulation.costs import Costs
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.placement import resolved
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
+from quintsched.strategies.prediction.memory.ranks import stage_terms
+from quintsched.strategies.prediction.pipeline.makespan import repetition, require_simulable
+from quintsched.strategies.prediction.pipeline.spans import StageTimes
+from quintsched.strategies.prediction.plans import num_stages, plan_of
+from quintsched.strategies.prediction.stages import Kinds, stages_of_rank
+from quintsched.strategies.prediction.table import distinct_blocks, distinct_stages, evaluate
+from quintsched.strategies.prediction.totals import stage_times
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The step time of a strategy by the closed form and by its plan, in seconds."""
+
+    predicted_s: float
+    simulated_s: float
+
+    @property
+    def error(self) -> float:
+        """By what share of the simulation the prediction is more."""
+        return self.predicted_s / self.simulated_s - 1
+
+
+def agreement(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Agreement:
+    """Compile and simulate a strategy's plan, and compare; raises `UsageError` where it cannot be placed."""
+    found = evaluate(model, hardware, Table.of([strategy]), constants, simulate=True)
+    return Agreement(float(found.step_s[0]), simulated_step_s(model, hardware, strategy, constants))
+
+
+def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:
+    """Return the seconds of a step by its plan, and beyond that what a plan does not say."""
+    costs = costs_of(model, hardware, strategy, constants)
+    few, more, times = repetition(strategy.pp, strategy.microbatches)
+    full = resolved(strategy)
+    require_simulable(str(full.schedule), full.pp, more, num_stages(full))
+
+    def seconds(microbatches: int) -> float:
+        return plan_of(model, strategy, microbatches).simulate(costs).makespan
+
+    longer = seconds(more)
+    step_s = longer + (longer - seconds(few)) * times if times else longer
+    return step_s + _beyond_s(model, hardware, strategy, constants)
+
+
+def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants) -> float:
+    """Return what a plan does not say: sums of gradients that wait for all backwards, and cores that ranks share."""
+    table, _, times = _stage_times(model, hardware, strategy, constants)
+    shared = evaluate(model, hardware, table, constants).seconds.get("cores", np.zeros(1))
+    full, reduction = resolved(strategy), times.reduction[0]
+    held = (stages_of_rank(rank, full.pp, full.chunks or 1, str(full.schedule)) for rank in range(full.pp))
+    summing = 0.0 if full.overlap else max(float(reduction[list(stages)].sum()) for stages in held)
+    return summing + float(shared[0])
+
+
+def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Costs:
+    """Return what each stage of a strategy's plan takes, in seconds, and holds, in bytes."""
+    table, stages, times = _stage_times(model, hardware, strategy, constants)
+    held, each = stage_terms(model, table, stages), times.each
+    kept = np.sum([bytes_ for name, bytes_ in held.items() if name.startswith(("activations", "logits"))], axis=0)
+    halves = 2.0 if strategy.zero == 0 else 1.0
+    summing = times.reduction / halves if strategy.overlap else np.zeros_like(times.reduction)
+    columns = {
+        "forward": each.forward,
+        "backward_input": each.backward_input,
+        "backward_weight": each.compute_weight,
+        "recompute": np.zeros_like(each.forward),
+        "reduce_scatter": summing,
+        "all_gather": times.gathering if strategy.zero else summing,
+        "optimizer": times.stepping,
+        "weights": held["weights"],
+        "gradients": held["gradients"],
+        "optimizer_state": held["optimizer"],
+        "activation": kept,
+        "activation_checkpointed": kept,
+    }
+    twins = num_stages(resolved(strategy)) // stages.dense.shape[1]  # of each piece of the model
+    each_stage = {name: tuple(values[0].tolist()) * twins for name, values in columns.items()}
+    return Costs.model_validate({"unit": "s", **each_stage})
+
+
+def _stage_times(
+    model: Model, hardware: Hardware, strategy: Strategy, constants: Constants
+) -> tuple[Table, Kinds, StageTimes]:
+    table = Table.of([strategy])
+    stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table, constants)
+    return table, stages, stage_times(model, hardware, table, blocks, stages, constants)

@@ -1,0 +1,195 @@
+"""Which layers each pipeline rank holds, as counts: the same for all strategies of one (pp, chunks, split, recompute).
+
+    pp=4, 10 layers      rank 0         1        2        3
+                     embedding 3        3        2      2 head       ranks that hold the same are counted once
+
+Most layouts have two to four kinds of ranks, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Recompute
+from quintsched.strategies.prediction.operators import Array
+
+V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
+"""Schedules whose second chunk runs back over the ranks."""
+BIDIRECTIONAL = frozenset({"dualpipe"})
+"""Schedules in which a rank holds its stage's twin too."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides which layers a rank holds."""
+
+    pp: int
+    chunks: int
+    schedule: str
+    stages: tuple[int, ...] | None
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class RankKind:
+    """What one or more pipeline ranks hold."""
+
+    dense: int
+    mixture: int
+    full_dense: int
+    """Of those, how many run their forward again."""
+    full_mixture: int
+    first: int
+    """1 with the embedding."""
+    last: int
+    """1 with the head."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """The kinds of ranks of L layouts, each array of shape (L, K), K the most kinds that one has."""
+
+    dense: NDArray[np.float64]
+    mixture: NDArray[np.float64]
+    full_dense: NDArray[np.float64]
+    full_mixture: NDArray[np.float64]
+    first: NDArray[np.float64]
+    last: NDArray[np.float64]
+    ranks: NDArray[np.float64]
+    """How many ranks are of the kind; 0 pads."""
+    rank: NDArray[np.float64]
+    """The first rank of the kind."""
+    alike: NDArray[np.float64]
+    """1 where all stages hold the same but for embedding and head, or each rank has one; of the layout, so in every
+    column."""
+
+    def take(self, index: NDArray[np.int64]) -> Kinds:
+        """Return the kinds of these layouts; in memory, the values of all layouts lie together, kind by kind."""
+        return Kinds(**{name: np.take(values.T, index, axis=1).T for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True, eq=False)
+class PerMicrobatch:
+    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
+
+    compute_forward: Array
+    compute_input: Array
+    compute_weight: Array
+    recompute: Array
+    tp_forward: Array
+    tp_backward: Array
+    tp_hidden: Array
+    cp: Array
+    cp_hidden: Array
+    ep: Array
+    pp: Array
+    dp: Array
+    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
+    dp_hidden: Array
+    weights: Array
+    expert_weights: Array
+
+    @property
+    def forward(self) -> Array:
+        """Half of what is waited for counts here."""
+        return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
+
+    @property
+    def backward_input(self) -> Array:
+        """With what is run again before it."""
+        waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
+        return self.compute_input + self.recompute + waits
+
+    @property
+    def total(self) -> Array:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.compute_weight
+
+
+def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage, as even as can be, what is left over going to the first."""
+    least, over = divmod(layers, stages)
+    return tuple(least + (stage < over) for stage in range(stages))
+
+
+def stages_of_rank(rank: int, pp: int, chunks: int, schedule: str) -> tuple[int, ...]:
+    """Return the stages that a pipeline rank holds."""
+    if schedule in V_SHAPED:
+        return (rank, 2 * pp - 1 - rank)
+    if schedule in BIDIRECTIONAL:
+        return (rank, pp - 1 - rank)
+    return tuple(range(rank, pp * chunks, pp))
+
+
+def _together(stages: Sequence[RankKind]) -> RankKind:
+    """Return what a rank holds that holds these."""
+    return RankKind(*(sum(column) for column in zip(*(vars(stage).values() for stage in stages), strict=True)))
+
+
+def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
+    """Return what each stage of each pipeline rank holds."""
+    count = layout.pp * layout.chunks
+    layers = layout.stages or stage_layers(model.layers, count)
+    full = recomputed_layers(layers, layout.recompute)
+    starts = np.concatenate(([0], np.cumsum(layers)))
+    stages = []
+    for stage in range(count):
+        mixed = [has_experts(model, layer) for layer in range(starts[stage], starts[stage + 1])]
+        again = mixed[: full[stage]]
+        own = (len(mixed) - sum(mixed), sum(mixed), len(again) - sum(again), sum(again))
+        stages.append(RankKind(*own, int(stage == 0), int(stage == count - 1)))
+    held = (stages_of_rank(rank, layout.pp, layout.chunks, layout.schedule) for rank in range(layout.pp))
+    return [[stages[stage] for stage in of_rank] for of_rank in held]
+
+
+def _alike(layout: Layout, of_ranks: list[list[RankKind]]) -> float:
+    """1 where all stages hold the same but for embedding and head, or each rank has one; never for twins."""
+    several = {(one.dense, one.mixture, one.full_dense, one.full_mixture) for own in of_ranks for one in own}
+    return float(layout.schedule not in BIDIRECTIONAL and (layout.chunks == 1 or len(several) == 1))
+
+
+def has_experts(model: Model, layer: int) -> bool:
+    """Whether a layer has a mixture of experts."""
+    experts = model.experts
+    return (
+        experts is not None and layer >= experts.first_dense and (layer - experts.first_dense + 1) % experts.every == 0
+    )
+
+
+def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
+    """Return the kinds of ranks of several layouts, each a run of equal ranks; `each_rank`: each is of one."""
+    columns = [_columns(model, layout, each_rank) for layout in layouts]
+    most = max(len(column) for column in columns)
+    padding = (0.0,) * len(fields(Kinds))
+    table = np.array([column + (padding,) * (most - len(column)) for column in columns], dtype=np.float64)
+    return Kinds(*np.moveaxis(table, 2, 0))
+
+
+@lru_cache(maxsize=2**16)
+def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float, ...], ...]:
+    """Return each kind of rank of a layout as the fields of `Kinds`."""
+    runs: list[tuple[RankKind, list[int]]] = []
+    of_ranks = rank_stages(model, layout)
+    for rank, kind in enumerate(map(_together, of_ranks)):
+        if each_rank or not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(rank)
+    alike = _alike(layout, of_ranks)
+    return tuple((*vars(kind).values(), len(ranks), ranks[0], alike) for kind, ranks in runs)
+
+
+def recomputed_layers(layers: Sequence[int], recompute: Recompute) -> list[int]:
+    """Return how many layers of each stage run their forward again."""
+    if recompute == "full":
+        return list(layers)
+    if isinstance(recompute, tuple):
+        return [min(count, asked) for count, asked in zip(layers, recompute, strict=True)]
+    if isinstance(recompute, int):
+        return [min(count, recompute) for count in layers]
+    return [0] * len(layers)

@@ -1,0 +1,141 @@
+"""Many strategies at once: the time and the memory of a step, in numpy columns.
+
+    strategies ──▶ Table (columns) ──┬─ blocks: once per distinct (tp, cp, ep, sp, microbatch, seq, dtype)
+                                     ├─ kinds of ranks: once per distinct (pp, chunks, schedule, stages, recompute)
+                                     └─ the rest: arithmetic on columns ──▶ Evaluated
+
+Nothing is checked here: `placement.check` says whether a strategy can be placed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.placement import resolved
+from quintsched.strategies.prediction.blocks import WIDTHS, Blocks, blocks
+from quintsched.strategies.prediction.columns import Ints, Table, distinct
+from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
+from quintsched.strategies.prediction.memory.ranks import held_terms
+from quintsched.strategies.prediction.operators import Array, Sizes
+from quintsched.strategies.prediction.stages import Kinds, Layout, kinds
+from quintsched.strategies.prediction.totals import step_terms
+
+__all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]
+
+ROWS_AT_ONCE = 1 << 15
+"""So many rows are worked on at a time, so that columns stay in the processor's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """What a step of each of n strategies takes and holds."""
+
+    table: Table
+    step_s: Array
+    memory_bytes: Array
+    """Of the fullest rank."""
+    fits: NDArray[np.bool_]
+    seconds: dict[str, Array]
+    """Terms by name; those that do not end in `_hidden` add up to `step_s`."""
+    bytes: dict[str, Array]
+    """Terms of the fullest rank by name; they add up to `memory_bytes`."""
+    exact: NDArray[np.bool_]
+    """False where the time is a lower bound."""
+
+
+def evaluate(
+    model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS, *, simulate: bool = False
+) -> Evaluated:
+    """Return time and memory of every row of a table.
+
+    Where there is no closed form, the time is a lower bound, or, with `simulate`, that of a simulation.
+    """
+    parts = [
+        _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
+        for start in range(0, len(table), ROWS_AT_ONCE)
+    ]
+    seconds = {name: _joined([part[0][name] for part in parts]) for name in parts[0][0]}
+    held = {name: _joined([part[1][name] for part in parts]) for name in parts[0][1]}
+    step_s = np.asarray(sum(values for name, values in seconds.items() if not name.endswith("_hidden")))
+    memory = np.asarray(sum(held.values()))
+    exact = _joined([part[2] for part in parts])
+    return Evaluated(table, step_s, memory, memory <= hardware.memory_gb * 1e9, seconds, held, exact)
+
+
+def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _evaluate(
+    model: Model, hardware: Hardware, table: Table, constants: Constants, simulate: bool
+) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
+    found = distinct_blocks(model, hardware, table, constants)
+    stages = partial(distinct_stages, model) if simulate else None
+    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants, stages)
+
+
+def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
+    """Return the bytes that every kind of rank holds, (n, K) by kind of bytes; `each_rank`: every rank is a kind."""
+    found = distinct_kinds(model, table, each_rank=each_rank)
+    return held_terms(model, hardware, table, found), found
+
+
+def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:
+    """Return the block times of every row, worked out once for each distinct key."""
+    names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype")
+    first, inverse = distinct([getattr(table, name) for name in names])
+    keys = table.take(first)
+    made: list[Blocks] = []
+    order: list[Ints] = []
+    for code, dtype in enumerate(table.values["dtype"]):
+        rows = np.flatnonzero(keys.dtype == code)
+        if len(rows):
+            made.append(blocks(model, hardware, sizes_of(keys.take(rows), dtype), dtype, constants))
+            order.append(rows)
+    return reduce(Blocks.joined, made).take(np.argsort(np.concatenate(order))[inverse])
+
+
+def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
+    """Return the kinds of ranks of every row, worked out once for each distinct layout."""
+    layouts, which = _layouts(table)
+    return kinds(model, layouts, each_rank=each_rank).take(which)
+
+
+def distinct_stages(model: Model, table: Table) -> Kinds:
+    """Return the stages of every row, as if each were on a rank of its own."""
+    layouts, which = _layouts(table)
+    apart = [Layout(each.pp * each.chunks, 1, "1f1b", each.stages, each.recompute) for each in layouts]
+    return kinds(model, apart, each_rank=True).take(which)
+
+
+def _layouts(table: Table) -> tuple[list[Layout], Ints]:
+    """Return the distinct layouts, and which of them each row has."""
+    names = ("pp", "chunks", "schedule", "stages", "recompute")
+    first, which = distinct([getattr(table, name) for name in names])
+    layouts = [
+        Layout(
+            int(table.pp[row]),
+            int(table.chunks[row]),
+            table.values["schedule"][table.schedule[row]],
+            table.values["stages"][table.stages[row]],
+            table.values["recompute"][table.recompute[row]],
+        )
+        for row in first
+    ]
+    return layouts, which
+
+
+def sizes_of(table: Table, dtype: str) -> Sizes:
+    """Return the columns that block times depend on, of a table of one dtype."""
+    columns = {
+        name: getattr(table, name).astype(np.float64)
+        for name in ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq")
+    }
+    return Sizes(**columns, width=np.full(len(table), WIDTHS[dtype]))

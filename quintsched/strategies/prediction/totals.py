@@ -1,0 +1,269 @@
+"""From blocks to a step: what each pipeline rank does for a microbatch, the pipeline, and what ends the step.
+
+    rank:  ▕ layers · (forward + backward + recompute + waits) ▏ × microbatches
+    step = the busiest rank's microbatches + the bubble around them + gradients + optimizer
+
+Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.prediction.blocks import WIDTHS, Blocks, Layer
+from quintsched.strategies.prediction.collectives import message_s, overlap, ring_s
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_rate
+from quintsched.strategies.prediction.memory.ranks import fullest, held_terms
+from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.pipeline.spans import Rows, StageTimes, spans
+from quintsched.strategies.prediction.shared_cores import (
+    cores_s,
+    in_step,
+    reduced_s,
+    shared_sums_s,
+    shares_cores,
+    stepped_s,
+)
+from quintsched.strategies.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
+
+GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its scale."""
+STEP_BYTES = 66.0
+"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
+the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
+and writes three of them (28); the master is rounded into the weight (6)."""
+ADAM_BYTES = 28.0
+"""What of them is Adam itself, which a calibration times."""
+
+
+def step_terms(
+    model: Model,
+    hardware: Hardware,
+    table: Table,
+    blocks: Blocks,
+    kinds: Kinds,
+    constants: Constants,
+    stages: Callable[[Table], Kinds] | None = None,
+) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
+    """Return the terms of a step's time, and of the fullest rank's memory, and whether the time is no bound only.
+
+    Where the schedule has no closed form, the bubble is the least that there can be. Where `stages` says what the
+    stages of such strategies hold, it is simulated.
+    """
+    each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants), table)
+    shares = shares_cores(hardware)
+    if shares:
+        each = in_step(each, table, hardware, constants)
+    microbatches = table.microbatches.astype(np.float64)
+    held = kinds.ranks > 0
+    total = np.where(held, each.total, -1.0)
+    busiest = total.argmax(axis=1)
+    rows = np.arange(len(busiest))
+    seconds = {
+        name: microbatches * values[rows, busiest]
+        for name, values in (
+            ("compute", each.compute_forward + each.compute_input + each.compute_weight),
+            ("recompute", each.recompute),
+            ("tp", each.tp_forward + each.tp_backward),
+            ("cp", each.cp),
+            ("ep", each.ep),
+            ("pp", each.pp),
+            ("dp", each.dp),
+            ("tp_hidden", each.tp_hidden),
+            ("cp_hidden", each.cp_hidden),
+            ("dp_hidden", each.dp_hidden),
+        )
+    }
+    reduction, gathering = reduce_s(hardware, table, each, constants)
+    stepping = optimizer_s(hardware, table, each, constants)
+    if shares:
+        reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
+        stepping = stepped_s(stepping, table, hardware)
+
+    def of_rows(rows: Rows) -> StageTimes:
+        assert stages is not None
+        some = table.take(rows)
+        return stage_times(model, hardware, some, blocks.take(rows), stages(some), constants)
+
+    found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None, tied=model.tied)
+    makespan, summing = found.makespan, reduction.max(axis=1)
+    exposed = np.where(table.overlap > 0, found.exposed, summing)
+    seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
+    seconds["dp"] = seconds["dp"] + exposed + gathering.max(axis=1)
+    seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(summing - exposed, 0.0)
+    seconds["optimizer"] = stepping.max(axis=1)
+    if shares:
+        seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, _widths(table)) - makespan, 0.0)
+        seconds["sums"] = shared_sums_s(table, hardware, constants)
+    return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
+
+
+def per_microbatch(
+    model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
+) -> PerMicrobatch:
+    """Return what a rank of each kind does for one microbatch."""
+    selective = np.isin(table.recompute, _codes(table, "recompute", "selective")).astype(float)
+
+    def summed(name: str, **counts: Array) -> Array:
+        found = np.zeros_like(kinds.dense)
+        for layer, count in counts.items():
+            each = getattr(getattr(blocks, layer), name)
+            if each.any() and count.any():
+                found += count * each[:, None]
+        return found
+
+    def over(name: str) -> Array:
+        return summed(name, dense=kinds.dense, mixture=kinds.mixture, first=kinds.first, last=kinds.last)
+
+    def again(name: str) -> Array:
+        return summed(name, dense=kinds.full_dense, mixture=kinds.full_mixture)
+
+    forward = over("forward")
+    exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
+    pp = messages_s(model, hardware, table, constants)[:, None] * np.ones_like(forward)
+    return PerMicrobatch(
+        compute_forward=forward,
+        compute_input=over("backward_input"),
+        compute_weight=over("backward_weight"),
+        recompute=again("forward") + selective[:, None] * over("selective"),
+        tp_forward=over("tp_forward"),
+        tp_backward=over("tp_backward") + again("tp_forward"),
+        tp_hidden=over("tp_hidden"),
+        cp=over("cp_forward") + over("cp_backward") + again("cp_forward"),
+        cp_hidden=over("cp_hidden"),
+        ep=over("ep_forward") + over("ep_backward") + again("ep_forward"),
+        pp=pp,
+        dp=exposed,
+        dp_hidden=hidden,
+        weights=over("weights"),
+        expert_weights=over("expert_weights"),
+    )
+
+
+def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
+    """Return what a microbatch takes where it passes one of a rank's two stages: half of what both do."""
+    passed = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 0.5, 1.0)[:, None]
+    if (passed == 1.0).all():
+        return each
+    whole = ("pp", "weights", "expert_weights")
+    halves = {one.name: getattr(each, one.name) * passed for one in fields(each) if one.name not in whole}
+    return replace(each, **halves)
+
+
+def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
+    """Return what a rank waits for its neighbours' messages: one in and one out for each chunk, both ways.
+
+    The ranks of tp hold the same activation and send a slice each.
+    """
+    width = _widths(table)
+    moved = table.microbatch * table.seq / table.cp * model.hidden * width / table.tp
+    stride = table.gpus // table.pp
+    return np.where(table.pp > 1, 2.0 * table.chunks * message_s(moved, stride, hardware, constants), 0.0)
+
+
+def sharded_s(
+    hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
+) -> tuple[Array, Array]:
+    """Return the gathers and reduce-scatters of ZeRO-2 and 3 in each microbatch: exposed and hidden.
+
+    The next layer is gathered while one computes, and a layer's gradients are scattered while the next backward runs.
+    """
+    width = _widths(table)
+    gathers = (table.zero == 3) * 1.0
+    scatters = (table.zero >= 2) * 1.0
+    exposed, hidden = np.zeros_like(kinds.dense), np.zeros_like(kinds.dense)
+    layers = (
+        (blocks.dense, kinds.dense, True),
+        (blocks.mixture, kinds.mixture, True),
+        (blocks.first, kinds.first, False),
+        (blocks.last, kinds.last, False),
+    )
+    if not scatters.any():
+        return exposed, hidden
+    for layer, count, overlaps in layers:
+        if not count.any():
+            continue
+        gather = scatter = _over_replicas(hardware, table, layer, width, constants)
+        beside_forward = layer.forward * overlaps
+        beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
+        forward = overlap(gathers * gather, beside_forward, constants)
+        backward = overlap(gathers * gather + scatters * scatter, beside_backward, constants)
+        exposed = exposed + count * (forward[0] + backward[0])[:, None]
+        hidden = hidden + count * (forward[1] + backward[1])[:, None]
+    return exposed, hidden
+
+
+def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array, constants: Constants) -> Array:
+    """One pass over the ring of replicas with the weights of a layer."""
+    stride = table.tp
+    replicas = table.dp * table.cp * table.ep
+    dense = ring_s(layer.weights * width, replicas, stride, hardware, constants)
+    if not layer.expert_weights.any():
+        return dense
+    return dense + ring_s(layer.expert_weights * width, table.dp * table.cp, stride, hardware, constants)
+
+
+def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> tuple[Array, Array]:
+    """Return how long gradients are added up after a step's backwards, and weights gathered after it (ZeRO-1, 2)."""
+    stride, replicas = table.tp[:, None], (table.dp * table.cp * table.ep)[:, None]
+    outer = (table.dp * table.cp)[:, None]
+    width, zero = _widths(table)[:, None], table.zero[:, None]
+    expert_stride = stride * table.ep[:, None]
+
+    def passed(size: Array) -> Array:
+        found = ring_s(each.weights * size, replicas, stride, hardware, constants)
+        if each.expert_weights.any():
+            found = found + ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
+        return np.where(size > 0, found, 0.0)
+
+    summed = _by_dtype(table, GRADIENTS)[:, None]
+    added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))
+    return passed(added), passed(np.where((zero == 1) | (zero == 2), width, 0.0))
+
+
+def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
+    """Return the optimizer's step, bound by memory; ZeRO shares it out over the replicas."""
+    shards = np.where(table.zero > 0, table.dp * table.cp * table.ep, 1)[:, None]
+    expert_shards = np.where(table.zero > 0, table.dp * table.cp, 1)[:, None]
+    numbers = each.weights / shards + each.expert_weights / expert_shards
+    if hardware.measured is not None and hardware.measured.optimizer is not None:
+        around = (STEP_BYTES - ADAM_BYTES) * numbers
+        stepped = numbers / curve_rate(hardware.measured.optimizer, numbers)
+        return stepped + around / memory_rate(around, hardware, constants)
+    moved = STEP_BYTES * numbers
+    return moved / memory_rate(moved, hardware, constants)
+
+
+def stage_times(
+    model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds, constants: Constants
+) -> StageTimes:
+    """Return what each stage does for a microbatch and at the end of a step; `stages` are the kinds of ranks."""
+    each = per_microbatch(model, hardware, table, blocks, stages, constants)
+    each = replace(each, pp=each.pp / table.chunks[:, None])
+    reduction, gathering = reduce_s(hardware, table, each, constants)
+    stepping = optimizer_s(hardware, table, each, constants)
+    if shares_cores(hardware):
+        each = in_step(each, table, hardware, constants)
+        reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
+        stepping = stepped_s(stepping, table, hardware)
+    return StageTimes(each, reduction, gathering, stepping)
+
+
+def _widths(table: Table) -> Array:
+    return _by_dtype(table, WIDTHS)
+
+
+def _by_dtype(table: Table, values: dict[str, float]) -> Array:
+    found: Array = np.array([values[name] for name in table.values["dtype"]])[table.dtype]
+    return found
+
+
+def _codes(table: Table, name: str, *wanted: str) -> list[int]:
+    return [code for code, value in enumerate(table.values[name]) if value in wanted]

@@ -1,0 +1,93 @@
+"""Finding out what a measured file is, and reading it.
+
+FOLDER with gpt_13B_mbs1_tp1_algo0.csv …          aceso
+FOLDER with rank0.json …, and its plan            traces
+FILE.json with "traceEvents"                      kineto
+FILE.json with "operators" or "steps"             a Profile
+FILE.json with "profiles": tables of Aceso's      aceso
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from quintsched.errors import InputError, UsageError
+from quintsched.files.atomic import read_whole, write_whole
+from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.ir.plan_data import PlanData
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.profiles import aceso, kineto, traces
+from quintsched.strategies.profiles.profile import Profile
+
+MOST_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Under what a trace was taken; a profile of operators needs at most the model."""
+
+    model: Model | None = None
+    """Of Aceso's models the nearest is read."""
+    strategy: Strategy | None = None
+    plan: PlanData | None = None
+    """Of a trace of our own."""
+
+
+def read_profile(path: Path, measured: Measured | None = None, size: str | None = None) -> Profile:
+    """Return what a file or folder has measured; `size`: of which of Aceso's models, "13B".
+
+    Raises `UsageError` for a path that holds nothing of the kind, or where `measured` lacks what a trace needs, and
+    `InputError` with the place for a file that is broken.
+    """
+    measured = measured or Measured()
+    if path.is_dir():
+        return _read_folder(path, measured, size)
+    content = _json(path)
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: not a profile: an object is needed")
+    if "traceEvents" in content:
+        return kineto.from_trace(content, *_taken_under(path, measured), str(path))
+    if isinstance(content.get("profiles"), dict):
+        return aceso.assemble(aceso.tables(content["profiles"], str(path)), str(path), size, _hidden(measured))
+    if "tflops" in content:
+        raise UsageError(f"{path} describes hardware, measured or not: give it as --hardware {path}")
+    try:
+        return Profile.model_validate(content)
+    except ValidationError as error:
+        raise InputError(f"{path}: {describe_faults(error)}") from None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON; raises `UsageError` where that cannot be."""
+    write_whole(path, profile.model_dump_json(exclude_defaults=True, indent=1) + "\n", "the profile")
+
+
+def _read_folder(path: Path, measured: Measured, size: str | None) -> Profile:
+    if any(path.glob("gpt_*_algo*.csv")):
+        return aceso.read_folder(path, size, _hidden(measured))
+    if (path / "rank0.json").exists():
+        if measured.plan is None:
+            raise UsageError(f"{path} is a trace: say which plan was run")
+        return traces.read_trace(path, measured.plan, *_taken_under(path, measured))
+    raise UsageError(f"{path}: neither Aceso's files (gpt_13B_mbs1_tp1_algo0.csv …) nor a trace (rank0.json …)")
+
+
+def _hidden(measured: Measured) -> int | None:
+    return measured.model.hidden if measured.model else None
+
+
+def _taken_under(path: Path, measured: Measured) -> tuple[Model, Strategy]:
+    if measured.model is None or measured.strategy is None:
+        raise UsageError(f"{path} is a trace: say of which model it is, and under which strategy it was taken")
+    return measured.model, measured.strategy
+
+
+def _json(path: Path) -> object:
+    try:
+        return parse_strict(read_whole(path, MOST_BYTES, "the profile"))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None

@@ -1,0 +1,161 @@
+"""What a search left out, and why: a certificate that `checker` verifies without searching.
+
+    {"model": …, "hardware": …, "gpus": 1024, "batch": 1536, "seq": 2048, "choices": …, "top": 5, "strategies": 518960,
+     "best":      [{"place": [611, 7], "numbers": [], "step_s": 17.8, "memory_bytes": 5.4e10}, …],
+     "pruned":    [{"box": [16, 8, 1, 1, 8], "reason": "time", "bound": 21.3},                    a mesh: pp tp cp ep dp
+                   {"box": [16, 4, 1, 1, 16, 0, 1, 8], "reason": "memory", "bound": 9.1e10}, …],  a frame of one
+     "evaluated": [[16, 4, 1, 1, 16, 0, 1, 1], …],                                                frames, leaf by leaf
+     "per_stage": [{"place": [611, 3], "least": [2, 1, 0, 0]}, …]}
+
+A box is pruned where no strategy of it can be as fast as the k-th best, or none can fit. Boxes and evaluated frames
+cover the space once. In an evaluated frame, leaves of per-stage recomputation are either no faster than the k-th best
+though they recompute nothing, or in `per_stage`: less than that does not fit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from quintsched.errors import InputError
+from quintsched.files.atomic import read_whole, write_whole
+from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.model import Description, Model, Size
+from quintsched.strategies.tuning.bounds import Bounds, frame_bounds, mesh_bounds
+from quintsched.strategies.tuning.choices import Choices
+from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.ranking import Candidates
+from quintsched.strategies.tuning.space import MESH, Ints
+from quintsched.strategies.tuning.tune import Tuning
+
+MAX_BYTES = 2**28
+
+
+class Box(Description):
+    """A mesh or a frame that was left out."""
+
+    box: tuple[int, ...]
+    """Its columns, those of `space.MESH` or of `space.FRAME`."""
+    reason: Literal["time", "memory"]
+    bound: float
+    """What nothing in it falls below, in seconds or bytes."""
+
+
+class Winner(Description):
+    """One of the best."""
+
+    place: tuple[int, int]
+    numbers: tuple[int, ...] = ()
+    """Layers that the stages of each rank recompute, where the leaf says "per-stage"."""
+    step_s: float
+    memory_bytes: float
+
+
+class Least(Description):
+    """A leaf of per-stage recomputation, solved."""
+
+    place: tuple[int, int]
+    least: tuple[int, ...]
+    """The least number of recomputed layers with which each rank fits; one more than it has, where none does."""
+
+
+class Certificate(Description):
+    """See the module."""
+
+    format: Literal["quintsched-tuning"] = "quintsched-tuning"
+    version: Literal[1] = 1
+    model: Model
+    hardware: Hardware
+    gpus: Size
+    batch: Size
+    seq: Size
+    choices: Choices
+    top: int = Field(ge=1)
+    strategies: int
+    best: tuple[Winner, ...]
+    pruned: tuple[Box, ...]
+    evaluated: tuple[tuple[int, ...], ...]
+    per_stage: tuple[Least, ...]
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        write_whole(Path(path), self.model_dump_json(exclude_defaults=True), "the certificate")
+
+
+def load_certificate(path: str | Path) -> Certificate:
+    """Read one; raises `UsageError` where it cannot be opened, `InputError` that says what is wrong and where."""
+    try:
+        return Certificate.model_validate(parse_strict(read_whole(Path(path), MAX_BYTES, "the certificate")))
+    except ValidationError as error:
+        raise InputError(f"{path}: {describe_faults(error)}") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def certify(tuning: Tuning) -> Certificate:
+    """Return the certificate of a search."""
+    space, found = tuning.space, tuning.found
+    return Certificate(
+        model=tuning.model,
+        hardware=tuning.hardware,
+        gpus=space.gpus,
+        batch=space.batch,
+        seq=space.seq,
+        choices=space.choices,
+        top=found.ranking.top,
+        strategies=tuning.strategies,
+        best=_winners(found.ranking.best),
+        pruned=tuple(_pruned(tuning)),
+        evaluated=tuple(map(tuple, space.frames[found.evaluated].tolist())),
+        per_stage=tuple(
+            Least(place=tuple(place), least=tuple(least))
+            for places, numbers in found.solved
+            for place, least in zip(places.tolist(), numbers.tolist(), strict=True)
+        ),
+    )
+
+
+def _winners(best: Candidates) -> tuple[Winner, ...]:
+    return tuple(
+        Winner(
+            place=tuple(best.place[row].tolist()),
+            numbers=(best.numbers[row] if best.numbers else None) or (),
+            step_s=float(best.time_s[row]),
+            memory_bytes=float(best.memory_bytes[row]),
+        )
+        for row in range(len(best))
+    )
+
+
+def _pruned(tuning: Tuning) -> list[Box]:
+    """Return a box for each mesh that can be left out as a whole, and for each frame that can of the others."""
+    space, found = tuning.space, tuning.found
+    if not found.pruned:
+        return []
+    bounds = frame_bounds(space, Evaluator(space, tuning.hardware), np.arange(space.num_frames))
+    limit, capacity = found.ranking.limit_s, tuning.hardware.memory_gb * 1e9
+    meshes = mesh_bounds(space, bounds)
+    slow, large = meshes.time_s > limit, meshes.memory_bytes > capacity
+    kept = np.zeros(space.num_frames, bool)
+    kept[found.evaluated] = True
+    used = np.logical_or.reduceat(kept, space.starts[:-1])
+    whole = (slow | large) & ~used
+    boxes = _boxes(space.frames[space.starts[:-1], : len(MESH)], meshes, large, np.flatnonzero(whole))
+    in_whole = np.repeat(whole, np.diff(space.starts))
+    rest = np.flatnonzero(~kept & ~in_whole)
+    return boxes + _boxes(space.frames, bounds, bounds.memory_bytes > capacity, rest)
+
+
+def _boxes(columns: Ints, bounds: Bounds, large: np.ndarray, chosen: Ints) -> list[Box]:
+    return [
+        Box(
+            box=tuple(columns[row].tolist()),
+            reason="memory" if large[row] else "time",
+            bound=float(bounds.memory_bytes[row] if large[row] else bounds.time_s[row]),
+        )
+        for row in chosen.tolist()
+    ]

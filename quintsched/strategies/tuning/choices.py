@@ -1,0 +1,79 @@
+"""What a search may choose from, axis by axis; an axis that is left out is free.
+
+    Choices(tp=8, recompute="full")             tp fixed, recomputation fixed, all else free
+    Choices(tp=(4, 8), zero=(0, 1))             two values each
+    Choices(recompute=("none", "per-stage"))    nothing, or any number of layers of each stage
+
+`quintsched tune --tp 8 --recompute full` makes the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from quintsched.errors import UsageError, quoted, suggest
+from quintsched.strategies.descriptions.model import Count, Description, Size
+
+Recompute = Literal["none", "selective", "full", "per-stage"] | Count
+"""Of each stage's layers: none, the attention's scores alone, all, K of them; or another number in each stage."""
+DType = Literal["bf16", "fp16", "fp32", "fp64"]
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
+"""Schedules that are searched unless the user names others."""
+UNLIMITED = 2**40
+
+
+class Choices(Description):
+    """The values each axis may take; None: all that divide. See the module; `read` gives errors of ours."""
+
+    dp: tuple[Size, ...] | None = None
+    tp: tuple[Size, ...] | None = None
+    pp: tuple[Size, ...] | None = None
+    cp: tuple[Size, ...] | None = None
+    ep: tuple[Size, ...] | None = None
+    schedule: tuple[str, ...] = SCHEDULES
+    chunks: tuple[Size, ...] | None = None
+    microbatch: tuple[Size, ...] | None = None
+    dtype: tuple[DType, ...] = ("bf16",)
+    zero: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
+    overlap: tuple[bool, ...] = (False,)
+    """Whether replicas add up gradients beside the last backwards; not searched unless it is asked for."""
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full", "per-stage")
+    even: bool = Field(default=False)
+    """Whether every stage must have the same number of layers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: _listed(name, value) for name, value in given.items() if value is not None}
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None) -> Choices:
+        """Return the choices for `given`, axis → value or values; raises `UsageError` for what there is not."""
+        unknown = sorted(set(given or {}) - set(cls.model_fields))
+        if unknown:
+            raise UsageError(f"tune: no axis is called {quoted(unknown[0])}{suggest(unknown[0], cls.model_fields)}")
+        try:
+            return cls.model_validate(given or {})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(f"tune: {first['loc'][0]} = {quoted(first['input'])}: {first['msg'].lower()}") from None
+
+
+def _listed(name: str, value: Any) -> Any:
+    if name == "even":
+        return value
+    values = tuple(value) if isinstance(value, (list, tuple, set, range)) else (value,)
+    if not values:
+        raise UsageError(f"tune: {name} has no choice; name one value at least, or leave it out")
+    return tuple(dict.fromkeys(values)) if all(isinstance(one, Hashable) for one in values) else values
+
+
+def allows(choice: tuple[int, ...] | None, value: int) -> bool:
+    """Whether an axis may take `value`."""
+    return choice is None or value in choice

@@ -1,0 +1,146 @@
+"""A strategy as files that run it: the plan, and a job file.
+
+    strategy ──▶ DIR/plan.json      compiled and proved
+             └─▶ DIR/job.yaml       model, data, parallel, train, runtime; quintsched run DIR/plan.json DIR/job.yaml
+
+A model that is one of the runtime's own (gpt, moe-gpt, vit) runs as it is, on the data that the runtime brings; of
+others the job file says what to fill in. Where the runtime cannot do quite what a strategy says, a comment says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quintsched.errors import UsageError
+from quintsched.files.atomic import write_whole
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.placement import resolved
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.wording import strategy_name
+from quintsched.strategies.prediction.plans import parallel, plan_of
+
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+OWN_MODEL = "my_model.py:build"
+OWN_DATA = "my_data.py:load"
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The files that were written."""
+
+    plan: Path
+    job: Path
+    notes: tuple[str, ...]
+    """What the job file says in comments: what is to be filled in, and where the run differs from the strategy."""
+
+
+def emit(model: Model, strategy: Strategy, directory: str | Path) -> Emitted:
+    """Compile the strategy's plan and write it into `directory`, with a job file that runs it.
+
+    Raises `UsageError` where the schedule takes no such sizes, or a file cannot be written.
+    """
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: the directory cannot be made: {error.strerror or error}") from None
+    strategy = resolved(strategy)
+    plan = plan_of(model, strategy)
+    written = Emitted(folder / "plan.json", folder / "job.yaml", tuple(notes(model, strategy)))
+    plan.save(written.plan)
+    write_whole(written.job, job_file(model, strategy), "the job file")
+    return written
+
+
+def job_file(model: Model, strategy: Strategy) -> str:
+    """Return the text of a job file that runs a strategy."""
+    strategy = resolved(strategy)
+    name, options = built_in(model)
+    job: dict[str, Any] = {
+        "model": {"name": name, "options": options} if options is not None else {"name": OWN_MODEL},
+        "data": _data(model, strategy, own=options is None),
+        "parallel": parallel(model, strategy),
+        "train": {
+            "epochs": 1,
+            "batch_size": strategy.batch,
+            "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "decay": "matrices"},
+            "clip": 1.0,
+        },
+        "runtime": {"precision": PRECISIONS.get(strategy.dtype, "bfloat16")},
+    }
+    said = [f"{model.name} on {strategy.gpus} ranks: {strategy_name(strategy)}", "  quintsched run plan.json job.yaml"]
+    head = "".join(f"# {line}\n" for line in [*said, *notes(model, strategy)])
+    sections = (yaml.safe_dump({section: job[section]}, sort_keys=False, width=110) for section in job)
+    return head + "".join(sections)
+
+
+def built_in(model: Model) -> tuple[str, dict[str, Any] | None]:
+    """Return which of the runtime's models this is, and its options; None: none of them."""
+    name = "vit" if model.images else "moe-gpt" if model.experts else "gpt"
+    if any(differences(model)):
+        return name, None
+    wide = model.experts.ffn if model.experts else model.ffn_width
+    options: dict[str, Any] = {"hidden": model.hidden, "depth": model.layers, "heads": model.heads}
+    options |= {"mlp_ratio": wide // model.hidden, "dropout": 0.1 if model.dropout else 0.0}
+    if model.images:
+        return name, options | {"patch": model.images.patch}
+    options |= {"norm": model.norm, "positions": model.positions, "activation": model.activation, "tied": model.tied}
+    if model.kv_heads:
+        options["kv_heads"] = model.kv_heads
+    if experts := model.experts:
+        options |= {"experts": experts.count, "top_k": experts.top_k, "every": experts.every}
+        options["shared_experts"] = experts.shared
+        if experts.padded_to is not None:
+            options |= {"capacity_factor": experts.padded_to, "pad_to_capacity": True}
+    return name, options
+
+
+def differences(model: Model) -> Iterator[str]:
+    """Yield what the runtime's own models do not have."""
+    if model.latent:
+        yield "latent attention"
+    if model.hidden % model.heads or model.head_width * model.heads != model.hidden:
+        yield f"heads of {model.head_width}"
+    wide = model.experts.ffn if model.experts else model.ffn_width
+    if wide % model.hidden:
+        yield f"a feed-forward network of {wide}, which is no multiple of {model.hidden}"
+    if model.activation not in ("gelu", "swiglu") or (model.images and model.activation != "gelu"):
+        yield f"the activation {model.activation}"
+    if not model.images and model.positions not in ("learned", "rope"):
+        yield f"positions: {model.positions}"
+    if not model.biases or model.qkv_biases is False:
+        yield "projections without biases"
+    if model.qk_norm:
+        yield "norms over heads"
+    if model.experts and model.experts.first_dense:
+        yield f"{model.experts.first_dense} dense layers before those with experts"
+
+
+def notes(model: Model, strategy: Strategy) -> Iterator[str]:
+    """Yield what is to be filled in, and where the run differs from what was predicted."""
+    name, options = built_in(model)
+    if options is None:
+        lacks = ", ".join(differences(model))
+        yield f"model.name: your function that builds {model.name}; the built-in {name} does not have {lacks}"
+        yield f"data.name: your function that loads samples, {strategy.seq} tokens each"
+    elif model.images:
+        yield f"data: images of {model.images.size} x {model.images.size} pixels, {model.images.channels} channels"
+    elif model.vocab != 256:
+        yield f"data: text is bytes; a function of yours, {OWN_DATA}, brings tokens of {model.vocab} kinds"
+    if strategy.recompute == "selective":
+        yield "recompute: the runtime recomputes blocks, not attention alone; nothing is recomputed here"
+    if isinstance(strategy.recompute, (int, tuple)) and not isinstance(strategy.recompute, bool):
+        yield "recompute: every k-th block of a stage, so that no fewer layers are recomputed than predicted"
+    if strategy.dtype not in PRECISIONS:
+        yield f"runtime.precision: the runtime has no {strategy.dtype}; bfloat16 is as wide"
+
+
+def _data(model: Model, strategy: Strategy, *, own: bool) -> dict[str, Any]:
+    if own:
+        return {"name": OWN_DATA}
+    return {"name": "digits"} if model.images else {"name": "text", "options": {"sequence": strategy.seq}}

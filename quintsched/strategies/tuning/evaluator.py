@@ -1,0 +1,127 @@
+"""What a search asks of the prediction: time and memory of many strategies at once, and the parts that bounds need.
+
+    time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
+    memory  ≥ the fullest of resident     the rest: what comes and goes
+
+A row of a space is one of the prediction's table; only the words of its codes differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.memory.terms import COMES_AND_GOES
+from quintsched.strategies.prediction.table import Evaluated, evaluate, held
+from quintsched.strategies.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
+
+Floats = NDArray[np.float64]
+ENDS = ("dp", "optimizer")
+"""Terms of a step's time that a pipeline without ZeRO has after its last backward."""
+STATE = ("weights", "gradients", "optimizer")
+"""Terms of a rank's memory that ZeRO cuts; the others that stay do not depend on it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What was found of n strategies; arrays of length n."""
+
+    time_s: Floats
+    """Of a step."""
+    memory_bytes: Floats
+    """Of the fullest rank."""
+    exact: Mask
+    """False where there is no closed form: the time is then a lower bound."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """The prediction for one space on one cluster."""
+
+    space: Space
+    hardware: Hardware
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a rank may hold."""
+        return self.hardware.memory_gb * 1e9
+
+    def evaluate(self, columns: Columns, numbers: Ints | None = None) -> Outcome:
+        """Evaluate the rows; one that says "per-stage" counts as "none".
+
+        `numbers` (rows, pp), where all rows have that pp: how many layers the stages of each rank recompute.
+        """
+        found = self._evaluated(self.table(columns, numbers))
+        return Outcome(found.step_s, found.memory_bytes, found.exact)
+
+    def pipeline_s(self, columns: Columns) -> Floats:
+        """Return what the step takes without what ends it, for rows without ZeRO."""
+        found = self._evaluated(self.table(columns))
+        return np.asarray(found.step_s - sum(found.seconds[name] for name in ENDS))
+
+    def resident_bytes(self, columns: Columns) -> dict[str, Floats]:
+        """Return weights, gradients, optimizer state and activations of each kind of rank, (rows, kinds) by term.
+
+        Rows that differ in `SWITCHES` alone have the same kinds; those that are missing hold 0.
+        """
+        terms, kinds = held(self.space.model, self.hardware, self.table(columns))
+        present = kinds.ranks > 0
+        return {name: held * present for name, held in terms.items() if name not in COMES_AND_GOES}
+
+    def rank_bytes(self, columns: Columns) -> Floats:
+        """Return (rows, pp), where all rows have that pp: all that each pipeline rank holds."""
+        terms, _ = held(self.space.model, self.hardware, self.table(columns), each_rank=True)
+        return np.asarray(sum(terms.values()))
+
+    def simulate(self, strategies: Sequence[Strategy]) -> Floats:
+        """Return the seconds of steps whose schedules have no closed form."""
+        found = evaluate(self.space.model, self.hardware, Table.of(strategies), simulate=True)
+        return np.asarray(found.step_s)
+
+    def table(self, columns: Columns, numbers: Ints | None = None) -> Table:
+        """Return rows as the prediction's table."""
+        rows = len(columns["pp"])
+        constant = {
+            name: np.full(rows, value, np.int64)
+            for name, value in (("gpus", self.space.gpus), ("batch", self.space.batch), ("seq", self.space.seq))
+        }
+        recompute, values = self._recomputes(columns, numbers)
+        choices = self.space.choices
+        return Table(
+            **{name: columns[name] for name in (*MESH, *_SAME)},
+            **constant,
+            recompute=recompute,
+            stages=np.zeros(rows, np.int64),
+            values={"schedule": choices.schedule, "dtype": choices.dtype, "recompute": values, "stages": (None,)},
+        )
+
+    def _recomputes(self, columns: Columns, numbers: Ints | None) -> tuple[Ints, tuple[Any, ...]]:
+        """Return the column of codes and what they stand for."""
+        if numbers is None:
+            return columns["recompute"] - PER_STAGE, self._words
+        keys = np.column_stack([columns["schedule"], columns["chunks"], numbers])
+        distinct, codes = np.unique(keys, axis=0, return_inverse=True)
+        schedules = self.space.choices.schedule
+        values = [self.space.by_stage(schedules[key[0]], key[1], key[2:]) for key in distinct.tolist()]
+        return codes.reshape(-1), tuple(values)
+
+    @cached_property
+    def _words(self) -> tuple[Any, ...]:
+        """What a column of recomputation says, from PER_STAGE up."""
+        most = max(self.space.model.layers, int(self.space.recomputes.max()))
+        words = {PER_STAGE: "none", FULL: "full", SELECTIVE: "selective", NONE: "none"}
+        return tuple(words.get(code, code) for code in range(PER_STAGE, most + 1))
+
+    def _evaluated(self, table: Table) -> Evaluated:
+        return evaluate(self.space.model, self.hardware, table)
+
+
+_SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "overlap", "dtype")

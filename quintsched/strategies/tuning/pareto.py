@@ -1,0 +1,32 @@
+"""The Pareto front of time and memory: what is faster than all that holds as little.
+
+memory │ ·  ·                 ● on the front: nothing else is both
+       │ ●     ·              as fast and as small
+       │    ●      ·
+       │        ●     ●
+       └───────────────▶ time
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quintsched.strategies.tuning.evaluator import Floats
+from quintsched.strategies.tuning.space import Ints, Mask
+
+
+def pareto(time: Floats, memory: Floats, *ties: Ints) -> Ints:
+    """Return the indices of the front, by rising time; of equal points the one whose `ties` come first, in order."""
+    order = np.lexsort((*reversed(ties), memory, time))
+    least = np.minimum.accumulate(memory[order])
+    new = np.concatenate([[True], memory[order][1:] < least[:-1]]) if len(order) else np.zeros(0, bool)
+    return np.asarray(order[new])
+
+
+def dominated(time: Floats, memory: Floats, front_time: Floats, front_memory: Floats) -> Mask:
+    """Return for each point whether something on the front is faster and no larger; the front by rising time."""
+    if not len(front_time):
+        return np.zeros(len(time), bool)
+    before = np.searchsorted(front_time, time, side="left")
+    least = np.concatenate([[np.inf], front_memory])[before]
+    return least <= memory

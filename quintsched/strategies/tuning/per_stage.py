@@ -1,0 +1,81 @@
+"""How many layers each stage recomputes, solved exactly: the least numbers that fit, rank by rank.
+
+    layers recomputed      0    1    2    3    4
+    rank 0 holds          95   84   73   62   51 GB      80 GB fit: 2
+    rank 1 holds          88   79   …                               1     the strategy (2, 1, 0, 0)
+    rank 2 holds          79   …                                    0
+    rank 3 holds          70   …                                    0
+
+What a rank holds depends on its own number alone, and no step is faster where more is recomputed. So of all tuples that
+fit, the one that is least in every rank takes least time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.ranking import Candidates, nobody
+from quintsched.strategies.tuning.space import FULL, NONE, Ints, Mask, Space
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What was found of leaves with as many pipeline ranks."""
+
+    place: Ints
+    """(n, 2): the leaves."""
+    least: Ints
+    """(n, pp): the least number of recomputed layers with which each rank fits; more than it has where none does."""
+    found: Candidates
+    """The tuples of `least`, where they fit and have no other name."""
+    exact: Mask
+    """Of those, which have a closed form."""
+
+
+def solve(space: Space, evaluator: Evaluator, place: Ints) -> Iterator[Solved]:
+    """Yield the best tuples of the leaves at these places, (n, 2), by the number of pipeline ranks."""
+    sizes = space.column("pp", place[:, 0])
+    for pp in np.unique(sizes).tolist():
+        members = place[sizes == pp]
+        least = least_numbers(space, evaluator, members, pp)
+        rows = np.flatnonzero(is_new(space, members[:, 0], least))
+        if not len(rows):
+            yield Solved(members, least, nobody(), np.zeros(0, bool))
+            continue
+        outcome = evaluator.evaluate(space.rows(members[rows]), least[rows])
+        numbers = tuple(tuple(row) for row in least[rows].tolist())
+        found = Candidates(outcome.time_s, outcome.memory_bytes, members[rows], numbers)
+        yield Solved(members, least, found, outcome.exact)
+
+
+def least_numbers(space: Space, evaluator: Evaluator, place: Ints, pp: int) -> Ints:
+    """Return (n, pp): the least number of recomputed layers with which each rank fits, one more than all if none."""
+    columns = space.rows(place)
+    most = int(space.stage_layers(place[:, 0]).max(initial=0))
+    least = np.full((len(place), pp), most + 1)
+    for number in range(most, -1, -1):  # falling, so that the least is what remains
+        held = evaluator.rank_bytes({**columns, "recompute": np.full(len(place), number, np.int64)})
+        least[held <= evaluator.capacity_bytes] = number
+    return least
+
+
+def is_new(space: Space, frames: Ints, numbers: Ints) -> Mask:
+    """Return for each tuple whether it can be placed, and no other word names it."""
+    layers = rank_layers(space, frames, numbers.shape[1])
+    found = np.all(numbers <= layers, axis=1)
+    if NONE in space.recomputes:
+        found &= np.any(numbers, axis=1)
+    if FULL in space.recomputes:
+        found &= np.any(numbers < layers, axis=1)
+    return np.asarray(found)
+
+
+def rank_layers(space: Space, frames: Ints, pp: int) -> Ints:
+    """Return how many layers the largest stage of each rank has, (frames, pp): the first stages are larger."""
+    small = np.arange(pp) >= space.large_stages(frames)[:, None]
+    found: Ints = space.stage_layers(frames)[:, None] - small
+    return found

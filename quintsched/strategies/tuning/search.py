@@ -1,0 +1,192 @@
+"""The search: boxes in the order of their bounds, leaves of those that may win, and then what was put off.
+
+    all frames ──by rising bound of time──▶ slower than the k-th best: pruned
+                                      └───▶ too much memory: pruned
+                                      └───▶ every leaf evaluated ──▶ k best, front
+                                                   └─▶ put off: per-stage recomputation, schedules without a closed form
+
+What is put off has a lower bound, and is solved or simulated by rising bound until the bound passes the k-th best. So
+nothing is lost: every strategy that is not evaluated is in a box, or has a bound, that cannot win. With `prune=False`
+every leaf is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.tuning.bounds import SLACK, memory_bounds, time_bounds
+from quintsched.strategies.tuning.evaluator import Evaluator, Floats
+from quintsched.strategies.tuning.per_stage import solve
+from quintsched.strategies.tuning.ranking import Candidates, Ranking, nobody
+from quintsched.strategies.tuning.space import PER_STAGE, Ints, Mask, Space
+
+ROWS_AT_ONCE = 1 << 15
+"""So many leaves are evaluated before what is left is looked at again."""
+FIRST_ROWS = 1 << 12
+"""Fewer at first, for a time to prune by."""
+GROUPS_AT_ONCE = 1 << 9
+"""So many groups of per-stage recomputation are solved at once."""
+SIMULATED_AT_ONCE = 1 << 4
+"""So many steps are simulated at once."""
+
+Progress = Callable[[int, int, float], None]
+"""Called with frames done, frames in all, and the best time so far (inf: none)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search found, and how it disposed of every frame."""
+
+    ranking: Ranking
+    evaluated: Ints
+    """Frames of which every leaf was evaluated, rising; the others were pruned."""
+    solved: tuple[tuple[Ints, Ints], ...]
+    """Leaves of per-stage recomputation that were solved: places (n, 2), and the least number of each rank, (n, pp)."""
+    pruned: bool
+    """Whether frames were left out."""
+    rows: int
+    """Strategies that were evaluated."""
+    put_off: int
+    """Of the leaves, how many were put off, and how many of those were solved or simulated then."""
+    worked_out: int
+
+
+class Search:
+    """One search; `run` it once."""
+
+    def __init__(
+        self,
+        space: Space,
+        evaluator: Evaluator,
+        *,
+        top: int = 1,
+        front: bool = False,
+        prune: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.space, self.evaluator, self.prune, self.progress = space, evaluator, prune, progress
+        self.ranking = Ranking(top, front)
+        self.by_stage, self.unknown = [nobody()], [nobody()]
+        """What is put off, with the lower bounds of their times: to be solved, and to be simulated."""
+        self.solved: list[tuple[Ints, Ints]] = []
+        self.rows = self.put_off = self.worked_out = 0
+
+    def run(self) -> Found:
+        """Go through the space."""
+        frames = np.arange(self.space.num_frames)
+        times = None
+        if self.prune:
+            times = time_bounds(self.space, self.evaluator, frames)
+            frames = np.lexsort((frames, times))
+        evaluated = self._frames(frames, times)
+        self._solve()
+        self._simulate()
+        return Found(
+            self.ranking,
+            np.sort(evaluated),
+            tuple(self.solved),
+            pruned=self.prune,
+            rows=self.rows,
+            put_off=self.put_off,
+            worked_out=self.worked_out,
+        )
+
+    def _frames(self, frames: Ints, times: Floats | None) -> Ints:
+        """Evaluate every leaf of these frames, in order, but of those that turn out to be hopeless."""
+        evaluated = [np.zeros(0, np.int64)]
+        ends = np.concatenate([[0], np.cumsum(self.space.leaves[frames])])
+        start = 0
+        while start < len(frames):
+            if times is not None and times[frames[start]] > self.ranking.limit_s and not self.ranking.wants_front:
+                break
+            size = ROWS_AT_ONCE if start else FIRST_ROWS
+            end = max(start + 1, int(np.searchsorted(ends, ends[start] + size, side="right")) - 1)
+            batch = frames[start:end]
+            if times is not None:
+                batch = self._hopeful(batch, times[batch])
+            if len(batch):
+                self._leaves(batch)
+                evaluated.append(batch)
+            start = end
+            self._report(start)
+        self._report(self.space.num_frames)
+        return np.concatenate(evaluated)
+
+    def _hopeful(self, frames: Ints, times: Floats) -> Ints:
+        """Return those of the frames that may fit, and may be among the best or on the front."""
+        memory = memory_bounds(self.space, self.evaluator, frames)
+        hopeless = self.ranking.hopeless(times, memory) | (memory > self.evaluator.capacity_bytes)
+        return frames[~hopeless]
+
+    def _report(self, done: int) -> None:
+        if self.progress is not None:
+            best = self.ranking.best
+            self.progress(done, self.space.num_frames, float(best.time_s[0]) if len(best) else float("inf"))
+
+    def _leaves(self, frames: Ints) -> None:
+        columns, place = self.space.expand(frames)
+        found = self.evaluator.evaluate(columns)
+        self.rows += len(place)
+        by_stage = columns["recompute"] == PER_STAGE
+        whole = Candidates(found.time_s, found.memory_bytes, place)
+        if by_stage.any():
+            self.by_stage.append(_lowered(whole.take(np.flatnonzero(by_stage))))
+        self._take(whole, found.exact, np.flatnonzero(~by_stage))
+
+    def _take(self, found: Candidates, exact: Mask, rows: Ints) -> None:
+        """Offer those of these rows that fit, or put them off until they are simulated."""
+        rows = rows[found.memory_bytes[rows] <= self.evaluator.capacity_bytes]
+        self.ranking.offer(found.take(rows[exact[rows]]))
+        unknown = rows[~exact[rows]]
+        if len(unknown):
+            self.unknown.append(_lowered(found.take(unknown)))
+
+    def _solve(self) -> None:
+        """Solve per-stage recomputation, by rising bound."""
+        later = _sorted(self.by_stage)
+        self.put_off += len(later)
+        for start in range(0, len(later), GROUPS_AT_ONCE):
+            near = start + np.flatnonzero(later.time_s[start : start + GROUPS_AT_ONCE] <= self.ranking.limit_s)
+            if not len(near):
+                break
+            place = later.place[near]
+            self.worked_out += len(place)
+            for part in solve(self.space, self.evaluator, place):
+                self.solved.append((part.place, part.least))
+                self._take(part.found, part.exact, np.arange(len(part.found)))
+
+    def _simulate(self) -> None:
+        """Simulate what has no closed form, by rising bound."""
+        later = _sorted(self.unknown)
+        self.put_off += len(later)
+        for start in range(0, len(later), SIMULATED_AT_ONCE):
+            part = later.take(np.arange(start, min(start + SIMULATED_AT_ONCE, len(later))))
+            near = part.take(np.flatnonzero(part.time_s <= self.ranking.limit_s))
+            if not len(near):
+                break
+            self.worked_out += len(near)
+            seconds = self.evaluator.simulate([strategy_at(self.space, near, row) for row in range(len(near))])
+            self.ranking.offer(replace(near, time_s=seconds))
+
+
+def strategy_at(space: Space, found: Candidates, row: int) -> Strategy:
+    """Return one of the candidates as a strategy."""
+    columns = space.rows(found.place[row : row + 1])
+    numbers = found.numbers[row] if found.numbers else None
+    return space.strategy(columns, 0, numbers)
+
+
+def _lowered(found: Candidates) -> Candidates:
+    return replace(found, time_s=found.time_s * (1 - SLACK))
+
+
+def _sorted(parts: list[Candidates]) -> Candidates:
+    """Return all of them by rising bound."""
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = joined.joined(part)
+    return joined.take(np.lexsort((joined.place[:, 1], joined.place[:, 0], joined.time_s)))

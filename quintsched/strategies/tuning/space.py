@@ -1,0 +1,288 @@
+"""The strategies that a search goes through, as data: counted exactly, named by numbers, made as columns.
+
+    mesh    pp tp cp ep dp                       ┐ a frame: what decides how the work is cut
+    frame   … schedule chunks microbatch         ┘
+    leaf    … dtype zero overlap sequence_parallel recompute
+
+A box is a mesh with all its frames, or a frame with all its leaves. Frames stand in rising order of their columns, and
+the leaves of a frame in the order of their choices: (frame, leaf) is the place of a strategy, by which ties are broken.
+A leaf whose recomputation is "per-stage" stands for a strategy of each tuple of numbers, one for each pipeline rank
+(every stage of a rank recomputes the same number of layers), less those that are called "none" and "full" already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.errors import UsageError
+from quintsched.ir.mesh import MAX_RANKS
+from quintsched.schedules.kit.registry import find_schedule
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.placement import check
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.tuning.choices import SCHEDULES, UNLIMITED, Choices, allows
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Columns = dict[str, Ints]
+MESH = ("pp", "tp", "cp", "ep", "dp")
+FRAME = (*MESH, "schedule", "chunks", "microbatch")
+SWITCHES = ("dtype", "zero", "overlap", "sequence_parallel", "recompute")
+NONE, SELECTIVE, FULL, PER_STAGE = 0, -1, -2, -3
+"""What the column `recompute` says in place of a number of layers."""
+WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
+_WORDS: dict[int, Any] = {code: name for name, code in WORDS.items()}
+
+
+@dataclass(frozen=True)
+class Space:
+    """All placeable strategies for a model, a number of GPUs and a batch, within the user's choices; see the module."""
+
+    model: Model
+    gpus: int
+    batch: int
+    seq: int
+    choices: Choices
+
+    @cached_property
+    def frames(self) -> Ints:
+        """(frames, 8): the columns of `FRAME`, in rising order; a schedule is its number in `choices.schedule`."""
+        rows = [row for mesh in self._meshes() for row in self._frames_of(*mesh)]
+        found = np.array(sorted(rows), np.int64).reshape(-1, len(FRAME))
+        return found[self._leaves(found) > 0]
+
+    @cached_property
+    def starts(self) -> Ints:
+        """(meshes + 1,): the first frame of each mesh, and behind the last."""
+        if not len(self.frames):
+            return np.zeros(1, np.int64)
+        new = np.any(np.diff(self.frames[:, : len(MESH)], axis=0), axis=1)
+        return np.concatenate([[0], np.flatnonzero(new) + 1, [len(self.frames)]])
+
+    @cached_property
+    def leaves(self) -> Ints:
+        """(frames,): how many leaves each frame has."""
+        return self._leaves(self.frames)
+
+    def _leaves(self, rows: Ints) -> Ints:
+        return np.asarray(np.prod(np.stack(self._radices(rows)), axis=0))
+
+    @property
+    def num_frames(self) -> int:
+        """How many frames there are."""
+        return len(self.frames)
+
+    def count(self, frames: Ints | None = None) -> int:
+        """How many strategies these frames hold, or all: exactly, whatever the number of digits."""
+        chosen = np.arange(len(self.frames)) if frames is None else frames
+        leaves = self.leaves[chosen]
+        if PER_STAGE not in self.recomputes:
+            return int(leaves.sum())
+        groups = leaves // self._radices(self.frames[chosen])[-1]
+        pp, layers = self.column("pp", chosen), self.stage_layers(chosen)
+        alike: dict[tuple[int, int, int], int] = {}
+        for key in zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True):
+            alike.setdefault(key, self._tuples(*key))
+        keys = zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True)
+        return int((leaves - groups).sum()) + sum(int(n) * alike[key] for n, key in zip(groups, keys, strict=True))
+
+    def _tuples(self, pp: int, layers: int, large: int) -> int:
+        """How many tuples "per-stage" stands for, less those that other words name."""
+        named = sum(code in self.recomputes for code in (NONE, FULL))
+        return int((layers + 1) ** min(large, pp) * layers ** max(pp - large, 0)) - named
+
+    def column(self, name: str, frames: Ints) -> Ints:
+        """Return one of `FRAME`'s columns for these frames."""
+        return np.asarray(self.frames[frames, FRAME.index(name)])
+
+    def stage_layers(self, frames: Ints) -> Ints:
+        """Return how many layers the largest stage of each frame has."""
+        return _stage_layers(self.model, self.frames[frames])
+
+    def large_stages(self, frames: Ints) -> Ints:
+        """Return how many stages of each frame have `stage_layers`; the others, behind them, have one less."""
+        stages = self.column("pp", frames) * self.column("chunks", frames)
+        return self.model.layers - (self.stage_layers(frames) - 1) * stages
+
+    def tokens_divide(self, frames: Ints) -> Mask:
+        """Whether tp divides the tokens that a rank has of a sample, as sequence parallelism asks."""
+        return _tokens_divide(self.seq, self.frames[frames])
+
+    def expand(self, frames: Ints) -> tuple[Columns, Ints]:
+        """Return every leaf of these frames as columns, and its (frame, leaf) as two columns, (rows, 2)."""
+        counts = self.leaves[frames]
+        owner = np.repeat(np.arange(len(frames)), counts)
+        leaf = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self._rows(frames, owner, leaf), np.stack([frames[owner], leaf], axis=1)
+
+    def rows(self, place: Ints) -> Columns:
+        """Return the columns of the strategies at these places, (rows, 2)."""
+        return self._rows(place[:, 0], np.arange(len(place)), place[:, 1])
+
+    def _rows(self, frames: Ints, owner: Ints, rest: Ints) -> Columns:
+        """Return columns: of each row, which of the frames it is of, and which leaf of that."""
+        of_frames = self.frames[frames]
+        columns: Columns = {name: values[owner] for name, values in zip(FRAME, of_frames.T.copy(), strict=True)}
+        _, zeros, overlaps, spread, recomputes = (radix[owner] for radix in self._radices(of_frames))
+        rest, chosen = np.divmod(rest, recomputes)
+        columns["recompute"] = self.recomputes[chosen]
+        rest, chosen = np.divmod(rest, spread)
+        columns["sequence_parallel"] = np.asarray(self.choices.sequence_parallel, np.int64)[chosen]
+        columns["sequence_parallel"] *= _tokens_divide(self.seq, of_frames)[owner]
+        rest, chosen = np.divmod(rest, overlaps)
+        columns["overlap"] = np.asarray(self.choices.overlap, np.int64)[chosen]
+        columns["dtype"], chosen = np.divmod(rest, zeros)
+        columns["zero"] = np.asarray(self.choices.zero, np.int64)[chosen]
+        return columns
+
+    def _radices(self, rows: Ints) -> tuple[Ints, ...]:
+        """How many choices of each of `SWITCHES` these frames, (n, 8), have."""
+        _, tp, cp, ep, dp, *_ = rows.T
+        choices = self.choices
+        zeros = np.where(dp * cp * ep > 1, len(choices.zero), 1)
+        overlaps = np.where(dp * cp * ep > 1, len(choices.overlap), 1)
+        spread = np.where(
+            _tokens_divide(self.seq, rows), len(choices.sequence_parallel), False in choices.sequence_parallel
+        )
+        words = sum(isinstance(one, str) for one in choices.recompute)
+        most = _stage_layers(self.model, rows) - (FULL in self.recomputes)
+        numbers = np.searchsorted(self.recomputes[words:], most, side="right")
+        dtypes = np.full(len(rows), len(choices.dtype), np.int64)
+        return dtypes, zeros, overlaps, np.where(tp > 1, spread, 1), words + numbers
+
+    @cached_property
+    def recomputes(self) -> Ints:
+        """Codes of the choices: words first, then numbers of layers, rising, of which a frame takes those it can."""
+        words = [WORDS[one] for one in self.choices.recompute if isinstance(one, str)]
+        numbers = {one for one in self.choices.recompute if not isinstance(one, str)}
+        return np.array(words + sorted(numbers - set(words)), np.int64)
+
+    def strategy(self, columns: Columns, row: int, numbers: tuple[int, ...] | None = None) -> Strategy:
+        """Return one row as a strategy; `numbers`: layers that each rank's stages recompute, if "per-stage"."""
+        at: dict[str, Any] = {name: int(values[row]) for name, values in columns.items()}
+        schedule = self.choices.schedule[at["schedule"]]
+        recompute = _WORDS.get(at["recompute"], at["recompute"])
+        if numbers is not None:
+            recompute = self.by_stage(schedule, at["chunks"], numbers)
+        return Strategy(
+            gpus=self.gpus,
+            batch=self.batch,
+            seq=self.seq,
+            **{name: at[name] for name in (*MESH, "microbatch", "chunks", "zero")},
+            schedule=schedule,
+            dtype=self.choices.dtype[at["dtype"]],
+            overlap=bool(at["overlap"]),
+            sequence_parallel=bool(at["sequence_parallel"]),
+            recompute=recompute,
+        )
+
+    def by_stage(self, schedule: str, chunks: int, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return for each stage how many of its layers are recomputed, where each rank's stages recompute so many."""
+        ranks = find_schedule(schedule).placed(len(numbers), chunks)
+        least, larger = divmod(self.model.layers, len(ranks))
+        return tuple(min(numbers[rank], least + (stage < larger)) for stage, rank in enumerate(ranks))
+
+    def _meshes(self) -> Iterator[tuple[int, ...]]:
+        for pp in self._sizes("pp", self.gpus, self.model.layers):
+            for tp in self._sizes("tp", self.gpus // pp, UNLIMITED):
+                for cp in self._sizes("cp", self.gpus // (pp * tp), self.seq):
+                    for ep in self._sizes("ep", self.gpus // (pp * tp * cp), experts_of(self.model)):
+                        dp = self.gpus // (pp * tp * cp * ep)
+                        if allows(self.choices.dp, dp) and self._placeable(pp, tp, cp, ep, dp):
+                            yield pp, tp, cp, ep, dp
+
+    def _placeable(self, pp: int, tp: int, cp: int, ep: int, dp: int) -> bool:
+        sizes: dict[str, Any] = {"gpus": self.gpus, "batch": self.batch, "seq": self.seq}
+        try:
+            check(self.model, None, Strategy(pp=pp, tp=tp, cp=cp, ep=ep, dp=dp, schedule="1f1b", **sizes))
+        except UsageError:
+            return False
+        return True
+
+    def _sizes(self, axis: str, of: int, most: int) -> list[int]:
+        choice = getattr(self.choices, axis)
+        return [size for size in divisors(of) if size <= most and allows(choice, size)]
+
+    def _frames_of(self, pp: int, tp: int, cp: int, ep: int, dp: int) -> Iterator[tuple[int, ...]]:
+        local = self.batch // (dp * ep)
+        sizes = [size for size in divisors(local) if allows(self.choices.microbatch, size)]
+        for number, name in enumerate(self.choices.schedule):
+            if pp == 1 and self.choices.schedule == SCHEDULES and number:
+                break  # without a pipeline they are alike, unless they are asked for
+            for chunks in self._chunks(name, pp):
+                for size in sizes:
+                    if takes(name, pp, local // size, chunks):
+                        yield pp, tp, cp, ep, dp, number, chunks, size
+
+    def _chunks(self, name: str, pp: int) -> list[int]:
+        """How many chunks are tried: all that leave no stage empty, and where layers can be even, only even ones."""
+        least, most = find_schedule(name).min_chunks, find_schedule(name).max_chunks
+        if pp == 1 and self.choices.chunks is None:
+            return [least] if least <= self.model.layers else []
+        room = [v for v in range(least, min(most, self.model.layers // pp) + 1) if allows(self.choices.chunks, v)]
+        even = [v for v in room if self.model.layers % (pp * v) == 0]
+        return even if even or self.choices.even else room[:1]
+
+
+def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) -> Space:
+    """Return the space; raises `UsageError` where nothing in it can be placed at all."""
+    for what, value, most in (("gpus", gpus, MAX_RANKS), ("batch", batch, UNLIMITED), ("seq", seq, UNLIMITED)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1 to {most}")
+    for name in choices.schedule:
+        find_schedule(name)
+    space = Space(model, gpus, batch, seq, choices)
+    if not space.num_frames:
+        raise UsageError(
+            f"tune: no mesh of {gpus} GPUs can hold {model.name} ({model.layers} layers, {model.heads} heads) with a "
+            f"batch of {batch} and these choices: dp·tp·pp·cp·ep = gpus, tp divides the heads, pp is at most the "
+            f"layers, and dp·ep and the microbatch divide the batch; {_way_out(space)}"
+        )
+    return space
+
+
+def _way_out(space: Space) -> str:
+    """Return which choice stands in the way by itself; where none does alone, a word on all of them."""
+    given = {name: value for name, value in space.choices if value != Choices.model_fields[name].default}
+    for name in given:
+        freed = Choices.read({other: value for other, value in given.items() if other != name})
+        if Space(space.model, space.gpus, space.batch, space.seq, freed).num_frames:
+            return f"without {name} = {', '.join(map(str, given[name]))} there would be one"
+    return "free an axis or change the number of GPUs"
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor of `number`, rising."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def experts_of(model: Model) -> int:
+    """How many experts there are to share out; 1: none."""
+    return model.experts.count if model.experts else 1
+
+
+def _stage_layers(model: Model, rows: Ints) -> Ints:
+    stages = rows[:, FRAME.index("pp")] * rows[:, FRAME.index("chunks")]
+    return np.asarray(-(-model.layers // stages))
+
+
+def _tokens_divide(seq: int, rows: Ints) -> Mask:
+    tokens = seq // rows[:, FRAME.index("cp")]
+    return np.asarray(tokens % rows[:, FRAME.index("tp")] == 0)
+
+
+@lru_cache(maxsize=2**16)
+def takes(name: str, pp: int, microbatches: int, chunks: int) -> bool:
+    """Whether a schedule takes these sizes."""
+    try:
+        find_schedule(name).shape(pp, microbatches, chunks)
+    except UsageError:
+        return False
+    return True

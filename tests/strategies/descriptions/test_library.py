@@ -1,0 +1,227 @@
+"""Models and hardware by name, from files, and as mappings; every fault with its place."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quintsched.errors import InputError, QuintschedError, UsageError
+from quintsched.strategies.descriptions import library
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names, plain
+from quintsched.strategies.descriptions.model import Model
+
+SIZES = {"layers": 2, "hidden": 64, "heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("GPT3-175B", "gpt3-175b"),
+        ("gpt3_175b", "gpt3-175b"),
+        ("gpt3", "gpt3-175b"),
+        ("Llama2-7B", "llama-2-7b"),
+        ("LLaMA 3 8B", "llama-3-8b"),
+        ("MT-NLG", "mt-nlg-530b"),
+        ("aceso-1.3b", "aceso-1.3b"),
+        ("Mixtral_8x7B", "mixtral-8x7b"),
+    ],
+)
+def test_names_of_models_are_forgiving(written: str, name: str) -> None:
+    assert find_model(written).name == name
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("A100-SXM-80GB", "a100-80gb"),
+        ("a100_80gb", "a100-80gb"),
+        ("A100", "a100-80gb"),
+        ("a100_40gb", "a100-40gb"),
+        ("h100_80gb", "h100"),
+        ("H100", "h100"),
+        ("MI300X", "mi300x"),
+    ],
+)
+def test_names_of_hardware_are_forgiving(written: str, name: str) -> None:
+    assert find_hardware(written).name == name
+
+
+def test_no_two_presets_have_a_name_in_common() -> None:
+    for folder in ("models", "hardware"):
+        names: Counter[str] = Counter()
+        for path in (library.PRESETS / folder).glob("*.yaml"):
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            for name, own in content[folder].items():
+                names.update({plain(known) for known in (name, *own.get("aliases", ()))})
+        assert names.most_common(1)[0][1] == 1
+
+
+def test_every_figure_of_hardware_names_its_source() -> None:
+    for name in hardware_names():
+        hardware = find_hardware(name)
+        assert {"tflops", "memory_gb", "memory_gbps", "link_gbps", "network_gbps"} <= set(hardware.sources), name
+
+
+def test_all_presets_are_found() -> None:
+    assert len(model_names()) > 45
+    assert all(find_model(name).name == name for name in model_names())
+    assert all(find_hardware(name).name == name for name in hardware_names())
+
+
+def test_records_and_mappings_are_taken() -> None:
+    model = Model(**SIZES)
+    assert find_model(model) is model
+    assert find_model({**SIZES, "attention": "flash"}) == model
+    assert find_model({"n_layer": 2, "n_embd": 64, "n_head": 4, "attention": "flash"}) == model
+    hardware = find_hardware("a100")
+    assert find_hardware(hardware) is hardware
+
+
+def test_what_is_like_a_preset_gives_what_differs() -> None:
+    model = find_model({"like": "gpt3-175b", "layers": 12})
+    assert (model.layers, model.hidden, model.attention) == (12, 12288, "unfused")
+    assert find_hardware({"like": "A100", "gpus_per_node": 4}).gpus_per_node == 4
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml", ".yml"])
+def test_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"mine{suffix}"
+    path.write_text(json.dumps(SIZES) if suffix == ".json" else yaml.safe_dump(SIZES), encoding="utf-8")
+    assert find_model(path) == find_model(str(path)) == Model(**SIZES, attention="unfused")
+
+
+def test_a_folder_with_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}))
+    assert find_model(str(tmp_path)).hidden == 64
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("gpt3-175", "unknown model 'gpt3-175'; did you mean 'gpt3-175b'"),
+        ("aceso-1_3b", "unknown model 'aceso-1_3b'"),  # not aceso-13b
+        ("./missing.yaml", "missing.yaml: cannot read the model: No such file"),
+    ],
+)
+def test_unknown_models(what: str, fault: str) -> None:
+    with pytest.raises(UsageError, match=fault):
+        find_model(what)
+
+
+def test_unknown_hardware() -> None:
+    with pytest.raises(UsageError, match="unknown hardware 'h10'; did you mean 'h100'"):
+        find_hardware("h10")
+
+
+def test_cpu_has_to_be_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "CALIBRATED", tmp_path / "cpu.json")
+    with pytest.raises(UsageError, match=r"has not been measured .* quintsched calibrate"):
+        find_hardware("cpu")
+    measured = {"name": "cpu", "tflops": {"fp32": 0.1}, "memory_gb": 8, "memory_gbps": 20, "link_gbps": 4}
+    (tmp_path / "cpu.json").write_text(json.dumps(measured | {"network_gbps": 1}))
+    assert find_hardware("CPU").tflops == {"fp32": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        (SIZES | {"layers": -1}, "/layers: Input should be at least 1"),
+        (SIZES | {"layers": 2.5}, "/layers: "),
+        (SIZES | {"layers": True}, "/layers: "),
+        (SIZES | {"hiden": 5}, "/hiden: unknown key"),
+        ({"hidden": 64, "heads": 4}, "/layers: Field required"),
+        (SIZES | {"heads": 5}, "hidden=64 does not divide into heads=5"),
+        (SIZES | {"kv_heads": 3}, "heads=4 does not divide into groups for kv_heads=3"),
+        (SIZES | {"vocab": 0}, "vocab is 0"),
+        (SIZES | {"experts": {"count": 2, "top_k": 3, "ffn": 8}}, "top_k=3 of 2 experts"),
+        (SIZES | {"experts": {"count": 2, "top_k": 1, "ffn": 8, "every": 3}}, "no layer of 2 has experts"),
+        (SIZES | {"experts": {"count": 2, "top_k": 1}}, "/experts/ffn: Field required"),
+        (SIZES | {"like": "gpt3-17b"}, "unknown model"),
+        (SIZES | {"like": 3}, "/like: give the name"),
+    ],
+)
+def test_broken_descriptions_say_where(tmp_path: Path, values: dict[str, Any], fault: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    for what in (values, path):
+        with pytest.raises(QuintschedError, match=fault) as raised:
+            find_model(what)
+        if what is path and "unknown" not in fault:
+            assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "fault"),
+    [
+        ("layers: 2\nlayers: 3\n", ".yaml", "line 2, column 1: 'layers' is given twice"),
+        ('{"layers": 2, "layers": 3}', ".json", "duplicate key 'layers'"),
+        ("- 1\n", ".yaml", "/: the model is described by names and sizes, not by a list"),
+        ("", ".yaml", "not by a NoneType"),
+        ("{", ".json", "not JSON"),
+        ("layers: [", ".yaml", "line "),
+        ("x" * (2**20 + 1), ".yaml", "more than the 1048576 that are read"),
+    ],
+)
+def test_broken_files_say_where(tmp_path: Path, text: str, suffix: str, fault: str) -> None:
+    path = tmp_path / f"broken{suffix}"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=fault) as raised:
+        find_model(path)
+    assert str(raised.value).startswith(str(path))
+    assert str(raised.value).count(str(path)) == 1
+
+
+@pytest.mark.parametrize("value", [0, -5, float("inf"), float("nan")])
+def test_hardware_has_no_absurd_figures(value: float) -> None:
+    with pytest.raises(InputError, match="the hardware: /memory_gb: "):
+        find_hardware({"like": "a100", "memory_gb": value})
+
+
+def test_presets_are_records() -> None:
+    assert isinstance(find_hardware("h200"), Hardware)
+    assert isinstance(find_model("vit-b"), Model)
+
+
+def test_a_gpt_by_its_sizes_alone_is_megatrons() -> None:
+    assert find_model(SIZES).attention == "unfused"
+    for newer in ({"positions": "rope"}, {"dropout": False}, {"kv_heads": 1}, {"attention": "flash"}):
+        assert find_model({**SIZES, **newer}).attention == "flash"
+
+
+def test_a_name_of_a_hub_is_no_file():
+    with pytest.raises(UsageError, match=r"unknown model 'meta-llama/Llama-9-8B'.*or give a file"):
+        find_model("meta-llama/Llama-9-8B")
+
+
+CURVE = {"sizes": [1e3, 1e6], "rates": [1e9, 1e10]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"tflops": {}}, "/tflops: Dictionary should have at least 1 item"),
+        ({"tflops": {"bf16": 0}}, "/tflops/bf16: Input should be greater than"),
+        ({"link_gbps": 5e-324}, "/link_gbps: Input should be greater than"),
+        ({"network_gbps": 1e300}, "/network_gbps: Input should be at most 1e[+]15"),
+        ({"measured": {"memory": CURVE | {"rates": [1e9]}}}, "/measured/memory: 2 sizes, but 1 rates"),
+        ({"measured": {"memory": {"sizes": [], "rates": []}}}, "/measured/memory/sizes: Tuple should have at least 1"),
+        ({"measured": {"link": CURVE | {"sizes": [1e6, 1e3]}}}, "/measured/link: sizes rise from above 0"),
+        ({"measured": {"link": CURVE | {"sizes": [0, 1e3]}}}, "/measured/link: sizes rise from above 0"),
+        ({"measured": {"link": CURVE | {"rates": [1e9, 0]}}}, "/measured/link: sizes rise from above 0"),
+        ({"measured": {"cores": 2, "link": CURVE, "link_work": CURVE}}, "/measured: with cores and link_work"),
+        ({"measured": {"all_reduce": {0: CURVE}}}, "/measured/all_reduce/0/"),
+        (
+            {"measured": {"all_reduce_work": {2: CURVE}}},
+            "/measured: all_reduce_work is given for 2 ranks, but all_reduce",
+        ),
+    ],
+)
+def test_figures_of_hardware_that_cannot_be_used(changes: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InputError, match=f"the hardware: {fault}"):
+        find_hardware({"like": "a100-80gb"} | changes)

@@ -1,0 +1,148 @@
+"""Counts of weights: those that are published, and what a rank holds of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quintsched.strategies.descriptions.library import find_model, model_names
+from quintsched.strategies.descriptions.parameters import (
+    active,
+    block_weights,
+    count,
+    embedding_weights,
+    head_weights,
+    on_rank,
+    total,
+)
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "bloom-176b": 176_247_271_424,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "mistral-7b": 7_241_732_096,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "vit-b-16": 86_567_656,
+    "vit-l-16": 304_326_632,
+    "vit-h-14": 632_045_800,
+}
+"""What the published checkpoints hold."""
+
+MPT = [
+    ("mpt-125m", 2048, 125_311_488),
+    ("mpt-125m", 8192, 130_030_080),
+    ("mpt-350m", 512, 354_412_544),
+    ("mpt-350m", 2048, 355_985_408),
+    ("mpt-760m", 512, 758_111_232),
+    ("mpt-760m", 32768, 807_656_448),
+    ("mpt-1b", 512, 1_312_804_864),
+    ("mpt-1b", 8192, 1_328_533_504),
+    ("mpt-3b", 1024, 2_649_216_000),
+    ("mpt-3b", 16384, 2_688_537_600),
+    ("mpt-7b", 1024, 6_654_664_704),
+    ("mpt-7b", 65536, 6_918_905_856),
+    ("mpt-13b", 512, 12_846_090_240),
+    ("mpt-13b", 32768, 13_011_240_960),
+    ("mpt-30b", 2048, 29_975_214_080),
+    ("mpt-70b", 2048, 64_862_437_376),
+]
+"""Parameters by the sequence that is trained on (mosaicml/llm-foundry@8c8dd48f, scripts/train/benchmarking)."""
+
+MEGATRON = {1.7: "1.7b", 3.6: "3.6b", 7.5: "7.5b", 18.4: "18.4b", 39.1: "39.1b", 76.1: "76.1b", 145.6: "145.6b"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts(name: str) -> None:
+    assert total(find_model(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("name", "seq", "parameters"), MPT)
+def test_mpt_counts_have_a_row_per_position(name: str, seq: int, parameters: int) -> None:
+    assert total(find_model(name).model_copy(update={"seq": seq})) == parameters
+
+
+@pytest.mark.parametrize(
+    ("billions", "name"), [*MEGATRON.items(), (310.1, "310.1b"), (529.6, "529.6b"), (1008.0, "1t")]
+)
+def test_megatron_counts_by_the_papers_formula(billions: float, name: str) -> None:
+    """arXiv:2104.04473, equation 2."""
+    model = find_model(f"megatron-{name}")
+    hidden, layers = model.hidden, model.layers
+    formula = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (model.vocab + model.seq) / (12 * layers * hidden))
+    assert total(model) - 2 * hidden == round(formula)  # the paper leaves out the last layernorm
+    assert total(model) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_deepseek_v3() -> None:
+    model = find_model("deepseek-v3")
+    assert total(model) / 1e9 == pytest.approx(671.03, abs=0.005)
+    assert active(model) / 1e9 == pytest.approx(37.5, abs=0.1)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 12.88), ("qwen3-235b-a22b", 22.19)])
+def test_active_parameters(name: str, billions: float) -> None:
+    assert active(find_model(name)) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_ranks_of_tp_and_ep_hold_what_there_is(name: str) -> None:
+    """Whole weights are on each rank of tp, cut ones on all together: what is whole shows as the excess."""
+    model = find_model(name)
+    experts = model.experts.count if model.experts else 1
+    tp = np.array([1, 2, 4])
+    ep = np.array([1, experts, 1])
+    for has_experts in {*model.has_experts}:
+        weights = block_weights(model, has_experts=has_experts)
+        if any(weight.is_cut and weight.units % 4 for weight in weights):
+            continue
+        held = on_rank(weights, tp=tp, ep=ep)
+        whole = sum(weight.numbers for weight in weights if not weight.is_cut)
+        numbers = sum(weight.numbers for weight in weights)
+        dense = numbers - (held.experts * tp * ep if has_experts else 0) - whole
+        assert (held.dense * tp == dense + whole * tp).all()
+
+
+def test_kinds_are_those_of_the_shapes() -> None:
+    found = count(find_model("gpt2"))
+    assert found["embedding"] == 50257 * 768
+    assert found["positions"] == 1024 * 768
+    assert found["attention"] == 12 * 4 * 768**2
+    assert found["ffn"] == 12 * 8 * 768**2
+    assert found["biases"] == 12 * (3 + 1 + 4 + 1) * 768
+    assert found["norms"] == (12 * 2 + 1) * 2 * 768
+    assert found["head"] == 0
+
+
+def test_vocabulary_is_padded_and_few_heads_of_keys_are_held_twice() -> None:
+    gpt2, llama = find_model("gpt2"), find_model("llama-2-70b")
+    assert on_rank(embedding_weights(gpt2)[:1], tp=2).dense == 25129 * 768
+    assert on_rank(head_weights(gpt2)[-1:], tp=2).dense == 25129 * 768
+    keys = [weight for weight in block_weights(llama, has_experts=False) if "k_proj" in weight.name]
+    assert on_rank(keys, tp=16).dense == 128 * 8192
+
+
+def test_positions_grow_with_the_sequence() -> None:
+    model = find_model("mpt-7b")
+    rows = embedding_weights(model, np.array([1024, 2048, 65536]))[1].units
+    assert rows.tolist() == [2048, 2048, 65536]

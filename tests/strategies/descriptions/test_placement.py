@@ -1,0 +1,106 @@
+"""What cannot be placed gets one clear error; what frameworks take is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.placement import check, resolved
+from quintsched.strategies.descriptions.strategy import Strategy
+
+NONSENSE: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt3-175b", {"gpus": 7}, "gpus=7, but the mesh one rank has 1"),
+    ("gpt3-175b", {"gpus": 16, "dp": 4, "tp": 2}, "the mesh dp=4 x tp=2 has 8"),
+    ("gpt3-175b", {"gpus": 5, "tp": 5}, "tp=5 does not divide the 96 heads"),
+    ("gpt2-xl", {"gpus": 2, "tp": 2}, "tp=2 does not divide the 25 heads"),
+    ("llama-2-70b", {"gpus": 64, "tp": 64, "batch": 64}, None),
+    ("llama-2-7b", {"gpus": 32, "tp": 32}, None),
+    ({"like": "llama-2-7b", "ffn": 11009}, {"gpus": 2, "tp": 2}, "tp=2 does not divide the 11009 features"),
+    (
+        {"like": "llama-2-70b", "kv_heads": 4, "heads": 24, "head_size": 128, "ffn": 24576},
+        {"gpus": 6, "tp": 6},
+        "kv_heads",
+    ),
+    ("gpt3-175b", {"gpus": 8, "dp": 8, "batch": 4}, "batch=4 does not divide over dp·ep=8 replicas"),
+    ("gpt3-175b", {"gpus": 8, "dp": 8, "batch": 24, "microbatch": 2}, "microbatches of 2; the nearest .* is 16"),
+    ("gpt3-175b", {"gpus": 128, "pp": 128, "batch": 128}, "128 stages, more than the 96 layers"),
+    ("gpt3-175b", {"gpus": 8, "pp": 8, "chunks": 13, "batch": 8}, "pp=8 x chunks=13 are 104 stages"),
+    ("gpt3-175b", {"gpus": 2, "ep": 2}, "ep=2, but gpt3-175b has no experts"),
+    ("mixtral-8x7b", {"gpus": 3, "ep": 3, "batch": 3}, "ep=3 does not divide the 8 experts"),
+    ("gpt3-175b", {"gpus": 3, "cp": 3}, "cp=3 does not divide the 2048 tokens"),
+    ("gpt3-175b", {"gpus": 8, "tp": 8, "seq": 2044, "sequence_parallel": True}, "does not divide the 2044 tokens"),
+    ("vit-b-16", {"gpus": 1, "seq": 196}, "cuts an image into 197 tokens"),
+    ("gpt3-175b", {"gpus": 4, "pp": 4, "recompute": 25}, "no stage has more than 24 layers"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "recompute": (1, 2, 3)}, "numbers for 3 stages, but 1f1b has 2"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "recompute": (1, 49)}, "recompute=49 of stage 1, which has 48 layers"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "recompute": (-1, 4)}, "recompute=-1 of stage 0"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (48, 49)}, "have 97 layers together, but gpt3-175b has 96"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (96,)}, "are 1, but pp x chunks makes 2"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (97, -1)}, "a stage has -1 layers"),
+    ("gpt3-175b", {"gpus": 1, "schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean"),
+    ("gpt3-175b", {"gpus": 1, "schedule": "inference"}, "does not train"),
+    (
+        "gpt3-175b",
+        {"gpus": 2, "pp": 2, "schedule": "zbv", "chunks": 3},
+        "zbv: chunks is 3; this schedule takes exactly 2",
+    ),
+    ("gpt3-175b", {"gpus": 4, "pp": 4, "chunks": 2, "batch": 6}, "interleaved-1f1b: "),
+    ("gpt3-175b", {"gpus": 4, "pp": 4, "schedule": "dualpipe", "batch": 5}, "dualpipe: "),
+]
+
+
+@pytest.mark.parametrize(("model", "asked", "fault"), NONSENSE)
+def test_nonsense_gets_one_clear_error(model: Any, asked: dict[str, Any], fault: str | None) -> None:
+    found = find_model(model)
+    strategy = Strategy(**{"batch": 8, "seq": found.seq, **asked})
+    if fault is None:
+        check(found, None, strategy)
+    else:
+        with pytest.raises(UsageError, match=fault):
+            check(found, None, strategy)
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        ("gpt3-175b", {"gpus": 16, "tp": 16}),  # across nodes
+        ("gpt2", {"gpus": 4, "tp": 4}),  # the vocabulary is padded
+        ("gpt3-175b", {"gpus": 5, "pp": 5, "batch": 5}),  # 96 layers on 5 ranks
+        ("gpt3-175b", {"gpus": 1, "sequence_parallel": True, "zero": 3}),  # nothing to share out
+        ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (96, 0)}),
+        ("gpt3-175b", {"gpus": 2, "pp": 2, "recompute": (0, 48)}),
+        ("gpt3-175b", {"gpus": 1, "chunks": 4}),  # one stage, however it is cut
+        ("gpt3-175b", {"gpus": 4, "pp": 4, "schedule": "zbv"}),
+        ("mpt-7b", {"gpus": 1, "seq": 65536}),  # learned positions grow
+        ("vit-b-16", {"gpus": 1, "seq": 197}),
+        ("mixtral-8x7b", {"gpus": 8, "ep": 4, "tp": 2}),
+    ],
+)
+def test_what_can_be_placed_is(model: str, asked: dict[str, Any]) -> None:
+    found = find_model(model)
+    check(found, find_hardware("a100"), Strategy(**{"batch": 8, "seq": found.seq, **asked}))
+
+
+def test_hardware_without_a_figure_for_the_precision() -> None:
+    strategy = Strategy(gpus=1, batch=1, seq=2048, dtype="fp64")
+    hardware = find_hardware({"like": "a100", "name": "mine", "tflops": {"bf16": 300}})
+    with pytest.raises(UsageError, match="hardware mine has no figure for dtype fp64"):
+        check(find_model("gpt3-175b"), hardware, strategy)
+
+
+@pytest.mark.parametrize(
+    ("asked", "schedule", "chunks"),
+    [
+        ({}, "1f1b", 1),
+        ({"chunks": 3}, "interleaved-1f1b", 3),
+        ({"schedule": "zbv"}, "zbv", 2),
+        ({"schedule": "zb-1p"}, "zb-h1", 1),
+        ({"schedule": "afab"}, "gpipe", 1),
+    ],
+)
+def test_what_is_left_out_is_filled_in(asked: dict[str, Any], schedule: str, chunks: int) -> None:
+    found = resolved(Strategy(**{"gpus": 4, "pp": 4, "batch": 8, "seq": 2048, **asked}))
+    assert (found.schedule, found.chunks) == (schedule, chunks)

@@ -1,0 +1,105 @@
+"""Rows of flags: what they leave out is found from the rest, and what is wrong is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.strategies.descriptions.rows import AXES, read_row
+
+GPT = {"layers": 8, "hidden": 64, "heads": 8, "vocab": 512, "seq": 128}
+GPU = {"tflops": {"bf16": 100}, "memory_gb": 16, "memory_gbps": 1000, "link_gbps": 100, "network_gbps": 10}
+
+
+def row(**values: Any) -> dict[str, Any]:
+    return {"model": GPT, "hardware": GPU, "batch": 64, **values}
+
+
+@given(
+    sizes=st.dictionaries(st.sampled_from(AXES), st.sampled_from([1, 2, 4, 8])),
+    spare=st.integers(1, 4),
+    has_gpus=st.booleans(),
+)
+def test_what_is_missing_is_found_from_the_rest(sizes: dict[str, int], spare: int, has_gpus: bool) -> None:
+    product = 1
+    for size in sizes.values():
+        product *= size
+    gpus = product * (spare if "dp" not in sizes else 1)
+    found = read_row(row(**sizes, **({"gpus": gpus} if has_gpus else {}))).strategy
+    assert {axis: getattr(found, axis) for axis in sizes} == sizes
+    assert found.dp * found.tp * found.pp * found.cp * found.ep == found.gpus
+    assert found.gpus == (gpus if has_gpus else product)
+    assert all(getattr(found, axis) == 1 for axis in AXES if axis != "dp" and axis not in sizes)
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    assert read_row(row(tp=None, gpus=4, schedule=None, seq=None)) == read_row(row(gpus=4))
+
+
+def test_a_sequence_is_the_models_longest() -> None:
+    assert read_row(row()).strategy.seq == 128
+    assert read_row(row(seq=32)).strategy.seq == 32
+    assert read_row({"model": "vit-b-16", "hardware": "l4", "batch": 8}).strategy.seq == 197
+
+
+def test_a_node_may_be_of_another_size() -> None:
+    assert read_row(row(gpus_per_node=4)).hardware.gpus_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("full", "full"), ("selective", "selective"), (2, 2), ("2", 2), ("1,0", (1, 0)), ([1, 0], (1, 0))],
+)
+def test_how_much_is_recomputed(given: object, read: object) -> None:
+    assert read_row(row(pp=2, recompute=given)).strategy.recompute == read
+
+
+def test_stages_are_numbers_or_text() -> None:
+    assert read_row(row(pp=2, stages="5,3")).strategy.stages == (5, 3)
+    assert read_row(row(pp=2, stages=[5, 3])).strategy.stages == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"tpp": 8}, "unknown key 'tpp'; did you mean 'tp'"),
+        ({"model": None}, "model is missing"),
+        ({"hardware": None}, "hardware is missing"),
+        ({"batch": None}, "batch is missing"),
+        ({"batch": 0}, "batch is 0: input should be greater than or equal to 1"),
+        ({"batch": 2.5}, r"batch is 2.5: input should be a valid integer"),
+        ({"tp": 0}, "tp is 0; give a whole number from 1"),
+        ({"tp": -8}, "tp is -8; give a whole number"),
+        ({"tp": "8"}, "tp is '8'; give a whole number"),
+        ({"tp": True}, "tp is True; give a whole number"),
+        ({"gpus": 10**30}, "gpus is 1000"),
+        ({"gpus": 8, "tp": 3}, "gpus=8 cannot be shared out: tp=3 does not divide it"),
+        ({"gpus": 8, "tp": 2, "dp": 3}, "gpus=8, but tp=2 x dp=3 = 6"),
+        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
+        ({"recompute": "some"}, "recompute is 'some'; give none, selective, full"),
+        ({"recompute": -1}, "recompute is -1; give"),
+        ({"recompute": True}, "recompute is True; give"),
+        ({"recompute": {}}, "recompute is {}; give"),
+        ({"stages": "3,x"}, "stages is '3,x'; give"),
+        ({"stages": 3}, "stages is 3; give"),
+        ({"zero": 4}, "zero is 4: input should be 0, 1, 2 or 3"),
+        ({"dtype": "int8"}, "dtype is 'int8': input should be"),
+        ({"sequence_parallel": "yes please"}, "sequence_parallel is 'yes please'"),
+        ({"schedule": 3}, "schedule is 3"),
+        ({"hardware": "a1000"}, "unknown hardware 'a1000'"),
+    ],
+)
+def test_what_is_wrong_is_said(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(qs.UsageError, match=words):
+        read_row(row(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"), [("BF16", "bf16"), ("bfloat16", "bf16"), ("float32", "fp32"), ("half", "fp16")]
+)
+def test_types_in_the_words_of_torch(word: str, ours: str) -> None:
+    assert read_row(row(gpus=1, dtype=word)).strategy.dtype == ours

@@ -1,0 +1,154 @@
+"""Bytes of activations: the published formulas and figures, and the parts that they leave out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quintsched.strategies.descriptions.library import find_model
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.prediction.memory.activations import (
+    Sizes,
+    block_input,
+    block_kept,
+    embedding_kept,
+    head_kept,
+)
+from quintsched.strategies.prediction.memory.in_flight import in_flight
+
+GIB = 2**30
+MODELS = {
+    "22B": ("megatron-22b", 4, 1, 1),
+    "175B": ("gpt3-175b", 1, 8, 3),
+    "530B": ("mt-nlg-530b", 1, 35, 3),
+    "1T": ("gpt-1t", 1, 64, 1),
+}
+"""Name, microbatch, pp, chunks; tp is 8 (Korthikanti et al. 2022, arXiv:2205.05198, table 3)."""
+
+FIGURE_1 = {
+    "22B": (45.5625, 59.25, 9.5625),
+    "175B": (45.5625, 66.84375, 12.3515625),
+    "530B": (31.640625, 114.0234375, 23.076171875),
+    "1T": (32.958984375, 131.25, 26.5625),
+}
+"""GiB of parameters and optimizer, of activations without recomputation, and with selective recomputation and sequence
+parallelism, on the first rank (as digitised in calculon-ai/calculon, calculon/llm/validation.py)."""
+
+FIGURE_7 = {
+    "22B": {"sp": 66.84, "sel": 49.42, "sp_sel": 16.18, "full": 7.64},
+    "175B": {"sp": 62.04, "sel": 56.53, "sp_sel": 18.49, "full": 8.71},
+    "530B": {"sp": 58.31, "sel": 62.04, "sp_sel": 20.27, "full": 9.42},
+    "1T": {"sp": 58.31, "sel": 62.04, "sp_sel": 20.27, "full": 9.42},
+}
+"""Percent of what tensor parallelism alone keeps (from the same source)."""
+
+
+def _layer(model: Model, microbatch: int, *, sp: bool, selective: bool) -> float:
+    kept = block_kept(model, Sizes(microbatch, model.seq, tp=8, sequence_parallel=sp))
+    return float(sum(bytes_ for kind, bytes_ in kept.items() if not (selective and kind == "scores")))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_figure_1(name: str) -> None:
+    preset, microbatch, pp, chunks = MODELS[name]
+    model = find_model(preset)
+    flight = in_flight("interleaved-1f1b" if chunks > 1 else "1f1b", pp=pp, microbatches=512, chunks=chunks, rank=0)
+    layers = flight * model.layers / pp
+    none = layers * _layer(model, microbatch, sp=False, selective=False)
+    selective = layers * _layer(model, microbatch, sp=True, selective=True)
+    state = 18 * 12 * model.hidden**2 * model.layers / (8 * pp)  # matrices alone, as in the paper
+    assert [state / GIB, none / GIB, selective / GIB] == pytest.approx(FIGURE_1[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_figure_7(name: str) -> None:
+    preset, microbatch, *_ = MODELS[name]
+    model = find_model(preset)
+    whole = _layer(model, microbatch, sp=False, selective=False)
+    found = {
+        "sp": _layer(model, microbatch, sp=True, selective=False),
+        "sel": _layer(model, microbatch, sp=False, selective=True),
+        "sp_sel": _layer(model, microbatch, sp=True, selective=True),
+        "full": float(block_input(model, Sizes(microbatch, model.seq, tp=8))),
+    }
+    percent = {mode: 100 * bytes_ / whole for mode, bytes_ in found.items()}
+    assert percent == pytest.approx(FIGURE_7[name], abs=0.15)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("sp", [False, True])
+def test_equations_of_the_paper(tp: int, sp: bool) -> None:
+    """Korthikanti et al. 2022, equations 1 to 4, and section 4.3 for embedding and head."""
+    model = find_model("gpt3-175b")
+    s, b, h, a, t = 2048, 2, model.hidden, model.heads, tp
+    sizes = Sizes(b, s, tp=t, sequence_parallel=sp)
+    expected = s * b * h * ((34 + 5 * a * s / h) / t if sp else 10 + 24 / t + 5 * a * s / (h * t))
+    assert sum(block_kept(model, sizes).values()) == pytest.approx(expected, rel=1e-12)
+    between = s * b * h / (t if sp else 1)
+    assert embedding_kept(model, sizes) == between
+    assert head_kept(model, sizes) == {"tokens": 4 * between, "logits": 4 * s * b * model.vocab // t}
+
+
+def _with(**fields: object) -> Model:
+    return find_model({"like": "llama-3-8b", **fields})
+
+
+def test_flash_attention_keeps_a_number_per_head_and_token() -> None:
+    sizes = Sizes(1, 4096, tp=2)
+    assert block_kept(_with(), sizes)["scores"] == 4096 * 16 * 4
+    assert block_kept(_with(attention="unfused"), sizes)["scores"] == 4096 * 4096 * 16 * 2
+    assert block_kept(_with(attention="unfused", dropout=True), sizes)["scores"] == 4096 * 4096 * 16 * 5
+
+
+def test_fewer_heads_of_keys_and_a_gate() -> None:
+    kept = block_kept(_with(), Sizes(1, 1000, tp=2))
+    assert kept["attention"] == 1000 * 2 * (2 * 2048 + 2 * 512)
+    assert kept["ffn"] == 1000 * 2 * 4 * 7168
+    assert kept["tokens"] == 1000 * 2 * 4 * 4096
+    assert "masks" not in kept
+
+
+def test_keys_are_kept_whole_by_more_ranks_than_heads() -> None:
+    kept = block_kept(_with(), Sizes(1, 1000, tp=16))
+    assert kept["attention"] == 1000 * 2 * (2 * 256 + 2 * 128)
+
+
+def test_context_parallelism_shares_tokens_out_and_scores_once() -> None:
+    model = find_model("megatron-22b")
+    whole, cut = (block_kept(model, Sizes(1, 4096, cp=cp)) for cp in (1, 4))
+    assert {kind: 4 * bytes_ for kind, bytes_ in cut.items()} == whole
+
+
+@pytest.mark.parametrize(("element", "times"), [(4, 2), (8, 4)])
+def test_wider_elements(element: int, times: int) -> None:
+    model = _with()
+    narrow, wide = (block_kept(model, Sizes(1, 128, element=size)) for size in (2, element))
+    for kind in ("tokens", "attention", "ffn"):
+        assert wide[kind] == times * narrow[kind]
+    assert wide["scores"] == narrow["scores"]
+
+
+def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
+    model = find_model("mixtral-8x7b")
+    kept = block_kept(model, Sizes(1, 100, tp=2), has_experts=True)
+    assert kept["experts"] == 100 * 2 * 2 * (2 * 4096 + 4 * 7168)
+    assert kept["router"] == 100 * (4 * 8 + 12 * 2)
+    assert "ffn" not in kept
+
+
+def test_shared_experts_and_latent_attention() -> None:
+    model = find_model("deepseek-v3")
+    kept = block_kept(model, Sizes(1, 100), has_experts=True)
+    assert kept["experts"] == 100 * 2 * (8 * (2 * 7168 + 4 * 2048) + 4 * 2048)
+    assert kept["attention"] == 100 * 2 * (128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64)
+
+
+def test_sizes_may_be_arrays() -> None:
+    model = find_model("gpt3-175b")
+    sizes = Sizes(1, 2048, tp=np.array([1, 8, 8]), sequence_parallel=np.array([0, 0, 1]))
+    found = sum(block_kept(model, sizes).values())
+    each = [
+        float(sum(block_kept(model, Sizes(1, 2048, tp=tp, sequence_parallel=sp)).values()))
+        for tp, sp in ((1, 0), (8, 0), (8, 1))
+    ]
+    assert found.tolist() == each

@@ -1,0 +1,93 @@
+"""Closed forms of what is in flight, against the compiled plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import quintsched as qs
+from quintsched.errors import UsageError
+from quintsched.schedules import all_schedules, find_schedule
+from quintsched.simulation.activation_memory import peak_activations
+from quintsched.simulation.costs import Costs
+from quintsched.strategies.prediction.memory import in_flight as forms
+from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
+
+TRAINING = [found.name for found in all_schedules() if found.built_in and found.mode == "train"]
+BOUNDS = {"v-min", "v-half", "zb-auto", "dualpipe-v", "zbv"}
+"""Those that hold less than their form says where there are few microbatches."""
+
+
+def _shapes(name: str) -> list[tuple[int, int, int]]:
+    chunks = (1,) if find_schedule(name).max_chunks == 1 else (2,) if find_schedule(name).max_chunks == 2 else (2, 3)
+    return [(pp, count, v) for pp in (1, 2, 4, 6) for count in (1, 2, 4, 6, 12, 24) for v in chunks]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", TRAINING)
+def test_in_flight_is_what_the_plan_holds(name: str) -> None:
+    compiled = 0
+    for pp, microbatches, chunks in _shapes(name):
+        try:
+            plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
+        except UsageError:
+            continue
+        compiled += 1
+        held = np.array(peak_activations(plan, Costs())) / (2 if find_schedule(name).bidirectional else 1)
+        said = in_flight(name, pp=pp, microbatches=microbatches, chunks=chunks, rank=np.arange(pp))
+        said = np.broadcast_to(said, pp)
+        where = f"{name} pp={pp} microbatches={microbatches} chunks={chunks}: {held} {said}"
+        if name in BOUNDS and microbatches < 2 * pp:
+            assert (held <= said + 1e-9).all(), where
+        else:
+            assert held == pytest.approx(said), where
+    assert compiled > 4
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv"])
+def test_orders_without_a_closed_form_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = find_schedule(name).min_chunks
+    shape = {"pp": np.full((3, 1), 4), "microbatches": np.array([[8], [12], [16]]), "chunks": chunks}
+    expected = in_flight(name, **shape, rank=np.array([0, 1, 3]))
+    monkeypatch.setattr(forms, "_FORMS", {})
+    assert in_flight(name, **shape, rank=np.array([0, 1, 3])) == pytest.approx(np.broadcast_to(expected, (3, 3)))
+
+
+def test_sizes_may_be_arrays() -> None:
+    found = in_flight("1f1b", pp=np.array([1, 4, 8]), microbatches=np.array([8, 8, 4]), chunks=1, rank=0)
+    assert found.tolist() == [1, 4, 4]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", TRAINING)
+def test_microbatches_of_the_first_stage(name: str) -> None:
+    """Where rank 0 holds most, and of those places where it holds most of the first stage."""
+    scale = 1e-6
+    for pp, microbatches, chunks in _shapes(name):
+        try:
+            plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
+        except UsageError:
+            continue
+        stages = len(plan.stage_to_pp)
+        alike, heavier = (
+            peak_activations(plan, Costs(activation=(1.0 + more, *(1.0,) * (stages - 1))))[0] for more in (0, scale)
+        )
+        held = round((heavier - alike) / scale, 3)
+        said = first_in_flight(name, pp=pp, microbatches=microbatches, chunks=chunks)
+        where = f"{name} pp={pp} microbatches={microbatches} chunks={chunks}: {held} {said}"
+        if name in BOUNDS or find_schedule(name).bidirectional:
+            assert held <= said, where
+        else:
+            assert held == said, where
+
+
+def test_logits_stand_for_every_microbatch_where_all_forwards_come_first() -> None:
+    assert logits_in_flight("gpipe", microbatches=8) == 8
+    assert logits_in_flight("1f1b", microbatches=8) == 1
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown schedule"):
+        in_flight("1f2b", pp=1, microbatches=1, chunks=1, rank=0)
+    with pytest.raises(UsageError, match="does not train"):
+        in_flight("inference", pp=1, microbatches=1, chunks=1, rank=0)

@@ -1,0 +1,64 @@
+"""Static memory: the formulas of ZeRO, and the buffers that shards begin in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quintsched.strategies.descriptions.library import find_model, model_names
+from quintsched.strategies.descriptions.parameters import Held, total
+from quintsched.strategies.prediction.memory.buckets import Layout, stage_tensors
+from quintsched.strategies.prediction.memory.state import Precision, state_bytes
+
+
+def test_bytes_of_megatron_and_deepspeed() -> None:
+    whole = Held(1000, 0)
+    for short, each in ((False, 18), (True, 16)):
+        found = state_bytes(whole, whole, Precision.of(2, short_gradients=short), zero=0, replicas=8, expert_replicas=8)
+        assert sum(found.values()) == each * 1000
+
+
+@pytest.mark.parametrize(("element", "parts"), [(2, (2, 4, 12)), (4, (4, 4, 8)), (8, (8, 8, 16))])
+def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
+    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1, with what is gathered; shards are rounded up."""
+    weight, gradient, optimizer = parts
+    held, unit, replicas = Held(1003, 0), Held(100, 0), 4
+    found = state_bytes(
+        held, unit, Precision.of(element), zero=np.arange(4), replicas=replicas, expert_replicas=replicas
+    )
+    shard = 251
+    assert found["weights"].tolist() == [weight * n for n in (1003, 1003, 1003, shard)]
+    assert found["gradients"].tolist() == [gradient * n for n in (1003, 1003, shard, shard)]
+    assert found["optimizer"].tolist() == [optimizer * n for n in (1003, shard, shard, shard)]
+    assert found["gathered"].tolist() == [0, 0, gradient * 100, gradient * 100 + weight * 200]
+
+
+def test_experts_have_fewer_replicas_and_no_replicas_nothing_to_gather() -> None:
+    found = state_bytes(Held(80, 400), Held(8, 40), Precision.of(2), zero=3, replicas=8, expert_replicas=2)
+    assert found["optimizer"] == 12 * (10 + 200)
+    alone = state_bytes(Held(80, 400), Held(8, 40), Precision.of(2), zero=3, replicas=1, expert_replicas=1)
+    assert alone["gathered"] == 0
+    assert alone["weights"] == 2 * 480
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_tensors_of_presets_are_all_their_numbers(name: str) -> None:
+    model = find_model(name)
+    tensors = stage_tensors(model, Layout(), range(model.layers), seq=model.seq, first=True, last=True)
+    assert sum(tensor.numbers for tensor in tensors) == total(model)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 5, 8])
+def test_buckets_are_the_formula_and_what_alignment_leaves_unused(zero: int, replicas: int) -> None:
+    model = find_model("gpt2")
+    layout = Layout(replicas=replicas, expert_replicas=replicas, zero=zero, element=2)
+    stage = stage_tensors(model, layout, range(3), seq=1024, first=True, last=False)
+    numbers = sum(tensor.numbers for tensor in stage)
+    found = layout.state_bytes([stage])
+    held = Held(numbers, 0)
+    formula = state_bytes(held, held, Precision.of(2), zero=zero, replicas=replicas, expert_replicas=replicas)
+    moved = {2: 4 * numbers, 3: 6 * numbers}.get(zero, 0) if replicas > 1 else 0  # our unit is the stage, gathered once
+    exact = sum(formula.values()) - formula["gathered"] + moved
+    unused = 32 * (len(stage) + replicas) * 18
+    assert abs(sum(found.values()) - exact) <= unused + 4 * len(stage)

@@ -1,0 +1,134 @@
+"""What ranks hold, term by term: the parts add up, and are where they belong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quintsched.strategies.descriptions.library import find_hardware, find_model, model_names
+from quintsched.strategies.descriptions.parameters import total
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.memory.activations import Sizes, block_kept
+from quintsched.strategies.prediction.memory.terms import FRAGMENTATION
+from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.table import evaluate, held
+
+GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")
+
+
+def terms_of(model: Any = GPT3, **asked: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return each term for every pipeline rank."""
+    strategy = Strategy(**{"gpus": 1, "batch": 64, "seq": 2048, **asked})
+    terms, _ = held(model, A100, Table.of([strategy]), each_rank=True)
+    return {name: bytes_[0] for name, bytes_ in terms.items()}
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_one_rank_holds_all_weights(name: str) -> None:
+    model = find_model(name)
+    terms = terms_of(model, seq=model.seq)
+    assert terms["weights"].tolist() == [2 * total(model)]
+    assert terms["gradients"].tolist() == [4 * total(model)]
+    assert terms["optimizer"].tolist() == [12 * total(model)]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 8, 12])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-1f1b"])
+def test_ranks_share_the_model_out_and_a_tied_head_is_a_copy(pp: int, schedule: str) -> None:
+    chunks = 1 if schedule == "1f1b" else 2
+    terms = terms_of(gpus=pp, pp=pp, schedule=schedule, chunks=chunks, batch=pp * 4)
+    copies = GPT3.vocab * GPT3.hidden if pp * chunks > 1 else 0
+    assert terms["weights"].sum() == 2 * (total(GPT3) + copies)
+
+
+def test_bidirectional_ranks_hold_every_piece_twice() -> None:
+    model = find_model({"like": "gpt3-175b", "tied": False})
+    terms = terms_of(model, gpus=4, pp=4, schedule="dualpipe", batch=8)
+    assert terms["weights"].sum() == 4 * total(model)
+
+
+def test_activations_are_the_blocks_times_what_is_in_flight() -> None:
+    terms = terms_of(gpus=32, pp=4, tp=8)
+    kept = block_kept(GPT3, Sizes(1, 2048, tp=8))
+    for kind in ("attention", "scores", "ffn", "masks"):
+        assert terms[f"activations_{kind}"].tolist() == [24 * flight * kept[kind] for flight in (4, 3, 2, 1)]
+    assert terms["logits"].tolist() == [0, 0, 0, 2048 * 4 * 51200 / 8]
+    assert terms["activations_embedding"].tolist() == [4 * 2048 * 12288, 0, 0, 0]
+
+
+def test_recomputation() -> None:
+    none, selective, full, some = (
+        terms_of(gpus=32, pp=4, tp=8, recompute=mode) for mode in ("none", "selective", "full", 6)
+    )
+    assert (selective["activations_scores"] == 0).all()
+    assert (selective["activations_ffn"] == none["activations_ffn"]).all()
+    assert (full["activations_ffn"] == 0).all()
+    assert full["activations_inputs"].tolist() == [24 * flight * 2048 * 12288 * 2 for flight in (4, 3, 2, 1)]
+    assert (some["activations_inputs"] * 4 == full["activations_inputs"]).all()
+    assert (some["activations_ffn"] * 24 == none["activations_ffn"] * 18).all()
+    layer = sum(block_kept(GPT3, Sizes(1, 2048, tp=8)).values())
+    assert (full["temporary"] - none["temporary"] == layer).all()  # the layer that is being recomputed
+
+
+def test_flash_attention_has_nothing_to_gain_from_selective_recomputation() -> None:
+    model = find_model("llama-3-8b")
+    none, selective = (terms_of(model, recompute=mode, seq=8192) for mode in ("none", "selective"))
+    assert {name: bytes_.tolist() for name, bytes_ in none.items()} == {
+        name: bytes_.tolist() for name, bytes_ in selective.items()
+    }
+
+
+def test_terms_of_a_prediction_add_up() -> None:
+    strategy = Strategy(gpus=64, tp=8, pp=8, batch=64, seq=2048, chunks=3, recompute="selective")
+    found = predict(GPT3, A100, strategy)
+    assert sum(found.breakdown_bytes.values()) == pytest.approx(found.memory_bytes)
+    assert max(found.memory_bytes_per_rank) == pytest.approx(found.memory_bytes)
+    assert len(found.memory_bytes_per_rank) == 8
+    moving = ("gathered", "buffers", "temporary", "logits")
+    parts = found.breakdown_bytes
+    comes_and_goes = sum(bytes_ for name, bytes_ in parts.items() if name in moving or name.startswith("activations"))
+    assert parts["fragmentation"] == pytest.approx(FRAGMENTATION * comes_and_goes)
+
+
+def test_experts_are_shared_out_over_ep_and_sharded_over_dp_and_cp() -> None:
+    model = find_model("mixtral-8x7b")
+    asked = {"gpus": 16, "ep": 8, "dp": 2, "batch": 16, "seq": 4096}
+    whole, sharded = (terms_of(model, zero=zero, **asked) for zero in (0, 1))
+    experts = 32 * 3 * 8 * 4096 * 14336
+    dense = total(model) - experts
+    assert whole["optimizer"].tolist() == [12 * (dense + experts / 8)]
+    assert sharded["optimizer"].tolist() == [12 * (np.ceil(dense / 16) + experts / 16)]
+
+
+def test_many_strategies_hold_what_each_alone_does() -> None:
+    rng = np.random.default_rng(0)
+    model = find_model("deepseek-v3")
+    strategies = []
+    for schedule in ("1f1b", "gpipe", "zbv", "dualpipe", "interleaved-1f1b", "v-half"):
+        for _ in range(6):
+            pp, tp, cp, ep, dp, zero = (
+                int(rng.choice(sizes)) for sizes in ((2, 4), (1, 8), (1, 2), (1, 8), (1, 3), range(4))
+            )
+            recompute = ("none", "selective", "full", 1)[rng.integers(4)]
+            mesh = {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": dp, "gpus": pp * tp * cp * ep * dp}
+            strategies.append(
+                Strategy(
+                    **mesh,
+                    batch=dp * ep * 8,
+                    seq=4096,
+                    schedule=schedule,
+                    recompute=recompute,
+                    zero=zero,
+                    sequence_parallel=bool(rng.integers(2)),
+                    dtype="bf16" if rng.integers(2) else "fp32",
+                )
+            )
+    hardware = find_hardware("h100")
+    together = evaluate(model, hardware, Table.of(strategies))
+    alone = [evaluate(model, hardware, Table.of([strategy])) for strategy in strategies]
+    assert together.memory_bytes == pytest.approx([float(one.memory_bytes[0]) for one in alone])
+    for name, bytes_ in together.bytes.items():
+        assert bytes_ == pytest.approx([float(one.bytes[name][0]) for one in alone]), name

@@ -1,0 +1,64 @@
+"""Operators of blocks, against parameter counts and formulas of papers."""
+
+import numpy as np
+import pytest
+
+from quintsched.strategies.descriptions import parameters
+from quintsched.strategies.descriptions.library import find_model
+from quintsched.strategies.prediction.operators import Product, Sizes, block, embedding, head
+from quintsched.strategies.prediction.step import model_flops
+
+
+def sizes(tp=1, ep=1, seq=1024, cp=1, spread=0):
+    numbers = {"tp": tp, "cp": cp, "ep": ep, "sequence_parallel": spread, "microbatch": 1, "seq": seq, "width": 2}
+    return Sizes(**{name: np.array([float(value)]) for name, value in numbers.items()})
+
+
+def weights(operators):
+    return sum(
+        float((one.n * one.k * one.batch).item()) for one in operators if isinstance(one, Product) and one.weighted
+    )
+
+
+MODELS = ["gpt3-175b", "llama-2-70b", "mixtral-8x7b", "qwen3-8b", "deepseek-v3", "mpt-125m"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_have_the_weights_of_the_model(name):
+    model = find_model(name)
+    mixed = sum(model.has_experts)
+    found = (model.layers - mixed) * weights(block(model, sizes(), experts=False))
+    found += mixed * weights(block(model, sizes(), experts=True)) if mixed else 0
+    found += weights(head(model, sizes())) * (1 if model.tied else 2)
+    counted = parameters.count(model)
+    assert found == sum(number for kind, number in counted.items() if kind not in ("positions", "norms", "biases"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallelism_shares_out_the_weights(name, tp):
+    model = find_model(name)
+    whole, part = (weights(block(model, sizes(tp), experts=any(model.has_experts))) for tp in (1, tp))
+    assert whole / tp <= part < whole / tp * 1.35  # what is compressed for latent attention is on every rank
+
+
+def test_expert_parallelism_shares_out_the_experts():
+    model = find_model("mixtral-8x7b")
+    assert weights(block(model, sizes(ep=8), experts=True)) < 0.25 * weights(block(model, sizes(), experts=True))
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "mt-nlg-530b", "mpt-7b"])
+def test_operations_are_those_of_the_paper(name):
+    model, s = find_model(name), 2048
+    h, layers = model.hidden, model.layers
+    paper = 72 * s * layers * h**2 * (1 + s / (6 * h) + model.vocab / (12 * layers * h))
+    assert model_flops(model, s) == pytest.approx(paper, rel=1e-12)
+
+
+def test_images_are_read_by_a_product_and_told_apart_by_few_classes():
+    model = find_model("vit-b-16")
+    assert model.images is not None
+    (patches,) = embedding(model, sizes(seq=model.images.tokens))
+    assert patches.k.item() == model.images.patch**2 * model.images.channels
+    logits = next(one for one in head(model, sizes(seq=model.images.tokens)) if one.name == "logits")
+    assert (logits.m.item(), logits.n.item()) == (1, model.images.classes)

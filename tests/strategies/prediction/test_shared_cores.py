@@ -1,0 +1,119 @@
+"""Ranks that share cores: as a simulation in which every rank that computes gets its part of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+import quintsched as qs
+from quintsched.instructions import Bwd, Fwd
+from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.step import predict
+
+MODEL = Model(layers=8, hidden=64, heads=4, vocab=64, seq=32, tied=False, dropout=False)
+AT_ONCE = Curve(sizes=(1.0, 2.0), rates=(1e18, 1e18))
+RATE = Curve(sizes=(1.0, 2.0), rates=(1e9, 1e9))
+
+
+def hardware(cores: int | None, **more: object) -> Hardware:
+    """Return ranks that only compute: messages, sums and passes over memory take no time."""
+    parties = dict.fromkeys((2, 4, 8), AT_ONCE)
+    measured = Measured(
+        matmul={"fp32": RATE},
+        attention={"fp32": RATE},
+        attention_backward={"fp32": RATE},
+        memory=AT_ONCE,
+        optimizer=AT_ONCE,
+        link=AT_ONCE,
+        link_work=AT_ONCE,
+        all_reduce=parties,
+        all_reduce_work=parties,
+        kernel_s=0.0,
+        cores=cores,
+        sharing={1: 1.0, 8: 1.0},
+    )
+    sizes = {"tflops": {"fp32": 0.001}, "memory_gb": 4.0, "memory_gbps": 10.0, "link_gbps": 1.0, "network_gbps": 1.0}
+    return Hardware(name="cpu", reserved_gb=0, measured=measured.model_copy(update=more), **sizes)
+
+
+def strategy(**given: int) -> Strategy:
+    ranks = given.get("dp", 1) * given.get("pp", 1) * given.get("tp", 1)
+    return Strategy(gpus=ranks, batch=64, seq=MODEL.seq, dtype="fp32", **given)
+
+
+@dataclass
+class Shared:
+    """1F1B pipelines whose ranks share cores, all that compute getting equal parts, one core at most."""
+
+    pp: int
+    microbatches: int
+    replicas: int
+    cores: int
+    forward: float = 1.0
+    backward: float = 2.0
+    done: set[tuple[int, type, int, int]] = field(default_factory=set)
+
+    def makespan(self) -> float:
+        plan = qs.compile("1f1b", mesh={"pp": self.pp}, microbatches=self.microbatches)
+        computes = [[i for i in program if isinstance(i, Fwd | Bwd)] for program in plan.programs]
+        left = {(replica, rank): [*computes[rank]] for replica in range(self.replicas) for rank in range(self.pp)}
+        work = dict.fromkeys(left, 0.0)
+        now = 0.0
+        while any(left.values()):
+            active = [place for place in left if left[place] and self._is_ready(*place, left[place][0])]
+            for place in active:
+                work[place] = work[place] or (self.forward if isinstance(left[place][0], Fwd) else self.backward)
+            rate = min(1.0, self.cores / len(active))
+            passed = min(work[place] for place in active) / rate
+            now += passed
+            for place in active:
+                work[place] -= passed * rate
+                if work[place] < 1e-9:
+                    work[place] = 0.0
+                    instruction = left[place].pop(0)
+                    self.done.add((place[0], type(instruction), instruction.stage, instruction.microbatch))
+        return now
+
+    def _is_ready(self, replica: int, rank: int, instruction: Fwd | Bwd) -> bool:
+        before = rank - 1 if isinstance(instruction, Fwd) else rank + 1
+        known = (replica, type(instruction), before, instruction.microbatch)
+        return not 0 <= before < self.pp or known in self.done
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dp", "pp", "microbatch"), [(1, 2, 8), (1, 4, 8), (2, 2, 4), (1, 8, 4), (2, 4, 4), (4, 2, 2)])
+def test_pipelines_take_as_long_as_simulated(dp: int, pp: int, microbatch: int, cores: int) -> None:
+    """Layers alone are compared: one without an embedding and a head is the same on all ranks."""
+    microbatches = 64 // (dp * microbatch)
+    own = predict(MODEL, hardware(cores), strategy(dp=dp, pp=pp, microbatch=microbatch)).step_s
+    alone = predict(MODEL, hardware(1), strategy(microbatch=64)).step_s  # all work, on one core
+    unit = alone / (3 * microbatches * pp * dp)
+    simulated = Shared(pp, microbatches, dp, cores).makespan() * unit
+    assert own == pytest.approx(simulated, rel=0.05)
+
+
+def test_one_core_does_all_work_one_after_the_other() -> None:
+    steps = [predict(MODEL, hardware(1), strategy(dp=dp, microbatch=8)).step_s for dp in (1, 2, 4, 8)]
+    assert steps == pytest.approx([steps[0]] * 4, rel=1e-6)
+
+
+def test_with_a_core_for_each_rank_nothing_changes() -> None:
+    for given in ({"dp": 4, "microbatch": 4}, {"pp": 4, "microbatch": 4}, {"dp": 2, "tp": 2, "microbatch": 8}):
+        several, alone = (predict(MODEL, hardware(cores), strategy(**given)).step_s for cores in (64, None))
+        assert several == pytest.approx(alone, rel=1e-6)
+
+
+def test_ranks_in_step_share_cores_too() -> None:
+    two, one = (predict(MODEL, hardware(cores), strategy(tp=4, microbatch=16)).step_s for cores in (2, 1))
+    assert one == pytest.approx(2 * two, rel=1e-6)
+
+
+def test_a_small_sum_takes_as_long_as_the_smallest_that_was_measured() -> None:
+    slow = Curve(sizes=(1024.0, 2048.0), rates=(1024.0, 2048.0))  # a second each
+    sums = predict(
+        MODEL, hardware(8, all_reduce={2: slow, 4: slow, 8: slow}), strategy(dp=8, microbatch=1)
+    ).breakdown_s["sums"]
+    assert sums == pytest.approx(2.0)

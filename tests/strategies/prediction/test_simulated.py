@@ -1,0 +1,91 @@
+"""Predictions against the plans of the same strategies, compiled and simulated with the same costs."""
+
+import pytest
+
+from quintsched.schedules import all_schedules
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.prediction.simulated import agreement, costs_of, simulated_step_s
+from quintsched.strategies.prediction.table import evaluate
+
+TOLERANCE = 0.01
+LARGE, SMALL, MIXED = (find_model(name) for name in ("gpt3-175b", "mpt-1b", "mixtral-8x7b"))
+A100 = find_hardware("a100-80gb")
+SCHEDULES = [
+    one.name for one in all_schedules() if one.mode == "train" and one.max_slices == 1 and one.name != "zb-auto"
+]
+
+
+def strategy(**sizes):
+    """Return a strategy whose GPUs are those of its mesh."""
+    gpus = 1
+    for axis in ("dp", "tp", "pp", "cp", "ep"):
+        gpus *= sizes.get(axis, 1)
+    return Strategy(**{"gpus": gpus, "seq": 2048, **sizes})
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp": 16, "tp": 8, "pp": 8, "batch": 1536, "chunks": 3, "recompute": "selective", "sequence_parallel": True},
+        {"tp": 8, "pp": 8, "batch": 64, "chunks": 3, "recompute": "full"},
+        {"tp": 8, "pp": 8, "batch": 8, "recompute": "full"},
+        {"tp": 8, "pp": 16, "batch": 32, "recompute": 3},
+        {"dp": 4, "tp": 8, "pp": 10, "batch": 64, "zero": 1},
+        {"dp": 4, "tp": 8, "pp": 10, "batch": 160, "zero": 1, "chunks": 3},
+        {"dp": 4, "tp": 4, "pp": 16, "batch": 512, "zero": 2, "chunks": 2},
+        {"dp": 64, "tp": 8, "batch": 512, "zero": 3, "recompute": "full"},
+        {"dp": 2, "tp": 8, "pp": 7, "batch": 56, "schedule": "zb-h1"},
+        {"tp": 8, "pp": 4, "batch": 32, "recompute": (9, 6, 3, 0)},
+        {"tp": 8, "pp": 48, "batch": 3072},
+    ],
+    ids=str,
+)
+def test_predictions_are_what_plans_take(sizes, overlap):
+    assert abs(agreement(LARGE, A100, strategy(**sizes, overlap=overlap)).error) < TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_under_each_schedule(schedule):
+    given = strategy(dp=2, pp=4, batch=64, schedule=schedule, overlap=True)
+    found, quick = agreement(SMALL, A100, given), evaluate(SMALL, A100, Table.of([given]))
+    assert abs(found.error) < TOLERANCE
+    if quick.exact[0]:
+        assert quick.step_s[0] == pytest.approx(found.predicted_s)
+    else:
+        assert quick.step_s[0] <= found.simulated_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ep": 8, "pp": 4, "batch": 64}, {"ep": 4, "dp": 2, "tp": 2, "batch": 64, "zero": 1}]
+)
+def test_with_experts(sizes):
+    assert abs(agreement(MIXED, A100, strategy(**sizes)).error) < TOLERANCE
+
+
+def test_costs_are_of_the_stages_that_the_plan_has():
+    uneven = strategy(pp=4, dp=2, batch=32, chunks=2, stages=(4, 2, 3, 3, 3, 3, 4, 2), schedule="interleaved-1f1b")
+    plan, costs = plan_of(SMALL, uneven), costs_of(SMALL, A100, uneven)
+    assert len(costs.forward) == len(plan.stage_to_pp) == 8
+    assert costs.forward[0] > costs.forward[2] > costs.forward[1]
+    assert costs.weights[6] > costs.weights[5] > costs.weights[1]
+    plan.check("blocking").raise_if_unsound()
+    assert abs(agreement(SMALL, A100, uneven).error) < TOLERANCE
+
+
+def test_fewer_microbatches_tell_what_many_take():
+    many = strategy(pp=2, batch=200)
+    whole = plan_of(SMALL, many).simulate(costs_of(SMALL, A100, many)).makespan
+    assert simulated_step_s(SMALL, A100, many) == pytest.approx(whole, rel=1e-9)
+
+
+def test_what_a_plan_holds_is_what_is_predicted():
+    given = strategy(pp=4, dp=2, batch=64, zero=1)
+    costs = costs_of(SMALL, A100, given)
+    found = plan_of(SMALL, given).simulate(costs)
+    flight = [4, 3, 2, 1]
+    assert found.peak_activations == pytest.approx([n * held for n, held in zip(flight, costs.activation, strict=True)])

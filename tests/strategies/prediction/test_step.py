@@ -1,0 +1,98 @@
+"""Steps: breakdowns add up, more work takes longer, strategies of every kind have a time."""
+
+import numpy as np
+import pytest
+
+from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.table import Table, evaluate
+
+A100 = find_hardware("a100-80gb")
+
+
+def step(name="gpt3-175b", **given):
+    settings = {"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048} | given
+    return predict(find_model(name), A100, Strategy(**settings))
+
+
+STRATEGIES = [
+    ("gpt3-175b", {}),
+    ("gpt3-175b", {"recompute": "selective", "sequence_parallel": True, "chunks": 3}),
+    ("gpt3-175b", {"recompute": 3, "gpus": 128, "dp": 2, "zero": 1}),
+    ("gpt3-175b", {"schedule": "zbv", "gpus": 128, "dp": 2, "zero": 2, "overlap": True}),
+    ("llama-3-70b", {"cp": 4, "gpus": 256, "seq": 8192}),
+    ("mixtral-8x7b", {"ep": 8, "tp": 1, "gpus": 64, "seq": 4096}),
+    ("deepseek-v3", {"ep": 64, "tp": 1, "pp": 16, "gpus": 1024, "batch": 1024, "seq": 4096}),
+    ("mpt-7b", {"tp": 1, "pp": 1, "dp": 64, "zero": 3, "recompute": "full"}),
+    ("vit-h-14", {"tp": 1, "pp": 1, "dp": 64, "seq": 257}),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), STRATEGIES)
+def test_breakdowns_add_up(name, given):
+    found = step(name, **given)
+    exposed = {term: value for term, value in found.breakdown_s.items() if not term.endswith("_hidden")}
+    assert sum(exposed.values()) == pytest.approx(found.step_s)
+    assert all(value >= 0 for value in found.breakdown_s.values())
+    assert sum(found.breakdown_bytes.values()) == pytest.approx(found.memory_bytes)
+    assert 0 < found.mfu < 0.8
+    assert found.tokens_per_s * found.step_s == pytest.approx(found.strategy.batch * found.strategy.seq)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"batch": 128}),
+        ({"recompute": "none"}, {"recompute": "selective"}),
+        ({"recompute": "selective"}, {"recompute": "full"}),
+        ({"recompute": 1}, {"recompute": 2}),
+        ({"chunks": 3}, {"chunks": 1}),
+        ({"seq": 1024}, {"seq": 2048}),
+        ({"dp": 1}, {"dp": 2, "gpus": 128, "batch": 128}),
+        ({"gpus": 128, "dp": 2, "overlap": True, "chunks": 3}, {"gpus": 128, "dp": 2, "chunks": 3}),
+        ({"schedule": "zb-h1"}, {"schedule": "1f1b"}),
+        ({"dtype": "bf16"}, {"dtype": "fp32"}),
+    ],
+)
+def test_more_work_takes_longer(one, other):
+    assert step(**one).step_s < step(**other).step_s
+
+
+def test_experts_are_paid_for_as_they_are_used():
+    mixture, dense = (step(name, tp=1, pp=8, gpus=8, seq=4096) for name in ("mixtral-8x7b", "llama-2-13b"))
+    assert 0.5 < mixture.step_s / dense.step_s < 1.5  # 12.9 of 46.7 thousand million weights are used by a token
+
+
+def padded_step(padded_to):
+    mixtral = find_model("mixtral-8x7b")
+    experts = mixtral.experts.model_copy(update={"padded_to": padded_to})
+    strategy = Strategy(gpus=64, pp=8, ep=8, batch=64, seq=4096)
+    return predict(mixtral.model_copy(update={"experts": experts}), A100, strategy)
+
+
+def test_what_fills_up_experts_takes_time_and_memory_and_is_no_work_of_the_model():
+    routed, even, more, all_rows, too_many = map(padded_step, (None, 1.0, 1.25, 4.0, 9.0))
+    assert routed.step_s == even.step_s < more.step_s < all_rows.step_s
+    assert routed.memory_bytes == even.memory_bytes < more.memory_bytes < all_rows.memory_bytes
+    assert too_many.step_s == all_rows.step_s, "an expert is given no token twice"
+    assert more.mfu * more.step_s == pytest.approx(routed.mfu * routed.step_s)
+
+
+def test_context_is_hidden_behind_attention_where_it_is_long():
+    long = step("llama-3-70b", cp=4, gpus=256, seq=131072, microbatch=1).breakdown_s
+    assert long["cp"] < long["cp_hidden"]
+
+
+def test_many_at_once_are_the_same_as_one_at_a_time():
+    model = find_model("gpt3-175b")
+    settings = [given for name, given in STRATEGIES if name == "gpt3-175b" and given.get("schedule") != "zbv"]
+    rows = [Strategy(**{"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048} | given) for given in settings]
+    found = evaluate(model, A100, Table.of(rows))
+    assert np.array_equal(found.step_s, [predict(model, A100, row).step_s for row in rows])
+
+
+def test_what_cannot_be_placed_is_refused():
+    with pytest.raises(UsageError, match="tp=7"):
+        step(tp=7, gpus=56)

@@ -1,0 +1,191 @@
+"""Steps measured as a whole: Kineto traces, our own traces, and the rates that predictions take from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.simulation.costs import Costs
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.profiled.hardware import measured_hardware, work_s
+from quintsched.strategies.prediction.profiled.predict import predict_from_profile
+from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.profiles.kineto import from_trace, kind_of, read_kineto
+from quintsched.strategies.profiles.profile import MeasuredStep, Profile
+from quintsched.strategies.profiles.reading import Measured, read_profile, write_profile
+from quintsched.strategies.profiles.traces import read_trace
+from tests.traces import write_trace
+
+DATA = Path(__file__).parents[2] / "data"
+TRACE = DATA / "kineto_cpu_step.json"
+MODEL = Model(name="tiny", layers=2, hidden=256, heads=4, vocab=1000, seq=128, dropout=False)
+ON_ONE = Strategy(gpus=1, batch=2, microbatch=2, seq=128, dtype="fp32")
+SLOW = Hardware(tflops={"fp32": 0.1}, memory_gb=16, memory_gbps=20, link_gbps=1, network_gbps=1)
+
+
+def kernel(name: str, start: float, took: float, correlation: int = 0) -> list[dict[str, object]]:
+    """A launch on the host, and what it started."""
+    return [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": start, "dur": 1,
+         "args": {"correlation": correlation}},
+        {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start + 50, "dur": took,
+         "args": {"correlation": correlation}},
+    ]  # fmt: skip
+
+
+def test_kernels_count_by_kind_and_step():
+    events = [
+        *kernel("ampere_fp16_s16816gemm_fp16_128x128", 0, 400, 1),
+        *kernel("flash_fwd_kernel", 10, 100, 2),
+        *kernel("vectorized_elementwise_kernel", 20, 60, 3),
+        *kernel("ncclDevKernel_AllReduce_Sum_f16_RING_LL", 30, 80, 4),
+        *kernel("vectorized_elementwise_kernel", 110, 40, 5),
+        {"ph": "X", "cat": "user_annotation", "name": "Optimizer.step#AdamW.step", "pid": 1, "tid": 1, "ts": 100,
+         "dur": 50},
+        {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 90},
+        {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#2", "pid": 1, "tid": 1, "ts": 95, "dur": 90},
+    ]  # fmt: skip
+    found = from_trace({"traceEvents": events}, MODEL, ON_ONE, "a trace").steps[0].seconds
+    assert found == pytest.approx(
+        {"product": 200e-6, "attention": 50e-6, "pass": 30e-6, "communication": 40e-6, "optimizer": 20e-6}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", "product"),
+        ("nvjet_hsh_128x256_64x4", "product"),
+        ("aten::addmm", "product"),
+        ("void at::native::layer_norm_kernel", "pass"),
+        ("pytorch_flash::flash_bwd_dq_dk_dv_loop_kernel", "attention"),
+        ("ncclKernel_SendRecv", "communication"),
+        ("aten::add", "pass"),
+    ],
+)
+def test_kinds_by_name(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_a_trace_of_a_cpu_counts_each_operator_once():
+    found = read_kineto(TRACE, MODEL, ON_ONE).steps[0].seconds
+    whole = next(e["dur"] for e in json.loads(TRACE.read_text())["traceEvents"] if e["name"] == "ProfilerStep#1")
+    assert 0.9 * whole * 1e-6 < sum(found.values()) <= whole * 1e-6
+    assert found["product"] > 0.5 * sum(found.values())
+    assert {"attention", "pass", "optimizer"} <= set(found)
+
+
+def test_predictions_repeat_what_was_measured():
+    profile = read_kineto(TRACE, MODEL, ON_ONE)
+    hardware = measured_hardware(SLOW, profile)
+    measured, expected = profile.steps[0].seconds, work_s(MODEL, hardware, ON_ONE)
+    assert expected["product"] + expected["attention"] == pytest.approx(measured["product"] + measured["attention"])
+    assert expected["pass"] == pytest.approx(measured["pass"], rel=0.01)
+
+
+def test_predictions_from_a_step_scale():
+    profile = read_kineto(TRACE, MODEL, ON_ONE)
+    once = predict_from_profile(MODEL, SLOW, ON_ONE, profile)
+    deeper = predict_from_profile(MODEL.model_copy(update={"layers": 8}), SLOW, ON_ONE, profile)
+    assert 3 < deeper.breakdown_s["compute"] / once.breakdown_s["compute"] < 4
+    two = predict_from_profile(MODEL, SLOW, ON_ONE.model_copy(update={"gpus": 2, "dp": 2, "microbatch": 1}), profile)
+    assert two.step_s < once.step_s
+
+
+def test_a_slower_gpu_is_found_again():
+    """A step as the model says it of a GPU 1.7 times slower: rates, and another strategy, follow."""
+    model, hardware = find_model("gpt-1.3b"), find_hardware("a100-80gb")
+    here = Strategy(gpus=8, dp=1, tp=8, microbatch=4, batch=64, seq=2048)
+    real = hardware.model_copy(
+        update={"efficiency": hardware.efficiency / 1.7, "memory_gbps": hardware.memory_gbps / 1.3}
+    )
+    step = MeasuredStep(model=model, strategy=here, seconds=work_s(model, real, here))
+    found = measured_hardware(hardware, Profile(steps=(step,)))
+    elsewhere = Strategy(gpus=64, dp=4, tp=4, pp=4, microbatch=1, batch=512, seq=2048)
+    assert predict(model, found, elsewhere).step_s == pytest.approx(predict(model, real, elsewhere).step_s, rel=0.03)
+    assert predict(model, hardware, elsewhere).step_s < 0.75 * predict(model, real, elsewhere).step_s
+
+
+def test_our_own_traces_are_profiles(tmp_path):
+    plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
+    costs = Costs(unit="ms", forward=100, backward_input=100, backward_weight=100, p2p=10)
+    write_trace(tmp_path, plan.simulate(costs))
+    strategy = Strategy(gpus=2, pp=2, batch=4, seq=128, dtype="fp32")
+    profile = read_profile(tmp_path, Measured(MODEL, strategy, plan))
+    assert profile.steps[0].seconds["block"] == pytest.approx(4 * 0.3, rel=0.02)
+    found = measured_hardware(SLOW, profile)
+    expected = work_s(MODEL, found, strategy)
+    assert expected["product"] + expected["attention"] + expected["pass"] == pytest.approx(1.2, rel=0.05)
+
+
+def test_another_strategy_than_the_plans_is_refused(tmp_path):
+    plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
+    with pytest.raises(MisfitError, match="strategy says"):
+        read_trace(tmp_path, plan, MODEL, ON_ONE)
+    with pytest.raises(MisfitError, match="4 microbatches"):
+        read_trace(tmp_path, plan, MODEL, Strategy(gpus=2, pp=2, batch=8, seq=128))
+
+
+def test_measured_steps_survive_their_file(tmp_path):
+    profile = read_kineto(TRACE, MODEL, ON_ONE)
+    write_profile(profile, tmp_path / "step.json")
+    assert read_profile(tmp_path / "step.json") == profile
+
+
+def test_what_a_trace_needs_is_asked_for(tmp_path):
+    with pytest.raises(UsageError, match="which model"):
+        read_profile(TRACE)
+    (tmp_path / "rank0.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="which plan"):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "an object is needed"),
+        ('{"traceEvents": []}', "no kernels and no operators"),
+        ('{"traceEvents": {}}', "/traceEvents"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm"}]}', "no time"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1' + "0" * 400 + "}]}", "no time"),
+        (
+            '{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": -5}]}',
+            "/seconds/pass: Input should be at least 0",
+        ),
+        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": true}}}', "/profiles/gpt_1B_mbs1_tp1_algo0: "),
+        (
+            '{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": 1, "rows": []}}}',
+            "columns are a list, and rows a list of",
+        ),
+        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": [{"a": 1}]}}}', "rows a list of lists"),
+        (
+            '{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": [[1, 1' + "0" * 400 + ", 1]]}}}",
+            "not a table",
+        ),
+        ('{"operators": [{"name": "a"}]}', "/operators/0/seq"),
+        ('{"name": "nothing"}', "neither operators nor steps"),
+        ('{"layer": ["a"], "steps": []}', "no times of a"),
+        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": []}}', "columns and rows"),
+        ('{"profiles": {}}', "no files of Aceso"),
+        ("{", "not JSON"),
+    ],
+)
+def test_broken_files_are_refused_with_the_place(tmp_path, text, said):
+    path = tmp_path / "profile.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=said):
+        read_profile(path, Measured(MODEL, ON_ONE))
+
+
+def test_hardware_is_sent_to_its_own_flag(tmp_path):
+    path = tmp_path / "cpu.json"
+    path.write_text('{"tflops": {"fp32": 1}}', encoding="utf-8")
+    with pytest.raises(UsageError, match="--hardware"):
+        read_profile(path)

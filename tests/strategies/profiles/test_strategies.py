@@ -1,0 +1,94 @@
+"""Strategies predicted from a profile of operators: even stages, more GPUs, and what such a profile cannot place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.strategies.descriptions.library import find_hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.profiled.predict import predict_from_profile
+from quintsched.strategies.profiles.aceso import read_folder
+from quintsched.strategies.profiles.layout import even_layout
+from quintsched.strategies.profiles.profile import Profile
+
+FOLDER = Path(__file__).parents[2] / "data" / "aceso"
+MODEL = Model(name="gpt-1.3b", layers=24, hidden=2048, heads=32, vocab=51200, attention="unfused")
+HARDWARE = find_hardware("l4")
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return read_folder(FOLDER)
+
+
+def strategy(**changes: object) -> Strategy:
+    return Strategy.model_validate(
+        {"gpus": 2, "pp": 2, "batch": 32, "seq": 2048, "dtype": "fp16", "recompute": "selective"} | changes
+    )
+
+
+def test_an_even_pipeline_is_near_a_measured_uneven_one(profile):
+    """Two stages of 159 and 156 operators and other recomputation took 14.25 s."""
+    found = predict_from_profile(MODEL, HARDWARE, strategy(), profile)
+    assert found.step_s == pytest.approx(14.25, rel=0.1)
+    assert sum(found.breakdown_s.values()) == pytest.approx(found.step_s)
+    assert sum(found.breakdown_bytes.values()) == pytest.approx(found.memory_bytes)
+    assert len(found.memory_bytes_per_rank) == 2
+
+
+def test_layers_are_laid_out_evenly(profile):
+    layout = even_layout(profile, strategy(gpus=4, pp=4, stages=(7, 6, 6, 5)), 24, 8)
+    assert [len(stage.operators) for stage in layout.stages] == [7 * 13 + 1, 78, 78, 5 * 13 + 2]
+    first = even_layout(profile, strategy(recompute=2), 24, 8).stages[0].operators[1:]
+    assert [placed.recompute for placed in first] == [True] * 26 + [False] * 130
+
+
+def test_recomputation_trades_time_for_memory(profile):
+    none, selective, full = (
+        predict_from_profile(MODEL, HARDWARE, strategy(recompute=kind), profile)
+        for kind in ("none", "selective", "full")
+    )
+    assert none.step_s < selective.step_s < full.step_s
+    assert none.memory_bytes > selective.memory_bytes > full.memory_bytes
+    assert not none.fits
+
+
+def test_other_degrees_and_node_counts_are_predicted(profile):
+    over_tp = predict_from_profile(MODEL, HARDWARE, strategy(pp=1, tp=2), profile)
+    assert over_tp.breakdown_s["tp"] > 0.2 * over_tp.step_s
+    many = strategy(gpus=16, pp=4, dp=4, batch=64)
+    inside, across = (
+        predict_from_profile(MODEL, HARDWARE.model_copy(update={"gpus_per_node": n}), many, profile).step_s
+        for n in (16, 4)
+    )
+    assert across > inside
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": 4, "cp": 2}, "no cp"),
+        ({"zero": 1}, "no zero"),
+        ({"schedule": "zb-h1"}, "not zb-h1"),
+        ({"chunks": 2}, "no chunks"),
+        ({"sequence_parallel": True}, "sequence parallelism"),
+        ({"gpus": 4}, "is not 4 GPUs"),
+        ({"batch": 33, "microbatch": 2}, "does not divide"),
+        ({"stages": (12, 13)}, "24 layers"),
+    ],
+)
+def test_what_operators_cannot_place_is_said(profile, changes, said):
+    with pytest.raises(MisfitError, match=said):
+        predict_from_profile(MODEL, HARDWARE, strategy(**changes), profile)
+
+
+def test_selective_recomputation_needs_attention(profile):
+    blind = profile.model_copy(
+        update={"operators": tuple(o.model_copy(update={"kind": "block"}) for o in profile.operators)}
+    )
+    with pytest.raises(UsageError, match="which operators are attention"):
+        predict_from_profile(MODEL, HARDWARE, strategy(), blind)

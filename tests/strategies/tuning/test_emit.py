@@ -1,0 +1,112 @@
+"""Strategies become plans and job files."""
+
+import pytest
+import yaml
+
+from quintsched.errors import UsageError
+from quintsched.plan import Plan
+from quintsched.strategies.descriptions.library import find_model, model_names
+from quintsched.strategies.descriptions.model import Experts, Images, Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.tuning.emit import built_in, emit, job_file
+
+GPT = Model(layers=6, hidden=64, heads=4, vocab=256, seq=64)
+
+
+def strategy(**given: object) -> Strategy:
+    return Strategy(**{"gpus": 4, "pp": 2, "tp": 2, "batch": 8, "seq": 64, **given})
+
+
+def test_the_files_say_the_strategy(tmp_path):
+    asked = strategy(
+        gpus=8, dp=2, schedule="interleaved-1f1b", chunks=3, zero=1, recompute="full", sequence_parallel=True
+    )
+    written = emit(GPT, asked, tmp_path / "new")
+    plan, job = Plan.load(written.plan), yaml.safe_load(written.job.read_text())
+    assert plan.check().sound
+    assert job["parallel"] == {
+        "mesh": "pp=2,dp=2,tp=2",
+        "schedule": "interleaved-1f1b",
+        "microbatches": 4,
+        "chunks": 3,
+        "stages": [2, 1, 1, 1, 1, 2],
+        "zero": 1,
+        "recompute": 1,
+        "sequence_parallel": True,
+    }
+    assert job["model"] == {
+        "name": "gpt",
+        "options": {
+            "hidden": 64,
+            "depth": 6,
+            "heads": 4,
+            "mlp_ratio": 4,
+            "dropout": 0.1,
+            "norm": "layernorm",
+            "positions": "learned",
+            "activation": "gelu",
+            "tied": True,
+        },
+    }
+    assert (job["train"]["batch_size"], job["runtime"]["precision"]) == (8, "bfloat16")
+    assert (plan.mesh.size, plan.schedule.microbatches, plan.zero.stage) == (8, 4, 1)
+    assert dict(plan.tied) == {"embedding": (0, 5)}
+    assert not written.notes
+
+
+def test_as_many_layers_are_recomputed_as_the_strategy_says_or_more():
+    for number in range(7):
+        plan = plan_of(GPT, strategy(pp=1, gpus=2, schedule="1f1b", chunks=1, recompute=number))
+        every = plan.layout.recompute_every(0)
+        again = sum(every > 0 and place % every == every - 1 for place in range(1, 7))
+        assert number <= again <= max(number + 1, 0 if number < 4 else 6)
+
+
+def test_where_there_are_no_replicas_zero_has_nothing_to_share_out():
+    assert "zero" not in yaml.safe_load(job_file(GPT, strategy(zero=1)))["parallel"]
+
+
+def test_a_number_for_each_stage_stays_one():
+    job = yaml.safe_load(job_file(GPT, strategy(recompute=(3, 0))))
+    assert job["parallel"]["recompute"] == [1, 0]
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_preset_has_a_job_file(name):
+    model = find_model(name)
+    text = job_file(model, Strategy(gpus=8, dp=8, batch=8, seq=model.images.tokens if model.images else 128))
+    job = yaml.safe_load(text)
+    own = built_in(model)[1] is not None
+    assert (job["model"]["name"] == "my_model.py:build") is not own
+    assert ("# model.name: your function that builds" in text) is not own
+
+
+def test_experts_and_images_have_models_of_their_own():
+    experts = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, every=2)})
+    name, options = built_in(experts)
+    assert name == "moe-gpt"
+    assert options is not None
+    assert (options["experts"], options["top_k"], options["every"], options["mlp_ratio"]) == (4, 2, 2, 4)
+    assert "pad_to_capacity" not in options
+    padded = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, padded_to=1.25)})
+    _, options = built_in(padded)
+    assert options is not None
+    assert (options["capacity_factor"], options["pad_to_capacity"]) == (1.25, True)
+    images = Images(size=8, patch=2, channels=1, classes=10)
+    vit = Model(layers=2, hidden=64, heads=4, vocab=0, images=images, tied=False, causal=False, seq=17)
+    assert built_in(vit)[0] == "vit"
+    job = yaml.safe_load(job_file(vit, Strategy(gpus=1, batch=8, seq=17)))
+    assert job["data"] == {"name": "digits"}
+
+
+def test_what_the_runtime_cannot_do_is_said():
+    text = job_file(GPT.model_copy(update={"vocab": 5000}), strategy(recompute="selective", dtype="fp16"))
+    for said in ("# recompute: the runtime", "# runtime.precision: the runtime has no fp16", "# data: text is bytes"):
+        assert said in text
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made"):
+        emit(GPT, strategy(), tmp_path / "file")

@@ -1,0 +1,120 @@
+"""Why a strategy lost, or does not fit, and what would make it."""
+
+import numpy as np
+import pytest
+
+from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.explain import explain, least_memory, misfit, smallest_change, terms
+from quintsched.strategies.tuning.tune import tune
+
+from .problems import groups, problem
+
+MODEL = Model(layers=8, hidden=1024, heads=8, vocab=1000)
+LARGE = Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=300, network_gbps=25)
+
+
+def hardware(gigabytes: float) -> Hardware:
+    return LARGE.model_copy(update={"memory_gb": gigabytes, "reserved_gb": 0.1})
+
+
+def strategy(**given: object) -> Strategy:
+    return Strategy(**{"gpus": 8, "batch": 16, "seq": 512, **given})
+
+
+def test_the_winner_is_the_winner():
+    tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
+    assert "nothing is faster" in explain(tuning, tuning.best[0].strategy).lines[0]
+
+
+def test_a_loser_is_slower_by_its_terms():
+    tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
+    found = explain(tuning, strategy(pp=8, schedule="gpipe", chunks=1))
+    assert "slower than the best" in found.lines[0]
+    assert any("pipeline bubble" in line for line in found.lines)
+    assert found.winner is not None
+    both = terms(found.prediction, found.winner)
+    lost = found.prediction.step_s - found.winner.step_s
+    assert sum(mine - theirs for _, mine, theirs in both) == pytest.approx(lost)
+
+
+def test_what_does_not_fit_says_which_rank_and_what_would():
+    large = strategy(pp=2, dp=4, microbatch=4)
+    small = hardware(predict(MODEL, hardware(80), large).memory_bytes * 0.7 / 1e9)
+    tuning = tune(MODEL, small, 8, 16, 512, top=1)
+    found = explain(tuning, large)
+    assert not found.prediction.fits
+    assert found.rank == 0
+    assert f"pipeline rank {found.rank} would hold" in found.lines[0]
+    assert found.term[0] in found.lines[0]
+    assert found.change is not None
+    assert predict(MODEL, small, found.change.strategy).fits
+    assert found.change.words in found.lines[1]
+
+
+def test_the_smallest_change_is_one_of_a_switch_if_that_suffices():
+    large = strategy(dp=8, microbatch=2)
+    held = predict(MODEL, hardware(80), large).memory_bytes
+    change = smallest_change(MODEL, hardware(held * 0.98 / 1e9), large)
+    assert change is not None
+    assert change.strategy.model_copy(update={"zero": 0}) == predict(MODEL, LARGE, large).strategy.model_copy(
+        update={"zero": 0, "schedule": None, "chunks": None}
+    )
+    assert change.words.startswith("zero ")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "gpus", "said"),
+    [
+        ({}, 1, "gpus "),
+        ({"zero": 0, "tp": 1, "pp": 1, "cp": 1, "microbatch": 1}, 8, "zero "),
+        ({"recompute": "none", "microbatch": 16, "dp": 1}, 4, "instead of"),
+    ],
+)
+def test_where_nothing_fits_the_smallest_change_is_said(fixed, gpus, said):
+    small = hardware(0.9)
+    tuning = tune(MODEL, small, gpus, 16, 512, fixed=fixed)
+    assert not tuning.best
+    found = misfit(tuning)
+    assert found.lines[0].startswith("nothing fits")
+    assert found.change is not None
+    assert said in found.change.words
+    assert predict(MODEL, small, found.change.strategy).fits
+
+
+def test_where_no_change_is_known_the_memory_that_it_takes_is_said():
+    tuning = tune(find_model("gpt-1t"), hardware(0.2), 8, 8, 2048)
+    found = misfit(tuning)
+    assert found.change is None
+    assert "it takes GPUs with" in found.lines[-1]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(0, 30, 3))
+def test_what_holds_least_holds_least(seed):
+    given = problem(seed)
+    assert groups(given)
+    tuning = tune(
+        given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=given.choices.model_dump(), top=1
+    )
+    _, least = least_memory(tuning.space, given.hardware)
+    columns, _ = tuning.space.expand(np.arange(tuning.space.num_frames))
+    assert least == pytest.approx(Evaluator(tuning.space, given.hardware).evaluate(columns).memory_bytes.min())
+
+
+def test_what_cannot_be_placed_is_said():
+    tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
+    with pytest.raises(UsageError, match="gpus=8"):
+        explain(tuning, strategy(dp=3))
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_few_gpus_is_explained_in_seconds():
+    tuning = tune(find_model("gpt-1t"), find_hardware("a100-80gb"), 64, 512, 2048, top=1)
+    assert not tuning.best
+    assert misfit(tuning).change is not None

@@ -1,0 +1,42 @@
+"""The search finds what brute force finds."""
+
+import pytest
+
+from quintsched.errors import UsageError
+from quintsched.strategies.tuning.space import make_space
+from quintsched.strategies.tuning.tune import tune
+
+from .problems import Problem, brute_force, groups, problem
+
+
+def found(given: Problem, **how: object) -> list[tuple[float, float]]:
+    tuning = tune(
+        given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=given.choices.model_dump(), **how
+    )
+    return [(one.step_s, one.memory_bytes) for one in tuning.best]
+
+
+def agrees(seed: int) -> None:
+    given = problem(seed)
+    if not groups(given):
+        with pytest.raises(UsageError, match="can hold"):
+            found(given)
+        return
+    wanted = [pytest.approx(one[:2], rel=1e-12) for one in brute_force(given, 4)]
+    assert found(given, top=4, front=False) == wanted
+    assert found(given, top=4, front=True) == wanted
+    assert found(given, top=4, prune=False) == wanted
+    space = make_space(given.model, given.gpus, given.batch, given.seq, given.choices)
+    assert space.count() == sum(group.named.count(False) for group in groups(given))
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_are_those_of_brute_force(seed):
+    agrees(seed)
+
+
+@pytest.mark.slow
+def test_the_best_of_a_thousand_problems_are_those_of_brute_force():
+    for seed in range(40, 1000):
+        agrees(seed)
