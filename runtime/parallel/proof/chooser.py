@@ -27,6 +27,7 @@ from .arrivals import Arrival, Arrivals, guesses
 from .bench import SCALES, Bench, Finding, Kind
 from .trial import Figures, Setting
 from .ways import Way, alone, replicated, ways_of
+from .weights_on_features import WeightsOnFeatures
 
 _PLACES = 1 << 16
 """More than there are ways to cut a pair: a code is a way's place, and a bit for each scale."""
@@ -50,6 +51,7 @@ class Chooser:
         self, bench: Bench, tensor: TensorCuts, outlines: Sequence[nn.Module], dtype: torch.dtype | None
     ) -> None:
         self._bench, self._tensor, self._outlines, self._dtype = bench, tensor, outlines, dtype
+        self._features = WeightsOnFeatures(bench.group, tensor.rules)
         self._setting = Setting(tensor=bench.group)
         self._guessed: Arrivals | None = None
         self._has_guessed = False
@@ -90,6 +92,7 @@ class Chooser:
         is_asked = self._tensor.are_ruled(kind.cuts)
         if not is_asked and self._settled(kind, choice, self._setting, arrival, whole) is None:
             places, choice = self._together(kind, pairs, arrival, whole)
+        choice = self._with_vanishing(kind, choice, arrival, whole)
         if slices and self._tensor.has_pairs(kind.number, choice):
             choice = self._sliced(kind, choice, arrival, whole)
         else:
@@ -158,6 +161,18 @@ class Chooser:
             return None
         choice = replace(choice, partial=choice.partial | finding.weights)
         return choice if self._bench.find(kind, arrival, setting, whole, choice) is None else None
+
+    def _with_vanishing(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
+        """Return a choice with those weights, too, whose gradients are partial sums that vanish but for rounding."""
+        partial = choice.partial | self._features.names_in(kind, arrival, choice)
+        if partial == choice.partial:
+            return choice
+        summed, scales = replace(choice, partial=partial), dict(kind.scales)
+        kind.scales.clear()
+        finding = self._bench.find(kind, arrival, self._setting, whole, summed)
+        finding = finding or self._bench.unsound(kind, arrival, summed, is_asked=self._tensor.are_ruled(kind.cuts))
+        kind.scales |= scales
+        return choice if finding else summed
 
     def _sliced(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
         """Return a choice with what is to be done where tokens are sliced."""

@@ -27,7 +27,7 @@ from ..expert.moe import mixtures
 from ..expert.tensor_boundary import TensorBoundary
 from .column_linear import Entry
 from .consistency import require_same, watch_gradient
-from .cuts import Cut, cut_weights, is_linear, pairs_of
+from .cuts import Cut, cut_weights, is_linear, join, pairs_of
 from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .pairs import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .rules import Rules, find_cuts, require_pairs
@@ -106,7 +106,7 @@ def apply_tensor_parallel(
     if sequence_parallel:
         _draw_by_slices(module, group)
     else:
-        _watch_replicated(module, cuts, group, partial)
+        _watch_replicated(module, cuts, group, partial, path)
     for pair in pairs_of(cuts) if sequence_parallel and gathers_before else ():
         if pair[0].is_paired and pair[0].owners[0] is not module:
             gather_tokens_before(pair[0].owners[0], [made[id(cut)] for cut in pair], group)
@@ -171,16 +171,13 @@ def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
     raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
 
 
-def _watch_replicated(module: nn.Module, cuts: list[Cut], group: Group, partial: Collection[str]) -> None:
+def _watch_replicated(module: nn.Module, cuts: list[Cut], group: Group, partial: Collection[str], root: str) -> None:
     """Have those parameters checked that might sit between a column and its row, on a tensor that is cut."""
     known = {id(parameter) for name, parameter in module.named_parameters() if name in partial}
-    parents = {id(module) for cut in cuts if cut.is_paired for module in (cut.parent, cut.pair)}
-    suspects = {
-        param: f"{path}.{name}" if path else name
-        for path, parent in module.named_modules()
-        if id(parent) in parents
-        for name, param in parent.named_parameters()
-        if shard_of(param) is None and param.requires_grad and id(param) not in known
-    }
-    for param, name in suspects.items():
-        watch_gradient(param, name, group)
+    for path, parent in module.named_modules():
+        around = [cut.path for cut in cuts if cut.is_paired and parent in (cut.parent, cut.pair)]
+        rules = {f"*{p.removeprefix(root)}" if root else p: TensorSplit.REPLICATE.value for p in around}
+        for name, parameter in parent.named_parameters() if around else ():
+            if shard_of(parameter) is None and parameter.requires_grad and id(parameter) not in known:
+                known.add(id(parameter))
+                watch_gradient(parameter, join(path, name), group, rules)

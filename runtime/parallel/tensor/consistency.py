@@ -37,10 +37,10 @@ def require_same(named: Mapping[str, Tensor], group: Group) -> None:
         )
 
 
-def watch_gradient(param: Tensor, name: str, group: Group) -> None:
+def watch_gradient(param: Tensor, name: str, group: Group, rules: Mapping[str, str]) -> None:
     """Check at the first backward that the gradient of a replicated parameter is the same on all members.
 
-    The backward raises MisfitError where it is not.
+    The backward raises MisfitError where it is not, with the rules that keep the layers around it whole.
     """
 
     def check(grad: Tensor) -> None:
@@ -48,7 +48,7 @@ def watch_gradient(param: Tensor, name: str, group: Group) -> None:
         if _differing([grad], group, _GRADIENT_TOLERANCE):
             raise MisfitError(
                 f"the gradient of {name!r} differs between the ranks {list(group.ranks)}: this replicated parameter "
-                'works on a cut tensor; keep the layers around it whole with rules={"<their name>": "replicate"}'
+                f"works on a cut tensor; keep the layers around it whole: rules={rules}"
             )
 
     handle = param.register_hook(check)

@@ -5,7 +5,8 @@
     MLP         fc1 | up | up_proj | gate_proj | w1 | w3 | c_fc | wi | … | gate_up, gate_up_proj (two fused blocks)
                 with fc2 | down | down_proj | w2 | c_proj | wo | …
 
-Names may reach into the children of a module, as in BERT: attention.self.query with attention.output.dense.
+Names may reach into the children of a module, as in BERT: attention.self.query with attention.output.dense. In an
+nn.Sequential a linear layer makes a pair with the next one, whatever their names are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from ...job.choices import TensorSplit
 from ...job.tensor_rules import Parts, TensorRule
-from .cuts import Cut, Place, is_plain, layers_at, sizes_of
+from .cuts import Cut, Place, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
 from .fused import divides, require_even
 
 
@@ -119,12 +120,10 @@ def pair_cuts(
     if not places or any(not is_plain(p.layer, strict=strict) or id(p.layer) in shared for p in places):
         return []
     told = {place: rule for place in places if (rule := rule_of(place.path)) is not None}
-    if any(rule.split is not places[place] for place, rule in told.items()):
-        return []
     columns, row = [of_name[0] for of_name in found[TensorSplit.COLUMN]], found[TensorSplit.ROW][0][0]
     outputs, width = [sizes_of(place.layer)[1] for place in columns], sizes_of(row.layer)[0]
     parts = _assumed_parts(family, outputs, width, strict=strict)
-    if parts is None:
+    if parts is None or any(rule.split is not places[place] for place, rule in told.items()):
         return []
     owners = tuple(dict.fromkeys([*(owner_of(scope, place, path) for place in (*columns, row)), scope]))
     is_alone = any(rule.alone for rule in told.values())
@@ -139,7 +138,22 @@ def pair_cuts(
         if any(sizes_of(p.layer)[split is TensorSplit.COLUMN] % size for p, split in places.items()):
             return []
         is_alone = is_alone or not all(divides(output, size, parts) for output in outputs)
+    return _cuts_at(places, told, scope, owners, family, parts, is_alone=is_alone)
+
+
+def _cuts_at(
+    places: Mapping[Place, TensorSplit],
+    told: Mapping[Place, TensorRule],
+    scope: nn.Module,
+    owners: tuple[nn.Module, ...],
+    family: Family,
+    parts: Parts,
+    *,
+    is_alone: bool,
+) -> list[Cut]:
+    """Return the cuts of a pair's layers, in which each may take and give full tensors (`is_alone`)."""
     sizes = next((rule.sizes for rule in told.values() if rule.sizes is not None), None)
+    divided_ones = heads_of(owners, family.is_attention) if sizes is None else sizes
     return [
         Cut(
             place.parent,
@@ -152,11 +166,24 @@ def pair_cuts(
             is_told=place in told and told[place].parts is not None,
             scope=scope,
             owners=owners,
-            divides=() if is_alone else heads_of(owners, family.is_attention) if sizes is None else sizes,
+            divides=() if is_alone else divided_ones,
             family=family.columns[0],
         )
         for place, split in places.items()
     ]
+
+
+def families_in(scope: nn.Module) -> Iterator[Family]:
+    """Yield the pairs of a row of modules: each linear layer with the next one, unless another has layers between."""
+    column = ""
+    for name, child in scope.named_children() if type(scope) is nn.Sequential else ():
+        if not (is_linear(child) or is_adapted(child)):
+            column = "" if any(map(is_layer, child.modules())) else column
+        elif column:
+            yield Family((column,), (name,), is_attention=False)
+            column = ""
+        else:
+            column = name
 
 
 def _places(path: str, scope: nn.Module, family: Family) -> dict[TensorSplit, list[list[Place]]]:

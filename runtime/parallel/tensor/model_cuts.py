@@ -17,7 +17,7 @@ from ...comm.autograd_collectives import gather_from_group
 from ...job.choices import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
 from .choice import Choice
-from .cuts import Cut, cut_weights, has_hooked_weights, is_layer
+from .cuts import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, sizes_of
 from .rules import Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
 from .sequence import SequenceParallel, partial_weights, run_on_slices
 
@@ -56,7 +56,7 @@ class TensorCuts:
         self.cuts = cuts = [self._cuts_of(number, block, Choice()) for number, block in enumerate(outlines)]
         for number, block in enumerate(outlines):
             require_like_experts(block, cuts[number], str(number))
-        self.report = _report(outlines, cuts, group.size, {}) if group.size > 1 else None
+        self.report = self._report({}) if group.size > 1 else None
         self._choices: dict[int, Choice] = {}
         self.tokens = SequenceParallel(list(map(self._can_be_sliced, range(len(cuts)))), self._slicing)
         heads = [cut for cut in cuts[-1] if cut.split is TensorSplit.VOCABULARY and isinstance(cut.layer, nn.Linear)]
@@ -92,9 +92,37 @@ class TensorCuts:
         for number, choice in choices.items():
             self.cuts[number] = self._cuts_of(number, self._outlines[number], choice)
         if choices and self._group.size > 1:
-            self.report = _report(self._outlines, self.cuts, self._group.size, choices)
+            self.report = self._report(choices)
             slices = [choices[n].slices if n in choices else self._can_be_sliced(n) for n in range(len(self.cuts))]
             self.tokens = SequenceParallel(slices, self._slicing)
+
+    def _report(self, choices: Mapping[int, Choice]) -> str:
+        """Say how many weights are cut, and the layers of which matrices stay whole; alike ones of all together."""
+        total, divided, whole = 0, 0, dict[str, list[int]]()
+        for number, (block, of_block) in enumerate(zip(self._outlines, self.cuts, strict=True)):
+            shards = {id(p): p for cut in of_block for p in cut_weights(cut)}
+            weights = dict(block.named_parameters())
+            total, divided = total + len(weights), divided + sum(id(p) in shards for p in weights.values())
+            for name in dict.fromkeys(
+                n.rpartition(".")[0] for n, p in weights.items() if p.dim() > 1 and id(p) not in shards
+            ):
+                whole.setdefault(name, []).append(number)
+        listed = _listed(whole) or "only norms and biases"
+        why = f"{_hooked(self._outlines)}{self._unpaired(whole, choices)}{_proved_at(choices)}{_one_by_one(self.cuts)}"
+        return f"tp={self._group.size} cuts {divided} of {total} weights; whole: {listed}{why}"
+
+    def _unpaired(self, whole: Mapping[str, Sequence[int]], choices: Mapping[int, Choice]) -> str:
+        """Say which linear layers are whole since they are in no pair, with a rule to write."""
+        places: dict[str, list[int]] = {}
+        for name, numbers in whole.items():
+            for number in numbers:
+                layer = self._outlines[number].get_submodule(name)
+                known = {**choices.get(number, Choice()).rules, **self.rules}
+                is_free = is_linear(layer) and is_plain(layer, strict=False) and not matches(f"{number}.{name}", known)
+                if is_free and not sizes_of(layer)[1] % self._group.size:
+                    places.setdefault(name, []).append(number)
+        rule = {f"*.{name}": TensorSplit.COLUMN.value for name in list(places)[:1]}
+        return f"; in no pair, so that a rule has to cut them, rules={rule}: {_listed(places)}" if places else ""
 
     def are_ruled(self, cuts: Sequence[Cut]) -> bool:
         """Whether a rule says how some of these layers are cut."""
@@ -159,24 +187,6 @@ class TensorCuts:
 
 _MOST_NAMED = 8
 """So many layers that stay whole are named."""
-
-
-def _report(
-    outlines: Sequence[nn.Module], cuts: Sequence[Sequence[Cut]], size: int, choices: Mapping[int, Choice]
-) -> str:
-    """Say how many weights are cut, and the layers of which matrices stay whole; alike ones of all blocks together."""
-    total, divided, whole = 0, 0, dict[str, list[int]]()
-    for number, (block, of_block) in enumerate(zip(outlines, cuts, strict=True)):
-        shards = {id(p): p for cut in of_block for p in cut_weights(cut)}
-        weights = dict(block.named_parameters())
-        total, divided = total + len(weights), divided + sum(id(p) in shards for p in weights.values())
-        for name in dict.fromkeys(
-            n.rpartition(".")[0] for n, p in weights.items() if p.dim() > 1 and id(p) not in shards
-        ):
-            whole.setdefault(name, []).append(number)
-    listed = _listed(whole) or "only norms and biases"
-    why = f"{_hooked(outlines)}{_proved_at(choices)}{_one_by_one(cuts)}"
-    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}{why}"
 
 
 def _hooked(outlines: Sequence[nn.Module]) -> str:

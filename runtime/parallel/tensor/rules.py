@@ -30,6 +30,7 @@ from ...job.tensor_rules import TensorRule, read_rule
 from .cuts import Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, sizes_of
 from .families import (
     FAMILIES,
+    families_in,
     has_fewer_kv_heads,
     head_counts,
     heads_of,
@@ -212,7 +213,7 @@ def _family_cuts(
 ) -> list[Cut]:
     """Return the cuts of the pairs found by name in one module."""
     cuts: list[Cut] = []
-    for family in FAMILIES:
+    for family in (*FAMILIES, *(() if strict else families_in(scope))):
         taken = done | shared | {id(cut.layer) for cut in cuts}
         cuts += pair_cuts(path, scope, family, lambda name: _match(name, rules), taken, size, strict=strict)
     return cuts

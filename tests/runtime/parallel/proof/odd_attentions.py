@@ -54,7 +54,7 @@ class PerHeadNorms(Attention):
     """Qwen3's."""
 
     def set_up(self) -> None:
-        self.q_norm, self.k_norm = nn.RMSNorm(SIZE, eps=1e-6), nn.RMSNorm(SIZE, eps=1e-6)
+        self.q_norm, self.k_norm = nn.RMSNorm(SIZE, eps=1e-6), nn.LayerNorm(SIZE)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().heads(x)

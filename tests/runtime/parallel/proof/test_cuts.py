@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quintsched.errors import UsageError
 
@@ -16,6 +16,7 @@ from .user_blocks import (
     HEADS,
     SAMPLES,
     TOKENS,
+    WIDTH,
     Biased,
     Configured,
     Gates,
@@ -103,6 +104,30 @@ def test_a_pair_that_looks_at_other_features_is_parted_or_refused_where_a_rule_w
 
 def advice_names(advice: str) -> str:
     return ", ".join(f"1.{name[2:]}" for name in re.findall(r"\*\.\w+", advice))
+
+
+class Rows(nn.Module):
+    """Layers without names, and products that are added to those of another layer, as LoRA does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mlp = (nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.net = nn.Sequential(*mlp, nn.Tanh(), nn.Linear(WIDTH, 2 * WIDTH), nn.Softmax(-1), nn.Linear(2 * WIDTH, 4))
+        self.layer, self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+        self.layer.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x) + self.second(self.first(x) + self.net(x))
+        return x + found
+
+
+def test_layers_in_a_row_are_pairs_and_what_is_in_none_is_said() -> None:
+    weights, cut, engine = train("tp=2", [Rows, Mlp])
+    require_equal(weights, trained_alone([Rows, Mlp], {}))
+    assert {f"0.net.{number}.weight" for number in (0, 2, 4, 6)} <= cut
+    rule = "in no pair, so that a rule has to cut them, rules={'*.layer': 'column'}"
+    assert f"whole: 0.layer, 0.first, 0.second; {rule}: 0.layer, 0.first, 0.second; " in str(engine.tensor_cuts)
+    assert str(engine.tensor_cuts).endswith("one by one: 0.net.4, 0.net.6")
 
 
 def test_sizes_in_what_a_module_was_built_from_are_divided() -> None:
