@@ -237,19 +237,15 @@ class Prover:
         is_asked, is_sliced = self._tensor.are_ruled(kind.cuts), self._tensor.tokens.inside(kind.number)
         if is_asked or is_sliced or not self._tensor.has_pairs(kind.number, kind.choice):
             return
-        if {part_pairs(block) for block in kind.blocks} == {True}:
-            kind.is_parted = True
+        if _part(kind):
             _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
 
     def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
         """Part the pairs of a kind's blocks where that helps; return whether it does."""
         paired = (cut for pair in pairs_of(kind.cuts) if not kind.why_kept(pair) for cut in pair if cut.is_paired)
         choice = Choice({**kind.choice.rules, **alone(paired)})
-        if self._bench.find(kind, arrival, setting, whole, choice) is not None:
+        if self._bench.find(kind, arrival, setting, whole, choice) is not None or not _part(kind):
             return False
-        if {part_pairs(block) for block in kind.blocks} != {True}:
-            return False
-        kind.is_parted = True
         advice = self._advice(kind, arrival, whole)
         helps = advice is not None and advice[2] and advice[2] != alone(advice[0])
         words = f"; as a pair with rules={everywhere(advice[2])}" if advice and helps else ""
@@ -310,3 +306,12 @@ class Prover:
     def _title(self, kind: Kind) -> str:
         tensor = self._setting.tensor
         return kind.name if tensor is None else f"{kind.name} over tp={tensor.size}"
+
+
+def _part(kind: Kind) -> bool:
+    """Let each layer of a kind's blocks take and give full tensors; return whether that can be done.
+
+    Not where gradients of weights between them are summed over the ranks: each rank would have all of them.
+    """
+    kind.is_parted = not kind.choice.partial and {part_pairs(block) for block in kind.blocks} == {True}
+    return kind.is_parted

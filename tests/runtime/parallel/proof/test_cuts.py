@@ -152,6 +152,25 @@ def test_a_layout_that_only_a_batch_can_prove_is_parted_in_the_first_step(caplog
     assert "1.qkv.weight" in cut
 
 
+class Sloped(Mlp):
+    """A weight between the layers, and what joins features where an extra is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        y = self.fc1(x) * self.slope
+        y = y if shift is None else y.softmax(-1)
+        return x + self.fc2(y)
+
+
+def test_a_pair_that_only_a_batch_shows_to_be_none_is_refused_where_gradients_in_it_are_summed() -> None:
+    shift = torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
+    said = refusal("tp=2", [Sloped, Mlp], extras={"shift": shift})
+    assert said.endswith("keep them whole: rules={'*.fc1': 'replicate', '*.fc2': 'replicate'}")
+
+
 def test_a_rule_that_says_the_wrong_layout_is_refused() -> None:
     said = refusal("tp=2", [Timm], rules=PARTS_1)
     assert "rules={'*.qkv': {'cut': 'column', 'parts': 3}, '*.proj': 'row'}" in said
