@@ -20,7 +20,7 @@ import functools
 import hashlib
 from argparse import Namespace
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import count
 from random import Random, SystemRandom
 from types import (
@@ -56,6 +56,28 @@ class _Slot(NamedTuple):
     name: str
     read: Callable[[], Any]
     seen: Any
+
+    @property
+    def counts_entries(self) -> bool:
+        """Whether it is how long a container is."""
+        return getattr(getattr(self.read, "func", None), "__name__", "") == "__len__"
+
+    def write(self, value: Any) -> bool:
+        """Put something there; return whether it can be."""
+        function: Any = getattr(self.read, "func", None)
+        given: Sequence[Any] = getattr(self.read, "args", ())
+        space = given[0] if function is dict.get else getattr(function, "__self__", None)
+        if isinstance(space, dict):
+            space[given[-2]] = value
+        elif function is _entry:
+            given[0][given[1]] = value
+        elif function is _content:
+            given[0].cell_contents = value
+        elif function is _member:
+            given[0].__set__(given[1], value)
+        else:
+            return False
+        return True
 
 
 class HostState:
@@ -105,14 +127,18 @@ class HostState:
 
     def changed(self) -> str | None:
         """Return the name of the first thing that is not as it was; None where all is."""
-        return next((name for name, _, _ in self.changes()), None)
+        return next((slot.name for slot in self.moved()), None)
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the name of each thing that is not as it was, and what was seen and is there now."""
-        for name, read, seen in self._slots:
-            now = read()
-            if now is not seen and not _is_same(now, seen):
-                yield name, seen, now
+        return ((slot.name, slot.seen, slot.read()) for slot in self.moved())
+
+    def moved(self) -> Iterator[_Slot]:
+        """Yield the places that have something else than was seen."""
+        for slot in self._slots:
+            now = slot.read()
+            if now is not slot.seen and not _is_same(now, slot.seen):
+                yield slot
 
     @property
     def names(self) -> Set[str]:

@@ -27,10 +27,11 @@ _MOST_NUMBERS = 32
 
 
 class FunctionKept:
-    """Where a function is now: what it holds and names, and the global generators."""
+    """Where a function is now: what it holds and names, and the global generators of the host and of its `device`."""
 
     def __init__(self, function: Any, device: torch.device) -> None:
         holder, held = nn.Module(), list[Any]()
+        self.device = device
         self._places: list[tuple[Any, str, Any]] = []
         for thing in _things(function):
             if isinstance(thing, FunctionType):
@@ -77,19 +78,25 @@ def versions_kept(function: Any) -> AbstractContextManager[Any]:
 class FunctionState:
     """What a function goes by besides what it is given, as it is now: a loop may change it between steps.
 
-    What it changes itself while it is called is taken as it is behind each step.
+    Args:
+        function: the function.
+        name: what it is called in messages.
     """
 
-    def __init__(self, function: Any) -> None:
-        self._state = HostState({}, {"the loss": function})
+    def __init__(self, function: Any, name: str = "the loss") -> None:
+        self._name, self._state = name, HostState({}, {name: _bare(function)})
         self._tensors = [(tensor, tensor._version) for tensor in self._state.tensors() if not tensor.is_inference()]
         self._state.let_go()
 
     def changed(self) -> str | None:
         """Return the name of something that is another now; None where all is as it was."""
         if any(tensor._version != version for tensor, version in self._tensors):
-            return "a tensor that the loss goes by"
+            return f"a tensor that {self._name} goes by"
         return self._state.changed()
+
+    def moved(self) -> list[Any]:
+        """Return the places where something else is now, see `HostState`."""
+        return list(self._state.moved())
 
 
 def class_weights(function: Any) -> list[Tensor]:
@@ -112,6 +119,10 @@ def whole_numbers(function: Any) -> list[int]:
 
 def _things(function: Any) -> Iterator[Any]:
     """Yield what a function reaches; not the ranks that one for cut logits is bound to."""
+    return reachable([_bare(function)])
+
+
+def _bare(function: Any) -> Any:
     while isinstance(function, partial) and "vocabulary" in function.keywords:
         function = function.func
-    return reachable([function])
+    return function

@@ -43,7 +43,7 @@ from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
-from .graphs.step_graphs import WARM_UP, StepGraphs
+from .graphs.step_graphs import StepGraphs
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter, PreparedStep
 from .p2p import outgrows
@@ -229,8 +229,7 @@ class PlanRunner:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
         targets = [some for unit, some in enumerate(step.batch.targets) if unit not in step.units.empty]
-        number = self.steps.in_run if not self._graphs or self.steps.in_run < WARM_UP else None
-        self.losses.begin(state.flows.plan, targets, number, last=last)
+        self.losses.begin(state.flows.plan, targets, last=last)
         for stage in self._model.stages.values() if state.flows.trains else ():
             stage.require_known_weights(self._state.gradients.sums.known)
         self._latest, self._is_broken = interpreter, True
@@ -241,12 +240,14 @@ class PlanRunner:
         current.samples_before = self._samples_before if trains else 0
         current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
+        watch: Callable[[], None] = lambda: self.losses.watch(state.flows.plan, step.units, self.steps.in_run)
         shared = self._model.buffers.shared() if trains else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared, watched:
             if self._graphs and calls is None and last and self._is_whole(interpreter):
-                self._graphs.run(step, self.steps.total + 1)
+                self._graphs.run(step, self.steps.total + 1, watch)
             else:
+                watch()
                 interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
@@ -268,8 +269,7 @@ class PlanRunner:
 
     def _is_whole(self, interpreter: Interpreter) -> bool:
         """Whether a step that is the last of its batches is the only one, trains, and is not written down."""
-        is_seen = not interpreter.state.flows.trains or interpreter.records(self.steps.in_run)
-        return not is_seen and not self._samples_before
+        return interpreter.state.flows.trains and not (interpreter.records(self.steps.in_run) or self._samples_before)
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current

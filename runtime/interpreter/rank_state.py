@@ -34,7 +34,8 @@ from ..stage.batches.data_marks import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
-from ..stage.mean_losses import WeighedLoss, WeighedMetric
+from ..stage.mean_losses import WeighedLoss
+from ..stage.weighed_metrics import WeighedMetric
 from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights

@@ -1,21 +1,43 @@
-"""The loss and the metrics of a run, and when ranks agree on what these are over."""
+"""The loss and the metrics of a run: examined, watched from step to step, and agreed on by all ranks.
+
+first call        what a loss is over                                      all ranks agree before weights first change
+step 0, 1, 2, 4   compared with the microbatches                           all ranks hear what each has found
+other steps       nothing is asked but whether what it goes by is as it was; where it is not, or where it asks for
+                  numbers in Python, it is compared too, and who finds a misfit says so with the figures of the step
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
+from ..comm.control import gather_texts
+from ..examine.losses.examined import Examined
+from ..examine.losses.real_batches import RealBatch, Unit
+from ..examine.losses.rules import LossWeight, Over
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.losses import cuts_sequences
-from ..stage.mean_losses import WeighedLoss, WeighedMetric
+from ..stage.mean_losses import NO_WEIGHT, NOT_STATED, WeighedLoss
 from ..stage.rank_model import RankModel
+from ..stage.weighed_metrics import WeighedMetric
 from .rank_state import RunOptions
 from .tally import Figures
+
+_MOST_SHAPES = 64
+"""So many shapes of units are compared when they first come."""
+
+
+_MEANT = (
+    ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
+    "train.loss_over: microbatch"
+)
 
 
 class RunLosses:
@@ -36,16 +58,21 @@ class RunLosses:
         )
         self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
         self.earlier: list[Figures] = []
+        self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
-        self._asked_in_vain = False
+        self._asked_in_vain = self._is_due = self._has_looked = self._is_read = False
+        self._is_watched = True
+        self._refusal = self._of_metrics = ""
+        self._told: dict[Examined, str] = {}
+        self._probe: Unit | None = None
+        self._units: set[object] = set()
+        self._step = self._num_evaluations = 0
 
-    def begin(self, plan: Plan, targets: Sequence[Any], number: int | None, *, last: bool) -> None:
-        """Begin the `number`-th step, or an evaluation; let a loss that is a sum of means know its batch (collective).
+    def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
+        """Let a loss that is a sum of means know its batch (collective).
 
-        A step that may run from a graph, where no loss function is called, has no number. `targets` are those of each
-        unit, as far as the rank has them. Raises `UsageError` for one of several batches.
+        `targets` are those of each unit, as far as the rank has them. Raises `UsageError` for one of several batches.
         """
-        self.loss.begin_step(number if plan.mode == "train" else None, plan.schedule.num_units, self._num_shares)
         if self.loss.means is None:
             return
         if not last or self.earlier:
@@ -57,26 +84,130 @@ class RunLosses:
         given = [some for some in targets if some is not None] if holds_all else []
         self.loss.begin(given, self._device, None if is_alone else self._groups.metrics)
 
+    def watch(self, plan: Plan, units: object, number: int) -> None:
+        """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
+
+        `units` are one object where they have the same shapes.
+        """
+        if plan.mode != "train":
+            number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
+        self._step, self._has_looked = number, False
+        for examined in self._examined:
+            examined.begin()
+        is_new = units not in self._units and len(self._units) < _MOST_SHAPES
+        if is_new:
+            self._units.add(units)
+        self._is_due = self._is_watched and not number & (number - 1)
+        is_compared = self._is_due or is_new or any(one.reads or one.since for one in self._examined)
+        is_believed = all(one.is_believed for one in self._examined)
+        self.loss.real = (
+            RealBatch(plan.schedule.num_units, self._num_shares) if is_compared and not is_believed else None
+        )
+
     def is_doubted(self) -> bool:
-        """Whether what the loss of this rank goes by has changed since ranks agreed on what it is over."""
-        return self.loss.is_changed
+        """Whether this rank has a doubt: what a loss goes by has changed, or it is not as it was found to be."""
+        self._look()
+        return any(one.since or one.refusal != self._told.get(one, "") for one in self._examined)
 
     def settle(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
-        """Have all ranks agree on what the loss is over, before weights change; see `WeighedLoss.settle`."""
-        loss = self.loss
-        if loss.is_settled and not (loss.is_due or again):
-            if loss.is_changed:
-                return  # all ranks hear of it with the figures of the step
-            if not loss.refusal:
-                loss.end_step()
-                return
-        of_metrics = next((metric.refusal for metric in self.metrics.values() if metric.refusal), "")
-        is_alone = plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier
-        loss.settle(self._groups.world, matters=not is_alone, of_metrics=of_metrics, again=again)
-        loss.end_step()
-        self._asked_in_vain = not loss.is_settled
+        """Have all ranks agree on what the loss is over, before weights change (collective where they do).
+
+        They do until one has found it; in steps that are compared on all ranks; and `again`, where one has a doubt.
+        Raises `MisfitError` on all ranks, unless there is one microbatch alone, whose loss may be over anything.
+        """
+        self._look()
+        if not self.loss.is_settled or self._is_due or again:
+            self._agree()
+            self._asked_in_vain = not self.loss.is_settled
+        if plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier:
+            return
+        if self._of_metrics:
+            raise MisfitError(self._of_metrics)
+        if self._refusal:
+            raise MisfitError(self._refusal)
 
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
         """Have them agree after an evaluation; one that only wants outputs may find no loss, ever again."""
         if not (wants_outputs and self._asked_in_vain):
-            self.settle(plan, accumulates=False)
+            self.settle(plan, accumulates=False, again=self._is_read)
+
+    def _look(self) -> None:
+        """Look, once in a step, whether losses and metrics are what they were found to be."""
+        if self._has_looked:
+            return
+        self._has_looked, batch, self.loss.real = True, self.loss.real, None
+        if self._probe is None and batch is not None:
+            self._probe = batch.probe
+        for examined in self._examined:
+            examined.doubt(batch, self._probe, f"in step {self._step}")
+
+    def _agree(self) -> None:
+        """Hear from all ranks what each has found."""
+        told = [_Told(**json.loads(text)) for text in gather_texts(self._groups.world, json.dumps(self._mine()))]
+        refusal = next((row.refusal for row in told if row.refusal), "")
+        self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")
+        found = {row.rule: rank for rank, row in reversed([*enumerate(told)]) if row.rule}
+        of_each = {row.of_each: rank for rank, row in enumerate(told) if row.of_each is not None}
+        if len(found) > 1 and not refusal:
+            refusal = "; ".join(
+                f"rank {rank} has found {_named(rule)}" for rule, rank in sorted(found.items(), key=_second)
+            )
+        if len(of_each) > 1 and not refusal:
+            numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
+            refusal = f"in step {self._step} it is over unlike numbers of things for a sample: {numbers}"
+        if found and not refusal:
+            rule = _rule_of(next(iter(found)))
+            self.loss.take_over(rule)
+            if any(row.is_blind for row in told) and rule != LossWeight(Over.SAMPLES):
+                refusal = "some microbatches of a step have a gradient, and others have none"
+        words = NOT_STATED if any(_rule_of(text).over is Over.STATED for text in found) else NO_WEIGHT
+        self._refusal = refusal and words.format(refusal) + _MEANT
+        self.loss.is_settled = self.loss.is_settled or bool(found)
+        self._is_watched = not self.loss.is_settled or any(row.is_watched for row in told)
+        self._is_read = any(row.reads for row in told)
+        self._told = {one: one.refusal for one in self._examined}
+        for examined in self._examined:
+            examined.since = ""
+
+    def _mine(self) -> dict[str, Any]:
+        """Return what this rank has to say."""
+        loss, its = self.loss, self.loss.examined
+        is_known = loss.rule is not None and (not its or not loss.is_settled or any(one.was_called for one in its))
+        rule = json.dumps(asdict(loss.rule) | {"of_each": loss.of_each}) if loss.rule and is_known else ""
+        since = next((f"since {one.since} has changed, " for one in its if one.since), "")
+        return {
+            "rule": rule,
+            "refusal": loss.refusal and since + loss.refusal,
+            "of_metrics": next((metric.refusal for metric in self.metrics.values() if metric.refusal), ""),
+            "is_blind": any(one.is_blind for one in its),
+            "of_each": its[0].of_each if its else None,
+            "is_watched": any(one.was_called and not one.is_believed for one in self._examined),
+            "reads": any(one.reads for one in self._examined),
+        }
+
+
+class _Told(NamedTuple):
+    """What a rank says of the loss and the metrics."""
+
+    rule: str
+    refusal: str
+    of_metrics: str
+    is_blind: bool
+    of_each: float | None
+    is_watched: bool
+    reads: bool
+
+
+def _rule_of(text: str) -> LossWeight:
+    data = json.loads(text)
+    data.pop("of_each")
+    return LossWeight(**{**data, "over": Over(data["over"])})
+
+
+def _named(text: str) -> str:
+    of_each = json.loads(text)["of_each"]
+    return f"{_rule_of(text)}" + (f", {of_each:g} for each sample" if of_each is not None else "")
+
+
+def _second(pair: tuple[str, int]) -> int:
+    return pair[1]

@@ -171,12 +171,13 @@ class Tally:
 
     @contextmanager
     def unasked(self) -> Iterator[None]:
-        """A context in which nobody is asked whether to stop."""
-        wants_stop, self._wants_stop = self._wants_stop, lambda: False
+        """A context in which nobody is asked whether to stop, or doubts the loss."""
+        asked = self._wants_stop, self._is_doubted
+        self._wants_stop = self._is_doubted = lambda: False
         try:
             yield
         finally:
-            self._wants_stop = wants_stop
+            self._wants_stop, self._is_doubted = asked
 
     def _collect(self) -> Tensor:
         """Return what was collected, each figure at its place, float64; collect anew."""

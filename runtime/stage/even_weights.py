@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..examine.loss_rules import LossWeight
+from ..examine.losses.rules import LossWeight
 
 
 class EvenWeights:

@@ -4,16 +4,14 @@
     microbatch 1    targets 1 7 5 2    mean 1.0      sum 4.0, weight 4 ─┴▶ 8.0 / 6     not (2.0 + 1.0) / 2
 
 A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Unless
-that is given, either is examined when it is first called (`examine.loss_weights`, `examine.stated_weights`); what was
-found is bound, and ranks agree on it before the optimizer first steps. Where blocks have auxiliary losses, which are
-added to the loss of each microbatch as it is, means count by samples (`even_weights`).
+that is given, either is examined when it is first called, and watched (`examine.losses.examined`); what was found is
+bound, and ranks agree on it before the optimizer first steps (`interpreter.run_losses`). Where blocks have auxiliary
+losses, which are added to the loss of each microbatch as it is, means count by samples (`even_weights`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,24 +22,19 @@ from quintsched.errors import MisfitError
 
 from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
 from ..comm import Group
-from ..comm.control import gather_texts
-from ..examine.divisors import divisor_of
-from ..examine.functions_kept import FunctionState, class_weights
-from ..examine.loss_rules import WITHOUT_GRADIENT, Finding, LossWeight, Over, named
-from ..examine.loss_weights import examine_loss
-from ..examine.metric_weights import examine_metric
-from ..examine.real_batches import RealBatch
-from ..examine.stated_weights import doubt_of_stated
+from ..examine.losses.divisors import divisor_of
+from ..examine.losses.examined import Examined
+from ..examine.losses.real_batches import RealBatch
+from ..examine.losses.rules import LossWeight, Over, named
 from ..job.choices import LossOver
 from ..splitting.sum_of_means import SumOfMeans
 from .even_weights import EvenWeights
 
-_STATED = "stated"
-_NO_WEIGHT = (
+NO_WEIGHT = (
     "the loss function gives one number, and of microbatches it is not that of the batch: {}; return (sum, weight), or "
     "quintsched.runtime.SumOfMeans for means over several things"
 )
-_NOT_STATED = (
+NOT_STATED = (
     "the loss function gives two things, which have to be a sum and what it is over, as microbatches add both up: {}; "
     'return these, such as F.cross_entropy(…, reduction="sum"), (targets != -100).sum(), or a mean alone'
 )
@@ -70,9 +63,9 @@ class WeighedLoss:
     Attributes:
         has_others: whether blocks have losses of their own beside it.
         means: the loss, where it is a sum of means.
+        examined: what is known of it, or of its terms; nothing of what is given.
+        real: keeps the microbatches of a step, if they are compared with what was found.
         is_settled: whether all ranks have agreed on what it is over.
-        is_due: whether what it was found to be over is compared with the microbatches of this step, on all ranks.
-        refusal: why no weights of microbatches make it the loss of the batch; "": some do.
     """
 
     def __init__(
@@ -83,51 +76,42 @@ class WeighedLoss:
         is_cut: bool = False,
         is_captured: bool = False,
     ) -> None:
-        self._loss_fn, self._is_cut, self.has_others = loss_fn, is_cut, False
-        self._weight = None if over is None else LossWeight(Over(over))
-        self._tables = class_weights(loss_fn) if over is None else []
-        self._even: EvenWeights | None = None
-        self._is_captured = is_captured
-        self._is_stated, self._is_given = False, over is not None
-        self._nothing = [torch.zeros((), dtype=torch.bool)]
-        self.is_settled, self.refusal, self._of_metrics = False, "", ""
+        self._loss_fn, self.has_others = loss_fn, False
         self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
+        functions = [loss_fn] if self.means is None else [partial(_term, *term) for term in self.means.terms]
+        self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]
+        self._weight = None if over is None else LossWeight(Over(over))
+        self._is_given, self._is_captured = over is not None, is_captured
+        self._even: EvenWeights | None = None
+        self._nothing = [torch.zeros((), dtype=torch.bool)]
         self._totals = torch.zeros(0, dtype=torch.float64)
-        self._state: FunctionState | None = None
-        self._real: RealBatch | None = None
-        self._old: LossWeight | None = None
-        self._since, self._step = "", 0
-        self._was_called = self._is_blind = False
-        self.is_due = False
+        self.real: RealBatch | None = None
+        self.is_settled, self._refusal = False, ""
 
     @property
-    def is_changed(self) -> bool:
-        """Whether what the loss goes by has changed since ranks agreed on what it is over."""
-        return bool(self._since)
+    def refusal(self) -> str:
+        """Why no weights of microbatches make it the loss of the batch, as far as this rank sees; "": some do."""
+        for number, examined in enumerate(self.examined):
+            if why := examined.refusal:
+                is_term = self.means is not None
+                return f"term {number} of its SumOfMeans is no sum with what it is over: {why}" if is_term else why
+        return self._refusal
 
-    def begin_step(self, number: int | None, units: int, copies: int) -> None:
-        """Begin a step of so many units on each of `copies` ranks; in some the found weight is compared with them.
+    @property
+    def rule(self) -> LossWeight | None:
+        """What a microbatch weighs; None: nobody knows, or somebody has changed what it goes by."""
+        return None if any(examined.rule is None for examined in self.examined) else self._weight
 
-        An evaluation has no number.
-        """
-        trains = number is not None
-        is_found = not self._is_given and self.means is None and not (self._is_stated and self.is_settled)
-        self.is_due = number is not None and is_found and not number & (number - 1)
-        self._step = number or 0
-        self._real = RealBatch(units, copies) if self.is_due else None
-        if self._state is not None and (name := self._state.changed()) is not None:
-            self._since, self._tables = self._since or name, class_weights(self._loss_fn)
-            self._weight, self._old, self._state = None, self._weight or self._old, None
-        if self._since and trains:
-            self._real = RealBatch(units, copies)
+    @property
+    def of_each(self) -> float | None:
+        """What each sample weighs, where blocks have losses of their own."""
+        return None if self._even is None else self._even.of_each
 
-    def end_step(self) -> None:
-        """Take what the loss goes by as it is now."""
-        is_bare = self._weight is not None and not self._is_given and self.means is None
-        is_watched = is_bare and self._was_called and "vocabulary" not in getattr(self._loss_fn, "keywords", {})
-        if is_watched and (self._state is None or self._state.changed() is not None):
-            self._state = FunctionState(self._loss_fn)
-        self._was_called, self._real, self.is_due = False, None, False
+    def take_over(self, rule: LossWeight) -> None:
+        """Take over what some rank has found."""
+        self._weight = rule
+        for examined in self.examined:
+            examined.rule = examined.rule or (rule if self.means is None else LossWeight(Over.STATED))
 
     @property
     def is_bare(self) -> bool:
@@ -140,37 +124,37 @@ class WeighedLoss:
         `samples` is how many it has; one of `usual` weighs 1 where the loss counts by samples. Each sequence is cut
         into as many `slices`.
         """
-        if self._is_stated:
-            return _both(self._loss_fn(output, targets))
+        if self.real is not None and not self.has_others:
+            self.real.keep(output, targets, samples)
         if self.means is not None:
-            if self._weight is None:
-                self._find_sums(output, targets, samples)
+            self._find_terms(output, targets, samples)
             return Summed(self.means.over(output, targets, self._totals))
-        rule = self._even.rule if self._even is not None else self._weight
+        rule = self._even.rule if self._even is not None else self.rule
         if (rule is None or rule.over is Over.DIVISOR) and not torch.is_grad_enabled():
             with torch.enable_grad():  # its graph has the divisor
                 leaves = map_tensors(lambda t: t.detach().requires_grad_(t.dtype in DIFFERENTIABLE), output)
                 weighed = self(leaves, targets, samples, usual, slices)
             parts = [part.detach() if isinstance(part, Tensor) else part for part in weighed]
             return Summed(*parts) if isinstance(weighed, Summed) else tuple(parts)
+        for examined in self.examined:
+            examined.before_call(output)
         if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
             self._guard(output)
         found = self._loss_fn(output, targets)
-        if isinstance(found, Tensor) and not found.dim():
-            self._was_called = True
-            if self._weight is None:
-                rule = self._find(found, output, targets, samples)
-                if rule is not None and rule.is_guarded:
-                    self._guard(output)
-            if self._real is not None and not self._is_given and not self.has_others:
-                self._real.keep(output, targets, samples)
-            return self._weigh(found, output, targets, samples, usual, slices)
-        if self._weight is None and isinstance(found, tuple) and len(found) == 2:
-            self._is_stated = True
-            self.refusal = doubt_of_stated(self._loss_fn, output, targets, samples, sliced=self._is_cut)
-        elif self._weight is not None and not self._is_given and isinstance(found, tuple):
-            raise MisfitError("the loss function has given one number, and now a tuple; return (sum, weight) always")
-        return found
+        is_number = isinstance(found, Tensor) and not found.dim()
+        if is_number or (isinstance(found, tuple) and len(found) == 2):
+            self._find(found, output, targets, samples)
+        self._require_kind(found)
+        return self._weigh(found, output, targets, samples, usual, slices) if is_number else found
+
+    def _require_kind(self, found: Found) -> None:
+        """Raise `MisfitError` for a tuple that was a number before, or the other way round."""
+        if self._weight is None or self._is_given:
+            return
+        is_stated, is_pair = self._weight.over is Over.STATED, isinstance(found, tuple)
+        if is_stated != is_pair and (is_pair or isinstance(found, Tensor)):
+            was, now = ("(sum, weight)", "one number") if is_stated else ("one number", "a tuple")
+            raise MisfitError(f"the loss function has given {was}, and now {now}; return (sum, weight) always")
 
     def _guard(self, output: Any) -> None:
         """Let an output have no gradient where its targets weigh nothing, as that of 0 / 0 is not finite."""
@@ -192,46 +176,26 @@ class WeighedLoss:
         else:
             self._totals = total
 
-    def _find_sums(self, output: Any, targets: Any, samples: int) -> None:
-        """Find out whether the sums of a sum of means are sums."""
-        assert self.means is not None
+    def _find_terms(self, output: Any, targets: Any, samples: int) -> None:
+        """Find out whether the terms of a sum of means are sums with what they are over."""
+        for examined in self.examined:
+            examined.find((), output, targets, samples)
         self._weight = LossWeight(Over.SUM)
-        for number, term in enumerate(self.means.terms):
-            if why := doubt_of_stated(partial(_term, *term), output, targets, samples, sliced=self._is_cut):
-                self.refusal = f"term {number} of its SumOfMeans is no sum with what it is over: {why}"
 
-    def _find(self, found: Tensor, output: Any, targets: Any, samples: int) -> LossWeight | None:
+    def _find(self, found: Found, output: Any, targets: Any, samples: int) -> None:
         """Find out what the loss is over, if it has a gradient; one that was only handed on says it by its graph."""
-        if self._old is not None and self._holds_still(output, targets, samples):
-            self._weight, self._old = self._old, None
-            return self._weight
-        if self._is_blind and not _has_gradient(found, output):
-            return None
-        finding = (
-            Finding(LossWeight(Over.DIVISOR, is_guarded=True)) if any(found is t for t in tensors_of(output)) else None
-        )
-        if finding is None:
-            finding = examine_loss(self._loss_fn, output, targets, samples, sliced=self._is_cut)
-        elif not isinstance(divisor_of(found), Tensor):
-            finding = Finding(None, "a block has found it, and it is only handed on")
-        if finding is WITHOUT_GRADIENT:
-            self._is_blind = True
-            return None
-        self._weight, self.refusal = finding.weight or LossWeight(Over.SAMPLES), finding.why
-        if self.has_others and self._weight.over not in (Over.SUM, Over.SAMPLES):
-            self._even, self._weight = EvenWeights(self._weight), LossWeight(Over.SAMPLES)
-            if self._is_captured:
-                self.refusal = (
-                    f"blocks have losses of their own beside it, and it is a mean over {self._even.rule.over}"
-                )
-        return self._weight
-
-    def _holds_still(self, output: Any, targets: Any, samples: int) -> bool:
-        """Whether a microbatch shows that the loss is over the same, though what it goes by has changed."""
-        assert self._old is not None
-        real = RealBatch(1)
-        real.keep(output, targets, samples)
-        return samples > 1 and not real.misfit(self._loss_fn, self._old, self._tables)
+        for examined in self.examined:
+            is_new = examined.rule is None
+            rule = examined.find(found, output, targets, samples)
+            if not is_new or rule is None:
+                continue
+            self._weight, self._even = rule, None
+            if self.has_others and rule.over not in (Over.SUM, Over.SAMPLES, Over.STATED):
+                self._even, self._weight = EvenWeights(rule), LossWeight(Over.SAMPLES)
+                if self._is_captured:
+                    self._refusal = f"blocks have losses of their own beside it, and it is a mean over {rule.over}"
+            if self._weight.is_guarded:
+                self._guard(output)
 
     def _weigh(self, found: Tensor, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Found:
         """Return the sum and the weight of a loss."""
@@ -256,7 +220,7 @@ class WeighedLoss:
             length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
             return float(samples * length)
         if rule.over is not Over.DIVISOR:
-            return rule.of_targets(named(targets), self._tables)
+            return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
         weight = _divisor_of(found)
         return torch.where((found.detach() == 0) & (weight == 1), 0, weight) if rule.is_clamped else weight
 
@@ -266,62 +230,9 @@ class WeighedLoss:
         Raises `MisfitError` later.
         """
         why = even.doubt(self._weight_by(even.rule, found, output, targets, samples), samples)
-        self.refusal = self.refusal or why
+        self._refusal = self._refusal or why
         if why and self.is_settled:
-            raise MisfitError(_NO_WEIGHT.format(why))
-
-    def settle(self, world: Group, *, matters: bool, of_metrics: str = "", again: bool = False) -> None:
-        """Agree with all ranks on what the loss is over, once any has found it (collective until then).
-
-        Unless it `matters`, as there is one microbatch alone, it may be anything. `of_metrics` is why this rank refuses
-        one; `again`: what the loss of some rank goes by has changed. Raises `MisfitError` on all ranks.
-        """
-        if matters and self._real is not None and self._weight is not None and not self.refusal:
-            why = self._real.misfit(self._loss_fn, self._weight, self._tables)
-            if why:
-                self.refusal = f"it was found to be {self._weight}, but in step {self._step} it is not so: {why}"
-        if not self.is_settled or self.is_due or again:
-            self._agree(world, of_metrics)
-        if self._of_metrics and matters:
-            raise MisfitError(self._of_metrics)
-        if self.refusal and matters:
-            raise MisfitError(
-                (_NOT_STATED if self._is_stated else _NO_WEIGHT).format(self.refusal)
-                + ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
-                "train.loss_over: microbatch"
-            )
-
-    def _agree(self, world: Group, of_metrics: str) -> None:
-        """Hear from all ranks what each has found in this step."""
-        is_known = self._weight is not None and (self._was_called or not self.is_settled)
-        of_each = None if self._even is None else self._even.of_each
-        rule = self._weight and asdict(self._weight) | {"of_each": of_each}
-        mine = json.dumps(rule) if rule and is_known else _STATED * self._is_stated
-        since = self._since and f"since {self._since} has changed, "
-        refusal = self.refusal and since + self.refusal
-        said = f"{mine}\n{refusal}\n{of_metrics}\n{'blind' * self._is_blind}\n"
-        said += str(self._real.of_each or "") if self._real is not None else ""
-        told = [text.split("\n") for text in gather_texts(world, said)]
-        self.refusal, self._of_metrics = (next((row[k] for row in told if row[k]), "") for k in (1, 2))
-        found = list(dict.fromkeys(row[0] for row in told if row[0]))
-        self._is_stated = found == [_STATED] or (self._is_stated and not found)
-        if len(found) > 1 and not self.refusal:
-            self.refusal = "ranks found it to be over unlike things"
-        if len({row[4] for row in told if row[4]}) > 1 and not self.refusal:
-            self.refusal = f"in step {self._step} it is over unlike numbers of things for a sample on some ranks"
-        if found and not self.refusal:
-            self._take_over(found[0])
-            is_blind = any(row[3] for row in told) and not (self._weight and self._weight == LossWeight(Over.SAMPLES))
-            self.refusal = "some microbatches of a step have a gradient, and others have none" if is_blind else ""
-            self._is_blind = False
-        self.is_settled, self._since = self.is_settled or bool(found), ""
-
-    def _take_over(self, text: str) -> None:
-        """Take over what some rank has found."""
-        if text != _STATED:
-            data = json.loads(text)
-            data.pop("of_each")
-            self._weight = LossWeight(**{**data, "over": Over(data["over"])})
+            raise MisfitError(NO_WEIGHT.format(why))
 
 
 def _term(
@@ -342,55 +253,3 @@ def _divisor_of(found: Tensor) -> Tensor | int:
             "(sum, weight) always"
         )
     return 0 if weight is None else weight
-
-
-def _has_gradient(loss: Tensor, output: Any) -> bool:
-    """Whether a loss has any with respect to an output; without a graph nobody knows."""
-    leaves = [t for t in tensors_of(output) if t.requires_grad]
-    if not loss.requires_grad or not leaves:
-        return False
-    gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    return any(g is not None and bool(g.any()) for g in gradients)
-
-
-def _both(found: Found) -> Found:
-    """Return what a loss gives that has given (sum, weight)."""
-    if isinstance(found, Tensor):
-        raise MisfitError("the loss function has given (sum, weight), and now one number; return (sum, weight) always")
-    return found
-
-
-class WeighedMetric:
-    """A metric of the user's, weighed by what it is over: a sum, (sum, weight), or a mean, which is examined once.
-
-    Attributes:
-        refusal: why it is none of these, in words; "": it is.
-    """
-
-    def __init__(self, name: str, metric: Callable[..., Any]) -> None:
-        self._name, self._metric = name, metric
-        self._weight: LossWeight | None = None
-        self._tables: list[Tensor] = []
-        self.refusal = ""
-
-    def __call__(self, output: Any, targets: Any, samples: int = 1) -> tuple[Any, Any]:
-        """Return the sum and the weight of a microbatch; a weight of 0 is that of its loss."""
-        found = self._metric(output, targets)
-        if isinstance(found, tuple) and len(found) == 2:
-            return found
-        if self._weight is None:
-            self._find(output, targets, samples)
-        rule = self._weight
-        assert rule is not None
-        if rule.over is Over.SUM:
-            return found, 0
-        weight = samples if rule.over is Over.SAMPLES else rule.of_targets(named(targets), self._tables)
-        wide = torch.as_tensor(found).double()
-        return torch.where(torch.as_tensor(weight, device=wide.device) == 0, 0.0, wide * weight), weight
-
-    def _find(self, output: Any, targets: Any, samples: int) -> None:
-        self._tables = class_weights(self._metric)
-        weight, why = examine_metric(self._metric, output, targets, samples)
-        self._weight = weight or LossWeight(Over.SUM)
-        if why:
-            self.refusal = f"metric {self._name!r} gives one number, of which {why}; let it return (sum, weight)"

@@ -17,7 +17,7 @@ first, and then ever more rarely, at odd moments.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,8 +107,8 @@ class StepGraphs:
         self._modules = [module for stage in model.stages.values() for module in stage.modules()]
         self._shapes, self._num_shapes = Latest[_Shape](MOST_GRAPHS), 0
 
-    def run(self, step: PreparedStep, number: int) -> None:
-        """Run a whole step, the `number`-th of the training.
+    def run(self, step: PreparedStep, number: int, watch: Callable[[], None] = lambda: None) -> None:
+        """Run a whole step, the `number`-th of the training; `watch` is called before one that runs by instructions.
 
         Raises `UsageError` where it cannot be captured, or where its graph no longer does what its instructions do.
         """
@@ -121,6 +121,7 @@ class StepGraphs:
             if shape.captures >= MOST_CAPTURES:
                 shape.excuse = f"{stale} has changed, and so often that a graph is not worth its capture"
         if shape.excuse or shape.seen < WARM_UP:
+            watch()
             shape.seen += 1
             if not shape.excuse and shape.seen == WARM_UP:
                 shape.excuse, shape.changing = self._warm_up(step, given)

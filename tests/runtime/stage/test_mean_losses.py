@@ -182,7 +182,7 @@ class Annealed(nn.Module):
 def test_a_loss_that_goes_by_its_calls_is_refused() -> None:
     plan, loss_fn = qs.compile("1f1b", mesh="pp=1", microbatches=2), Annealed()
     engine = Engine(plan, BLOCKS, loss_fn, sgd, dtype=torch.float64)
-    with pytest.raises(MisfitError, match="with each microbatch"):
+    with pytest.raises(MisfitError, match="once for each microbatch"):
         engine.step(INPUTS, FLAGS)
     assert loss_fn.calls == 2
 

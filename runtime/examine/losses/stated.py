@@ -10,17 +10,15 @@ its tokens, which weighs as much for each slice. What cannot be called with a fe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .functions_kept import versions_kept
-from .loss_parts import Parts, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
-from .loss_weights import LossExamination
-
-_OF_THIS_PACKAGE = __name__.split(".")[0]
+from ..functions_kept import versions_kept
+from .examination import WRITES, LossExamination, Tried
+from .parts import Parts, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
+from .rules import Finding, LossWeight, Over
 
 
 def doubt_of_stated(
@@ -33,35 +31,30 @@ def doubt_of_stated(
         output, targets: those of a microbatch, with as many samples.
         sliced: whether sequences are cut.
     """
-    of: Any = loss
-    while isinstance(of, partial):  # of a term of a sum of means, its first function
-        of = of.args[0] if _is_ours(of.func) and of.args else of.func
-    if _is_ours(of):
-        return ""
     with versions_kept(loss):
-        return _StatedExamination(loss, output, targets, samples, sliced=sliced).doubt()
+        return StatedExamination(loss, output, targets, samples, sliced=sliced).run().why
 
 
-def _is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).split(".")[0] == _OF_THIS_PACKAGE
-
-
-class _StatedExamination(LossExamination):
+class StatedExamination(LossExamination):
     """Experiments on a loss that gives (sum, weight); `weights` are those of its calls."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.weights: list[float] = []
 
-    def doubt(self) -> str:
-        """Return what the first experiment says that fails."""
+    def run(self) -> Finding:
+        """Return that it is stated, or what the first experiment says that fails."""
+        doubt = self._doubt()
+        return Finding(None if doubt else LossWeight(Over.STATED), doubt)
+
+    def _doubt(self) -> str:
         parts = self.usable() if self.has_rows() else None
         if parts is None:
             return ""
-        if self.moves(parts):
-            return "it changes what it goes by with each microbatch"
+        if name := self.depends_on_calls(parts):
+            return WRITES.format(name)
         others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
-        for some in (parts, parts.scaled(1, 0.5), cut_elsewhere(parts), *others):
+        for some in (*parts.of_all_sizes(), cut_elsewhere(parts), *others):
             if doubt := self._doubt_of(some):
                 return f"of two batches together {doubt}"
         cut = along_tokens(parts) if self.is_sliced else None
@@ -90,3 +83,10 @@ class _StatedExamination(LossExamination):
         total, weight = super().call(outputs, targets)
         self.weights.append(float(weight))
         return torch.as_tensor(total)
+
+    def try_once(
+        self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
+    ) -> Tried | None:
+        """Return what it makes of these, and what it says that this is over."""
+        tried = super().try_once(outputs, targets, may_be_infinite=may_be_infinite)
+        return None if tried is None else tried._replace(divisor=self.weights[-1])

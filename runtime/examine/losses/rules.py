@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks.trees import flatten
+from ...blocks.trees import flatten
 
 
 class Over(StrEnum):
@@ -24,6 +24,7 @@ class Over(StrEnum):
     CLASSES = "classes"
     DIVISOR = "divisor"
     MICROBATCH = "microbatch"
+    STATED = "stated"
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class LossWeight:
     is_clamped: bool = False
 
     def __str__(self) -> str:
-        if self.over is Over.SUM:
-            return "a sum"
+        if self.over in (Over.SUM, Over.STATED):
+            return "a sum" if self.over is Over.SUM else "a sum with its weight"
         if self.over in (Over.TARGETS, Over.CLASSES):
             where = f"targets{self.leaf} that are not {self.ignored}"
             return f"a mean over {where}" + (", by the weights of classes" if self.over is Over.CLASSES else "")

@@ -15,24 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .loss_parts import Parts, with_other_targets
-from .loss_rules import Finding, LossWeight, Over
-from .loss_weights import Candidates, LossExamination, Share
+from .examination import WRITES, Candidates, LossExamination, Share, Tried
+from .parts import Parts, with_other_targets
+from .reads import ReadsChecked
+from .rules import Finding, LossWeight, Over
 
 _NEAR = 2e-3
 
 
 def examine_metric(metric: Any, output: Any, targets: Any, samples: int) -> Finding:
     """Return what a metric is over that gives one number; one that is always zero counts as a sum."""
-    return _MetricExamination(metric, output, targets, samples, sliced=False).run()
+    return MetricExamination(metric, output, targets, samples, sliced=False).run()
 
 
-class _MetricExamination(LossExamination):
+class MetricExamination(LossExamination):
+    """Experiments on the values of a metric."""
+
     def run(self) -> Finding:
         """Return what all values agree on."""
         parts = self.usable()
         if parts is None or not any(parts.units):
             return Finding(LossWeight(Over.SUM))
+        if name := self.depends_on_calls(parts):
+            return Finding(None, WRITES.format(name))
         candidates = dict(self.candidates(parts))
         is_sum, is_told = True, False
         for tried in self._tried(parts):
@@ -45,6 +50,7 @@ class _MetricExamination(LossExamination):
             candidates = _fitting(candidates, tried, values, least)
             if not is_sum and not candidates:
                 return Finding(None, "it is neither a sum nor a mean over samples, tokens or targets")
+        self.reads |= not is_told
         return Finding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
 
     def _tried(self, parts: Parts) -> Iterator[Parts]:
@@ -54,23 +60,46 @@ class _MetricExamination(LossExamination):
 
     def _values(self, parts: Parts) -> tuple[float, float, float] | None:
         one, other = parts.halves()
-        found = [self._value(*some) for some in ((parts.outputs, parts.targets), one, other)]
-        whole, a, b = found
-        return None if whole is None or a is None or b is None else (whole, a, b)
+        whole, a, b = (self.try_once(*some) for some in ((parts.outputs, parts.targets), one, other))
+        return None if whole is None or a is None or b is None else (float(whole.value), float(a.value), float(b.value))
 
-    def _value(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float | None:
+    def try_once(
+        self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
+    ) -> Tried | None:
+        """Return what the metric makes of these; None where that is no finite number, or it cannot be called so."""
         try:
-            with torch.no_grad():
-                value = float(self.call(outputs, targets))
+            with torch.no_grad(), ReadsChecked() as checked:
+                found = self.call(outputs, targets)
+                value, weight = found if isinstance(found, tuple) else (found, None)
+                value = torch.as_tensor(value).double()
         except Exception:  # what a user's code says to what is no batch of its own
             return None
         finally:
+            self.reads |= checked.has_read
             self.kept.put_back()
-        return value if abs(value) < torch.inf else None
+        by = None if weight is None else float(weight)
+        is_finite = may_be_infinite or bool(value.isfinite())
+        return Tried(value, [None] * len(outputs), by, torch.float32) if is_finite and not value.dim() else None
 
-    def try_once(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False) -> Any:
-        """Return whether the metric can be called with these; None: it cannot."""
-        return self._value(outputs, targets)
+
+class StatedMetricExamination(MetricExamination):
+    """Experiments on a metric that gives (sum, weight), whose quotient is what is told."""
+
+    def run(self) -> Finding:
+        """Return that it is stated, or that it is not what it says."""
+        stated, parts = LossWeight(Over.STATED), self.usable()
+        if parts is None or not any(parts.units):
+            return Finding(stated)
+        if name := self.depends_on_calls(parts):
+            return Finding(None, WRITES.format(name))
+        for some in self._tried(parts):
+            halves = some.halves()
+            tried = [self.try_once(*given) for given in ((some.outputs, some.targets), *halves)]
+            whole, *each = [(float(one.value), float(one.divisor or 0)) for one in tried if one is not None]
+            total, weight = map(sum, zip(*each, strict=True)) if len(each) == len(halves) else (0.0, 0.0)
+            if weight and whole[1] and abs(whole[0] / whole[1] - total / weight) > _NEAR * abs(whole[0] / whole[1]):
+                return Finding(None, "of two batches together it is not the sums of both by their weights")
+        return Finding(stated)
 
 
 def _fitting(candidates: Candidates, parts: Parts, values: Sequence[float], least: float) -> Candidates:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.examine.loss_rules import Over
-from quintsched.runtime.examine.loss_weights import examine_loss
-from quintsched.runtime.examine.metric_weights import examine_metric
+from quintsched.runtime.examine.losses.examination import examine_loss
+from quintsched.runtime.examine.losses.metrics import examine_metric
+from quintsched.runtime.examine.losses.rules import Over
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8
 RANDOM = torch.Generator().manual_seed(1)

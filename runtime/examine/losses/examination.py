@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..blocks.trees import flatten
-from ..comm.device import AllGenerators
+from ...blocks.trees import flatten
+from ..functions_kept import FunctionKept, FunctionState, class_weights, versions_kept, whole_numbers
 from .divisors import divisor_of
-from .functions_kept import FunctionKept, class_weights, versions_kept, whole_numbers
-from .loss_parts import (
+from .own_writes import depends_on_calls
+from .parts import (
     Parts,
     along_samples,
     along_tokens,
@@ -37,8 +37,8 @@ from .loss_parts import (
     with_ignored_tokens,
     with_other_targets,
 )
-from .loss_rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
-from .reads_checked import ReadsChecked
+from .reads import ReadsChecked
+from .rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
 
 Loss = Callable[[Any, Any], Any]
 
@@ -48,11 +48,15 @@ Candidates = dict[LossWeight, Callable[["Parts", "Share"], float | None]]
 
 
 class Tried(NamedTuple):
-    """A loss of a batch or a part: its value, gradients of the outputs' leaves, what it was divided by."""
+    """A loss of a batch or a part: its value, gradients of the outputs' leaves, what it was divided by.
+
+    `dtype` is the shortest type of numbers that it was found in.
+    """
 
     value: Tensor
     gradients: Sequence[Tensor | None]
-    divisor: Tensor | int | None
+    divisor: Tensor | int | float | None
+    dtype: torch.dtype = torch.float64
 
 
 class Given(Protocol):
@@ -81,7 +85,10 @@ class Share(NamedTuple):
     is_told: bool = True
 
 
+WRITES = "its calls write {}, which it goes by: once for each microbatch, and not once for a batch"
 _UNTOLD = Share(is_told=False)
+_PRECISION = {torch.float64: (1e-9, 1e-13), torch.float32: (2e-5, 1e-6), torch.bfloat16: (5e-2, 5e-3)}
+"""By how much a row of gradients may differ, relative to itself, and to all of them."""
 
 
 def examine_loss(loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> Finding:
@@ -109,7 +116,7 @@ class LossExamination:
         self._tables = class_weights(loss)
         self._leaves, self._samples = ([t.detach() for t in outputs], given), samples
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
-        self.is_safe = True
+        self.is_safe, self.reads = True, False
 
     def run(self) -> Finding:
         """Return what all experiments agree on."""
@@ -121,15 +128,16 @@ class LossExamination:
         candidates = dict(self.candidates(parts))
         told: list[Share] = []
         others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe))
-        if self.moves(parts):
-            return Finding(None, "it changes what it goes by with each microbatch, and not once for a batch")
-        for some in (parts, parts.scaled(1, 0.5), parts.scaled(0.5, 1), cut_elsewhere(parts), *others):
+        if name := self.depends_on_calls(parts):
+            return Finding(None, WRITES.format(name))
+        for some in (*parts.of_all_sizes(), cut_elsewhere(parts), *others):
             share = self.share(some)
-            if share.why:
+            if share.why and not some.is_odd:
                 return Finding(None, share.why)
-            if share.is_told:
+            fitting = {w: of for w, of in candidates.items() if share.is_told and _fits(of(some, share), share)}
+            if share.is_told and not (some.is_odd and (share.why or not fitting)):
                 told.append(share)
-                candidates = {w: of for w, of in candidates.items() if _fits(of(some, share), share)}
+                candidates = fitting
         told = [share for share in told if not any(share.is_empty)]
         if not told:
             return self._without_gradient(parts)
@@ -188,25 +196,24 @@ class LossExamination:
         tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
         return tried is not None and any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)
 
-    def moves(self, parts: Given, more: int = 4) -> bool:
-        """Whether calls with other numbers give it another loss, generators being where they were."""
-        device = parts.outputs[0].device
-        leaves = [_leaf(t) for t in parts.outputs]
-        others = [_leaf(t * 0.5) if t.is_floating_point() else t for t in parts.outputs]
-        try:
-            with torch.enable_grad(), _unseen():  # a loss may find gradients itself
-                generators = AllGenerators(device)
-                one = self.call(leaves, parts.targets).detach()
-                self.kept.put_back()
-                for _ in range(more):
-                    self.call(others, parts.targets)
-                generators.put_back()
-                other = self.call(leaves, parts.targets).detach()
-        finally:
-            self.kept.put_back()
-        is_exact = one.dtype is torch.float64 and device.type == "cpu"
-        least = (1e-9, 1e-12) if is_exact else (1e-4, 1e-7)
-        return not bool(torch.isclose(one, other, *least, equal_nan=True))
+    def depends_on_calls(self, parts: Given, state: FunctionState | None = None) -> str | None:
+        """Return the name of what its own calls write, since a state that was noted, and it goes by; None: of nothing.
+
+        Generators are where they were.
+        """
+        others = [[t * 0.5 if t.is_floating_point() else t for t in parts.outputs], parts.outputs]
+        given = [(some, parts.targets) for some in others]
+        if isinstance(parts, Parts):
+            given.append(parts.halves()[1])
+        calls = [partial(self._figures, *some) for some in given]
+        state = state or FunctionState(self._loss)
+        return depends_on_calls(state, self.kept, partial(self._figures, parts.outputs, parts.targets), calls * 2)
+
+    def _figures(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """Call it for good, and return what it gives."""
+        with torch.enable_grad(), _unseen():  # a loss may find gradients itself
+            found = self._loss(self._output_tree.build([*map(_leaf, outputs)]), self._target_tree.build(targets))
+        return [torch.as_tensor(one).detach() for one in (found if isinstance(found, tuple) else (found,))]
 
     def _without_gradient(self, parts: Parts) -> Finding:
         whole = self.try_once(parts.outputs, parts.targets)
@@ -272,14 +279,14 @@ class LossExamination:
         whole, a, b = self.try_once(parts.outputs, parts.targets), self.try_once(*one), self.try_once(*other)
         if whole is None or a is None or b is None:
             return _UNTOLD
-        tolerance = self.tolerance(parts, whole)
+        tolerance, (residue, least) = self.tolerance(whole), _PRECISION.get(whole.dtype, _PRECISION[torch.bfloat16])
         of_a, of_b = [], []
         for number, gradient in enumerate(whole.gradients):
             if gradient is not None and parts.units[number]:
                 mine, its = parts.cut(number, gradient)
                 of_a.append((mine, a.gradients[number]))
                 of_b.append((its, b.gradients[number]))
-        ratios = [_ratio(pairs, tolerance) for pairs in (of_a, of_b)]
+        ratios = [_ratio(pairs, residue, least) for pairs in (of_a, of_b)]
         if "unlike" in ratios:
             return Share(why="its gradient for one sample depends on the other samples of the batch")
         r_a, r_b = (None if r == "none" else float(r) for r in ratios)
@@ -303,10 +310,9 @@ class LossExamination:
         divisors = None if by_a is None or by_b is None else (float(by_a), float(by_b))
         return Share(r_a, divisors, is_empty, tolerance * 4)
 
-    def tolerance(self, given: Given, tried: Tried) -> float:
+    def tolerance(self, tried: Tried) -> float:
         """Return by how much gradients may differ, relative to what they are."""
-        dtype = tried.value.dtype
-        return 1e-6 if dtype is torch.float64 else 2e-3 if dtype is torch.float32 else 5e-2
+        return {torch.float64: 1e-6, torch.float32: 2e-5}.get(tried.dtype, 5e-2)
 
     def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
         """Return what the function gives for leaves of an output and of targets."""
@@ -319,7 +325,7 @@ class LossExamination:
         leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
         try:
-            with torch.enable_grad(), _unseen(), ReadsChecked():
+            with torch.enable_grad(), _unseen(), ReadsChecked() as checked:
                 value = self.call(leaves, targets)
                 if not isinstance(value, Tensor) or value.dim():
                     return None
@@ -328,15 +334,19 @@ class LossExamination:
         except Exception:  # what a user's code says to what is no batch of its own
             return None
         finally:
+            self.reads |= checked.has_read
             self.kept.put_back()
         by_leaf = iter(found or [None] * len(wanted))
         gradients = [next(by_leaf) if t.requires_grad else None for t in leaves]
         finite = all(g is None or bool(g.isfinite().all()) for g in gradients) and bool(value.isfinite())
-        return Tried(value.detach(), gradients, divisor) if finite or may_be_infinite else None
+        return Tried(value.detach(), gradients, divisor, checked.dtype) if finite or may_be_infinite else None
 
 
-def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float) -> float | str:
-    """Return by what gradients of a part are multiplied in the whole; "none": there are none; "unlike": by nothing."""
+def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float, least: float) -> float | str:
+    """Return by what gradients of a part are multiplied in the whole; "none": there are none; "unlike": by nothing.
+
+    Each row of them has to be, up to a tolerance of its own and to the least of all that can be told.
+    """
     whole = torch.cat([mine.flatten().double() for mine, _ in pairs]) if pairs else torch.zeros(1)
     parts = [torch.zeros_like(mine) if alone is None else alone for mine, alone in pairs]
     alone = torch.cat([part.flatten().double() for part in parts]) if pairs else torch.zeros(1)
@@ -344,7 +354,10 @@ def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float) -> f
     if size <= 1e-12 * max(of_whole, 1e-30):
         return "unlike" if of_whole > 1e-12 else "none"
     ratio = float(whole @ alone) / size**2
-    return "unlike" if float((whole - ratio * alone).norm()) > tolerance * max(of_whole, size * 1e-3) else ratio
+    width = next((mine.shape[-1] for mine, _ in pairs if mine.dim() > 1), 1)
+    width = width if all(mine.dim() > 1 and mine.shape[-1] == width for mine, _ in pairs) else 1
+    off, rows = (whole - ratio * alone).view(-1, width).norm(dim=1), whole.view(-1, width).norm(dim=1)
+    return "unlike" if bool((off > tolerance * rows + least * max(of_whole, size * 1e-3)).any()) else ratio
 
 
 def _fits(share: float | None, seen: Share) -> bool:

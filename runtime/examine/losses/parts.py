@@ -26,6 +26,7 @@ from torch import Tensor
 _ROWS, _FREE_BYTES = 6, 32 << 20
 _TOKENS, _LARGE_BYTES = 6, 4 << 20
 _MOST_IDS = 8
+_SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 Change = Callable[[Tensor], Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -39,6 +40,7 @@ class Parts:
         first, rest: how many samples, or tokens, each part has.
         along: the dimension that is cut: 0 samples, 1 tokens.
         units: of each leaf, outputs' first: how many rows belong to one of these; 0: the leaf belongs to all of them.
+        is_odd: whether masks have numbers that these may never have.
     """
 
     outputs: Sequence[Tensor]
@@ -47,6 +49,7 @@ class Parts:
     rest: int
     along: int
     units: Sequence[int]
+    is_odd: bool = False
 
     @property
     def share(self) -> float:
@@ -69,14 +72,24 @@ class Parts:
             self.along, self.first * unit, self.rest * unit
         )
 
-    def scaled(self, first: float, rest: float) -> Parts:
-        """Return the same with the parts' outputs multiplied, those of samples."""
+    def of_all_sizes(self) -> Iterator[Parts]:
+        """Yield the same, with numbers of other sizes, so that what is a threshold of some lies between both parts."""
+        yield self
+        for first, rest in _SCALES:
+            yield self.scaled(first, rest)
+            if any(self._is_free(len(self.outputs) + i, t) and not _is_mask(t) for i, t in enumerate(self.targets)):
+                yield self.scaled(first, rest, with_targets=True)
+
+    def scaled(self, first: float, rest: float, *, with_targets: bool = False) -> Parts:
+        """Return the same with the parts' outputs multiplied, those of samples, and the numbers among their targets."""
+        leaves = (*self.outputs, *self.targets) if with_targets else self.outputs
         made = [
-            torch.cat([a * first, b * rest]) if self._is_free(i, t) else t
-            for i, t in enumerate(self.outputs)
+            torch.cat([a * first, b * rest], self.along) if self._is_free(i, t) and not _is_mask(t) else t
+            for i, t in enumerate(leaves)
             for a, b in [self.cut(i, t)]
         ]
-        return replace(self, outputs=made)
+        split = len(self.outputs)
+        return replace(self, outputs=made[:split], targets=made[split:] if with_targets else self.targets)
 
     def _is_free(self, number: int, leaf: Tensor) -> bool:
         return bool(self.units[number]) and leaf.is_floating_point()
@@ -177,7 +190,12 @@ def with_other_targets(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> It
             yield _changed(parts, place, leaf, lambda a: _every_third(a, 0))
             if _is_mask(leaf):
                 yield _changed(parts, place, leaf, torch.zeros_like, torch.ones_like)
-            yield _changed(parts, place, leaf, torch.ones_like if _is_mask(leaf) else lambda a: a * 0.5)
+                yield _changed(parts, place, leaf, torch.ones_like)
+            if leaf.is_floating_point():
+                odd = replace(parts, is_odd=_is_mask(leaf))
+                yield _changed(odd, place, leaf, lambda a: a * 0.5)
+                for value in (-1, torch.nan):
+                    yield _changed(odd, place, leaf, partial(_every_third, value=value))
 
 
 def _by_rows(parts: Parts) -> Iterator[Parts]:
@@ -202,12 +220,14 @@ def _by_ids(parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], *, is_sa
     pool = [int(one) for one in known]
     highest = int(leaf.max())
     classes = _num_classes(parts, leaf) if is_safe else 0
-    if highest < classes:
-        pool = sorted({*range(min(classes, _MOST_IDS)), classes - 1, *(one for one in pool if one >= 0)})
+    if highest < classes or (is_safe and not classes and min(pool) >= 0):  # such as lengths
+        most = classes if highest < classes else highest + 1
+        pool = sorted({*range(min(most, _MOST_IDS)), most - 1, *(one for one in pool if one >= 0)})
     values = torch.tensor(pool, dtype=leaf.dtype, device=leaf.device)
     lower = values[: (len(pool) + 1) // 2]
     if len(pool) > 1:
         yield _changed(parts, place, leaf, lambda a: _filled(a, lower), lambda b: _filled(b, values))
+        yield _changed(parts, place, leaf, lambda a: torch.full_like(a, pool[0]), lambda b: _filled(b, values))
     for one in ids if highest < classes else ():
         some = lambda a, one=one: _every_third(_filled(a, lower), one)  # noqa: E731
         yield _changed(parts, place, leaf, some, lambda b: _filled(b, values))
@@ -242,7 +262,7 @@ def _changed(parts: Parts, place: int, leaf: Tensor, first: Change = _same, rest
     return replace(parts, targets=targets)
 
 
-def _every_third(leaf: Tensor, value: int) -> Tensor:
+def _every_third(leaf: Tensor, value: float) -> Tensor:
     changed, row = leaf.clone().flatten(), leaf[0].numel()
     changed[:: next(step for step in (3, 5, 7, row + 1) if gcd(step, row) == 1)] = value  # in all columns
     return changed.view_as(leaf)

@@ -15,9 +15,9 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.stated_weights import doubt_of_stated
+from quintsched.runtime.examine.losses.stated import doubt_of_stated
 
-from ..toys import sgd
+from ...toys import sgd
 
 CLASSES, TOKENS = 5, 6
 RANDOM = torch.Generator().manual_seed(3)

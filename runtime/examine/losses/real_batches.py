@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks.trees import DIFFERENTIABLE, Tree, flatten
-from .loss_parts import rows_of_each, shortened
-from .loss_rules import LossWeight, Over
-from .loss_weights import LossExamination, Tried
+from ...blocks.trees import DIFFERENTIABLE, Tree, flatten
+from .examination import LossExamination, Tried
+from .parts import rows_of_each, shortened
+from .rules import LossWeight, Over
 
-_FREE_BYTES, _MOST_CALLS = 8 << 20, 64
+_FREE_BYTES = 8 << 20
 _ROUNDING = 10
 """So many times what experiments on a few samples allow for."""
 
 
-class _Unit(NamedTuple):
+class Unit(NamedTuple):
     """Some samples of a microbatch."""
 
     output: Tree
@@ -40,7 +40,11 @@ class _Unit(NamedTuple):
         """How many rows of each leaf belong to a sample."""
         return [rows_of_each(leaf, self.samples) for leaf in (*self.outputs, *self.targets)]
 
-    def cut(self, first: int, count: int) -> _Unit:
+    def built(self) -> tuple[Any, Any]:
+        """Return output and targets."""
+        return self.output.build(self.outputs), self.target.build(self.targets)
+
+    def cut(self, first: int, count: int) -> Unit:
         """Return some of the samples."""
         cut = [
             leaf.narrow(0, first * unit, count * unit) if unit else leaf
@@ -49,21 +53,26 @@ class _Unit(NamedTuple):
         split = len(self.outputs)
         return self._replace(outputs=cut[:split], targets=cut[split:], samples=count)
 
-    def fits(self, other: _Unit) -> bool:
+    def fits(self, other: Unit) -> bool:
         """Whether its samples are built as those of another."""
 
-        def shapes(unit: _Unit) -> list[object]:
+        def shapes(unit: Unit) -> list[object]:
             return [(leaf.shape[1:], leaf.dtype, bool(n)) for leaf, n in zip(unit.leaves, unit.rows, strict=True)]
 
         is_built_alike = self.output.is_built_as(other.output) and self.target == other.target
         return is_built_alike and shapes(self) == shapes(other)
+
+    def shares_rest_with(self, other: Unit) -> bool:
+        """Whether what belongs to no sample is the same in another."""
+        alike = zip(self.rows, self.leaves, other.leaves, strict=True)
+        return all(rows or one is its or torch.equal(one, its) for rows, one, its in alike)
 
     @property
     def leaves(self) -> Sequence[Tensor]:
         """Those of outputs, then of targets."""
         return (*self.outputs, *self.targets)
 
-    def moved(self, place: torch.device, dtype: torch.dtype | None) -> _Unit:
+    def moved(self, place: torch.device, dtype: torch.dtype | None) -> Unit:
         """Return it elsewhere, its floating numbers in another type."""
         outputs, targets = (
             [t.to(place, dtype if t.is_floating_point() else None) for t in leaves]
@@ -72,22 +81,32 @@ class _Unit(NamedTuple):
         return self._replace(outputs=outputs, targets=targets)
 
 
+class Comparison(NamedTuple):
+    """What a comparison has shown.
+
+    Attributes:
+        why: why a loss of samples together is not what a rule says, in words; "": it is, or nothing can be told.
+        reads: whether it asks for numbers in Python.
+        of_each: by what it is divided for each sample; None: by unlike numbers, or nobody knows.
+    """
+
+    why: str = ""
+    reads: bool = False
+    of_each: float | None = None
+
+
 class RealBatch:
     """Samples of a step's microbatches.
 
     Args:
         units: how many a step has on this rank.
         copies: how many ranks have such.
-
-    Attributes:
-        of_each: by what the loss of these is divided for each sample; None: by unlike numbers, or nobody knows.
     """
 
     def __init__(self, units: int, copies: int = 1) -> None:
-        self._units: list[_Unit] = []
+        self._units: list[Unit] = []
         self._latest: Any = None
-        self._copies, self._num_calls = copies, units
-        self.of_each: float | None = None
+        self._copies = copies
         self._is_short = False
         self._free = _FREE_BYTES // max(1, units * copies)
 
@@ -103,53 +122,62 @@ class RealBatch:
             leaves, given = map(list, shortened(leaves, given, samples))  # type: ignore[assignment]
         count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
         if count or len(self._units) < 2:
-            unit = _Unit(tree, target_tree, leaves, given, samples).cut(0, max(1, count))
+            unit = Unit(tree, target_tree, leaves, given, samples).cut(0, max(1, count))
             self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
 
-    def misfit(self, loss: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor]) -> str:
-        """Return why a loss of these together is not what a rule says, in words; "": it is, or nothing can be told."""
+    @property
+    def probe(self) -> Unit | None:
+        """A few of them."""
+        return self._units[0].cut(0, min(2, self._units[0].samples)) if self._units else None
+
+    def misfit(
+        self,
+        kind: type[LossExamination],
+        loss: Callable[[Any, Any], Any],
+        rule: LossWeight,
+        tables: Sequence[Tensor],
+    ) -> Comparison:
+        """Compare a loss of these together with what a rule says."""
         units = [unit for unit in self._units if unit.fits(self._units[0])]
         if len(units) == 1 and units[0].samples > 1:
             half = units[0].samples // 2
             units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
-        if len(units) < 2:
-            return ""
+        if len(units) < 2 or not all(map(units[0].shares_rest_with, units)):
+            return Comparison()
         whole = _joined(units * self._copies)
-        built = whole.output.build(whole.outputs), whole.target.build(whole.targets)
-        of = LossExamination(loss, *built, whole.samples, sliced=False)
+        of = kind(loss, *whole.built(), whole.samples, sliced=False)
         for place, dtype in of.ways():
             moved = whole.moved(place, dtype)
             together = of.try_once(moved.outputs, moved.targets)
             if together is None:
                 continue
             parts = [unit.moved(place, dtype) for unit in units]
-            if of.moves(parts[0], min(_MOST_CALLS, 2 * self._num_calls)):
-                return "it changes what it goes by from call to call"
             tried = [of.try_once(part.outputs, part.targets, may_be_infinite=True) for part in parts]
             each = [one for one in tried if one is not None]
             if len(each) < len(tried):
-                return ""
-            self._note_divisors(rule, parts, each)
-            tolerance = _ROUNDING * of.tolerance(moved, together)
-            return _misfit(rule, tables, parts, each, together, self._copies, tolerance)
-        return ""
+                break
+            tolerance = _ROUNDING * of.tolerance(together)
+            why = _misfit(rule, tables, parts, each, together, self._copies, tolerance)
+            return Comparison(why, of.reads, self._divisor_of_each(rule, parts, each))
+        return Comparison(reads=of.reads)
 
-    def _note_divisors(self, rule: LossWeight, parts: Sequence[_Unit], each: Sequence[Tried]) -> None:
-        """Note the divisors of a mean over samples, or tokens: on all ranks they have to be alike for each."""
-        if rule.over in (Over.SAMPLES, Over.TOKENS) and not self._is_short:
-            lengths = [t.shape[1] for t in parts[0].outputs if t.dim() > 1 and t.is_floating_point()]
-            length = lengths[0] if rule.over is Over.TOKENS else 1
-            found = {
-                None if one.divisor is None else round(float(one.divisor) / (part.samples * length), 6)
-                for part, one in zip(parts, each, strict=True)
-            }
-            self.of_each = found.pop() if len(found) == 1 else None
+    def _divisor_of_each(self, rule: LossWeight, parts: Sequence[Unit], each: Sequence[Tried]) -> float | None:
+        """Return the divisor of a mean over samples, or tokens: on all ranks they have to be alike for each."""
+        if rule.over not in (Over.SAMPLES, Over.TOKENS) or self._is_short:
+            return None
+        lengths = [t.shape[1] for t in parts[0].outputs if t.dim() > 1 and t.is_floating_point()]
+        length = lengths[0] if rule.over is Over.TOKENS else 1
+        found = {
+            None if one.divisor is None else round(float(one.divisor) / (part.samples * length), 6)
+            for part, one in zip(parts, each, strict=True)
+        }
+        return found.pop() if len(found) == 1 else None
 
 
 def _misfit(
     rule: LossWeight,
     tables: Sequence[Tensor],
-    parts: Sequence[_Unit],
+    parts: Sequence[Unit],
     each: Sequence[Tried],
     whole: Tried,
     copies: int,
@@ -163,6 +191,13 @@ def _misfit(
     total = 1.0 if rule.over is Over.SUM else sum(known) * copies
     if not total:
         return ""
+    if rule.over is Over.STATED:
+        by = float(whole.divisor or 0)
+        if not by:
+            return "of all together it weighs nothing"
+        known = [1.0] * len(known)
+        gradients = [None if gradient is None else gradient / by for gradient in whole.gradients]
+        whole = whole._replace(value=whole.value / by, gradients=gradients)
     shares = [weight / total for weight in known]
     values = [share * float(one.value) if share else 0.0 for share, one in zip(shares, each, strict=True)]
     value = float(whole.value)
@@ -190,12 +225,14 @@ def _misfit(
     return ""
 
 
-def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: _Unit, tried: Tried) -> float | None:
+def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: Unit, tried: Tried) -> float | None:
     """Return what a part weighs; None: nothing says so."""
     if rule.over is Over.SUM:
         return 1.0
     if rule.over in (Over.SAMPLES, Over.MICROBATCH, Over.TOKENS):
         return float(part.samples)  # of one length
+    if rule.over is Over.STATED:
+        return float(tried.divisor or 0)
     if rule.over is Over.DIVISOR:
         if not tried.value and (tried.divisor is None or (rule.is_clamped and tried.divisor == 1)):
             return 0.0  # of nothing
@@ -203,7 +240,7 @@ def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: _Unit, tried: T
     return float(rule.of_targets(dict(zip(part.target.paths, part.targets, strict=True)), tables))
 
 
-def _joined(units: Sequence[_Unit]) -> _Unit:
+def _joined(units: Sequence[Unit]) -> Unit:
     """Return all samples together."""
     first = units[0]
     joined = [

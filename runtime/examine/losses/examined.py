@@ -1,0 +1,199 @@
+"""A user's loss, metric, or part of a loss: examined when it is first called, and watched from then on.
+
+first call    experiments: what it is over (`examination`, `stated`, `metrics`)
+each step     before it, whether somebody has changed what it goes by; behind it, whether its own calls have
+some steps    what it is over, compared with the step's own microbatches (`real_batches`): 0, 1, 2, 4, 8, …; such as
+              have unlike shapes; one before which what it goes by has changed; and each, if it asks for numbers in
+              Python, since it may go another way for other data
+
+What this package brings is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...blocks.trees import tensors_of
+from ..functions_kept import FunctionKept, FunctionState, class_weights, versions_kept
+from .divisors import divisor_of
+from .examination import WRITES, LossExamination
+from .metrics import MetricExamination, StatedMetricExamination
+from .real_batches import RealBatch, Unit
+from .rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
+from .stated import StatedExamination
+
+_OF_THIS_PACKAGE = __name__.split(".")[0]
+
+
+class Examined:
+    """A function (output, targets) → a number, or (sum, weight).
+
+    Args:
+        function: the user's.
+        name: what it is called in messages.
+        is_loss: whether its gradients matter.
+        is_cut: whether sequences are cut.
+
+    Attributes:
+        rule: what it is over; None: nobody knows yet.
+        tables: the weights of classes that it knows.
+        reads: whether it asks for numbers in Python, or nothing is known of it yet.
+        since: what it goes by and somebody has changed since the last step; "": nothing.
+        refusal: why no weights make its microbatches the batch; "": some do.
+        is_blind: whether it has had no gradient so far.
+        was_called: whether it was called in this step.
+        of_each: by what it was last seen to be divided for each sample; None: by unlike numbers, or nobody knows.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, *, is_loss: bool = True, is_cut: bool = False) -> None:
+        self._function, self._name, self._is_loss, self._is_cut = function, name, is_loss, is_cut
+        self.rule: LossWeight | None = None
+        self.tables = class_weights(function)
+        self.since = self.refusal = ""
+        self.reads = self.was_called = self.is_blind = False
+        self._is_ours = _is_ours(function)
+        self._kind: type[LossExamination] = LossExamination
+        self._state: FunctionState | None = None
+        self._first: FunctionKept | None = None
+        self._harmless = set[str]()
+        self._num_changes = 0
+        self.of_each: float | None = None
+        self._old: LossWeight | None = None
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether nobody asks what it is over: it is this package's own, and says so."""
+        return self._is_ours and self.rule is not None and self.rule.over is Over.STATED
+
+    def begin(self) -> None:
+        """Begin a step, or an evaluation: look whether somebody has changed what it goes by."""
+        self.was_called = False
+        if self.is_believed:
+            return
+        if self._state is None:
+            self._state = FunctionState(self._function, self._name)
+        elif (name := self._state.changed()) is not None:
+            self._state, self.tables = FunctionState(self._function, self._name), class_weights(self._function)
+            if self.rule is not None:
+                self.since, self._old, self.rule = self.since or name, self.rule, None
+                self._num_changes += 1
+
+    def before_call(self, output: Any) -> None:
+        """Keep where it is, before a call by which it is examined."""
+        if self.rule is None and not self._is_ours:
+            device = next((tensor.device for tensor in tensors_of(output)), torch.device("cpu"))
+            self._first = FunctionKept(self._function, device)
+
+    def find(self, found: Any, output: Any, targets: Any, samples: int) -> LossWeight | None:
+        """Return what it is over, which is found out if nobody knows, by what a call has just given.
+
+        None: it has no gradient, which tells nothing. It is as that call has left it.
+        """
+        self.was_called = True
+        if self.rule is not None:
+            return self.rule
+        if self.is_blind and isinstance(found, Tensor) and not _has_gradient(found, output):
+            return None
+        finding = self._examine(found, output, targets, samples)
+        self._first, self._old, self.is_blind = None, None, finding is WITHOUT_GRADIENT
+        if self.is_blind:
+            return None
+        usual = Over.STATED if isinstance(found, tuple) else Over.SAMPLES
+        self.rule, self.refusal = finding.weight or LossWeight(usual), self.refusal or finding.why
+        return self.rule
+
+    def doubt(self, batch: RealBatch | None, probe: Unit | None, where: str) -> None:
+        """Look behind a step, or evaluation, whether its own calls have changed what it goes by, and if it is as found.
+
+        Args:
+            batch: the step's microbatches, if they are compared.
+            probe: a few samples of earlier ones.
+            where: in which step, in words.
+        """
+        self.of_each = None
+        if self.rule is None or self.is_believed or not self.was_called:
+            return
+        moved = self._state is not None and self._state.changed()
+        if moved:
+            assert self._state is not None
+            names = {slot.name.partition("[")[0] for slot in self._state.moved()} or {moved}
+            if probe is not None and not names <= self._harmless:
+                self._require_harmless(self._state, probe)
+            self._harmless |= names
+            self._state = FunctionState(self._function, self._name)
+        if batch is not None and not self.refusal and (why := self._misfit(batch, self.rule)):
+            self.refusal = f"it was found to be {self.rule}, but {where} it is not so: {why}"
+
+    def _require_harmless(self, state: FunctionState, probe: Unit) -> None:
+        with versions_kept(self._function):
+            found = self._kind(self._function, *probe.built(), probe.samples, sliced=False)
+            name = found.depends_on_calls(probe, state)
+        if name is not None:
+            self.refusal = self.refusal or WRITES.format(name)
+
+    def _examine(self, found: Any, output: Any, targets: Any, samples: int) -> Finding:
+        """Examine it from where it was before a call."""
+        if self._is_ours and isinstance(found, tuple):
+            return Finding(LossWeight(Over.STATED))
+        if self._old is not None and self._holds_still(output, targets, samples):
+            return Finding(self._old)
+        if self._is_loss and any(found is tensor for tensor in tensors_of(output)):
+            is_mean = isinstance(divisor_of(found), Tensor)
+            why = "" if is_mean else "a block has found it, and it is only handed on"
+            return Finding(LossWeight(Over.DIVISOR, is_guarded=True) if is_mean else None, why)
+        self._kind = _KINDS[self._is_loss, isinstance(found, tuple)]
+        with versions_kept(self._function):
+            after = FunctionKept(self._function, torch.device("cpu") if self._first is None else self._first.device)
+            if self._first is not None:
+                self._first.put_back()
+            try:
+                its = self._kind(self._function, output, targets, samples, sliced=self._is_cut)
+                finding = its.run()
+            finally:
+                after.put_back()
+        self.reads |= its.reads
+        return finding
+
+    def _holds_still(self, output: Any, targets: Any, samples: int) -> bool:
+        """Whether a microbatch shows that it is over the same, though what it goes by has changed."""
+        if samples == 1 or self._num_changes & (self._num_changes - 1) == 0:
+            return False  # ever more rarely all is tried again
+        real = RealBatch(1)
+        real.keep(output, targets, samples)
+        assert self._old is not None
+        return not self._misfit(real, self._old)
+
+    def _misfit(self, batch: RealBatch, rule: LossWeight) -> str:
+        with versions_kept(self._function):
+            found = batch.misfit(self._kind, self._function, rule, self.tables)
+        self.reads, self.of_each = self.reads or found.reads, found.of_each
+        return found.why
+
+
+_KINDS: dict[tuple[bool, bool], type[LossExamination]] = {
+    (True, False): LossExamination,
+    (True, True): StatedExamination,
+    (False, False): MetricExamination,
+    (False, True): StatedMetricExamination,
+}
+
+
+def _is_ours(function: Any) -> bool:
+    while isinstance(function, partial):  # of a term of a sum of means, its first function
+        is_term = str(getattr(function.func, "__module__", "")).startswith(_OF_THIS_PACKAGE) and function.args
+        function = function.args[0] if is_term else function.func
+    return str(getattr(function, "__module__", "")).split(".")[0] == _OF_THIS_PACKAGE
+
+
+def _has_gradient(loss: Any, output: Any) -> bool:
+    """Whether a loss has any with respect to an output; without a graph nobody knows."""
+    leaves = [t for t in tensors_of(output) if t.requires_grad]
+    if not isinstance(loss, Tensor) or not loss.requires_grad or not leaves:
+        return False
+    gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return any(g is not None and bool(g.any()) for g in gradients)

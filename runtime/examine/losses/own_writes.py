@@ -1,0 +1,80 @@
+"""Whether what a function gives of a batch depends on what its own calls have written.
+
+state ──────────────────────── A ──▶ L(A)      of the same numbers the same, whatever else it was called with before:
+state ── others, of fewer ──── A ──▶ L(A)      a mask that is kept for a length, a list of losses that nobody reads
+counters + 10, 100, …, 10⁶ ─── A ──▶ L(A)      annealed, switched on after a while: another
+what was there before a step ─ A ──▶ L(A)      normalised by a first value, a flag that the data have set: another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.device import AllGenerators
+from ..functions_kept import FunctionKept, FunctionState
+
+_FAR = (10, 100, 1_000, 10_000, 1_000_000)
+Run = Callable[[], Sequence[Tensor]]
+
+
+def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others: Sequence[Run]) -> str | None:
+    """Return the name of what a function goes by that its own calls write; None: of nothing; it is as before.
+
+    Args:
+        state: of the function, as it was noted before calls that are doubted.
+        kept: where it is now.
+        run: calls it with some numbers, and returns what it gives of them.
+        others: call it with others.
+    """
+    generators = AllGenerators(kept.device)
+
+    def again() -> Sequence[Tensor]:
+        generators.put_back()
+        return run()
+
+    try:
+        expected = again()
+        kept.put_back()
+        for call in others:
+            call()
+        if not _are_alike(expected, again()):
+            return next((slot.name for slot in state.moved()), "something")
+        for slot, value in _other_values(state, again):
+            if not slot.write(value) or not _are_alike(expected, again()):
+                return str(slot.name)
+    except Exception as error:  # what a user's code says to what it has not written itself
+        return next((slot.name for slot in state.moved()), f"something ({error})")
+    finally:
+        kept.put_back()
+        generators.put_back()
+    return None
+
+
+def _other_values(state: FunctionState, run: Run) -> Iterator[tuple[Any, Any]]:
+    """Yield places that calls have written, and what else may be there: what was, and more of what they count."""
+    moved = [slot for slot in state.moved() if isinstance(slot.read(), bool | int | float)]
+    before = [slot.read() for slot in moved]
+    run()
+    for slot, was in zip(moved, before, strict=True):
+        now = slot.read()
+        if slot.counts_entries:
+            continue
+        if slot.seen is None or isinstance(slot.seen, bool | int | float):
+            yield slot, slot.seen
+        for more in _FAR if now != was and not isinstance(now, bool) else ():
+            yield slot, now + more
+
+
+def _are_alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(_is_alike(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    if one.device.type != "cpu":
+        return bool(torch.isclose(one, other, 1e-4, 1e-7, equal_nan=True))
+    least = 1e-9 if one.dtype is torch.float64 else 1e-6
+    return bool(torch.isclose(one, other, least, least * 1e-3, equal_nan=True))

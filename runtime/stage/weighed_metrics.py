@@ -1,0 +1,43 @@
+"""Metrics weighed by what they are over: sums, (sum, weight), or means, which are examined as losses are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..examine.losses.examined import Examined
+from ..examine.losses.rules import Over, named
+
+
+class WeighedMetric:
+    """A metric of the user's.
+
+    Attributes:
+        examined: what is known of it.
+    """
+
+    def __init__(self, name: str, metric: Callable[..., Any]) -> None:
+        self._name, self._metric = name, metric
+        self.examined = Examined(metric, f"metric {name!r}", is_loss=False)
+
+    @property
+    def refusal(self) -> str:
+        """Why it is none of these, in words; "": it is."""
+        why = self.examined.refusal
+        return why and f"metric {self._name!r} gives one number, of which {why}; let it return (sum, weight)"
+
+    def __call__(self, output: Any, targets: Any, samples: int = 1) -> tuple[Any, Any]:
+        """Return the sum and the weight of a microbatch; a weight of 0 is that of its loss."""
+        self.examined.before_call(output)
+        found = self._metric(output, targets)
+        rule = self.examined.find(found, output, targets, samples)
+        assert rule is not None
+        if isinstance(found, tuple) and len(found) == 2:
+            return found
+        if rule.over is Over.SUM:
+            return found, 0
+        weight = samples if rule.over is Over.SAMPLES else rule.of_targets(named(targets), self.examined.tables)
+        wide = torch.as_tensor(found).double()
+        return torch.where(torch.as_tensor(weight, device=wide.device) == 0, 0.0, wide * weight), weight
