@@ -220,3 +220,8 @@ class PreparedStep:
     batch: Batch
     units: Units
     interpreter: Interpreter
+
+    @property
+    def given_targets(self) -> list[Any]:
+        """The targets of the units that have samples, as far as the rank has them."""
+        return [some for unit, some in enumerate(self.batch.targets) if unit not in self.units.empty]

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,8 +229,7 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
-        targets = [some for unit, some in enumerate(step.batch.targets) if unit not in step.units.empty]
-        self.losses.begin(state.flows.plan, targets, last=last)
+        self.losses.begin(state.flows.plan, step.given_targets, last=last)
         for stage in self._model.stages.values() if state.flows.trains else ():
             stage.require_known_weights(self._state.gradients.sums.known)
         self._latest, self._is_broken = interpreter, True
@@ -240,7 +240,7 @@ class PlanRunner:
         current.samples_before = self._samples_before if trains else 0
         current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
-        watch: Callable[[], None] = lambda: self.losses.watch(state.flows.plan, step.units, self.steps.in_run)
+        watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run)
         shared = self._model.buffers.shared() if trains else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared, watched:
@@ -255,8 +255,8 @@ class PlanRunner:
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
         if trains:
-            more = self._model.num_replicas * step.units.num_samples
-            self._samples_before = 0 if last else self._samples_before + more
+            so_far = self._samples_before + self._model.num_replicas * step.units.num_samples
+            self._samples_before = 0 if last else so_far
         if trains and last and not outcome.empty:
             self.steps.in_run += 1
             if self.steps.in_run == 1:

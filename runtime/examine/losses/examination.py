@@ -117,6 +117,7 @@ class LossExamination:
         self._leaves, self._samples = ([t.detach() for t in outputs], given), samples
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
         self.is_safe, self.reads = True, False
+        self._usual: float | None = None
 
     def run(self) -> Finding:
         """Return what all experiments agree on."""
@@ -286,7 +287,9 @@ class LossExamination:
                 mine, its = parts.cut(number, gradient)
                 of_a.append((mine, a.gradients[number]))
                 of_b.append((its, b.gradients[number]))
-        ratios = [_ratio(pairs, residue, least) for pairs in (of_a, of_b)]
+        if self._usual is None:
+            self._usual = sum(float(g.double().norm()) for g in whole.gradients if g is not None)
+        ratios = [_ratio(pairs, residue, least, self._usual) for pairs in (of_a, of_b)]
         if "unlike" in ratios:
             return Share(why="its gradient for one sample depends on the other samples of the batch")
         r_a, r_b = (None if r == "none" else float(r) for r in ratios)
@@ -342,22 +345,24 @@ class LossExamination:
         return Tried(value.detach(), gradients, divisor, checked.dtype) if finite or may_be_infinite else None
 
 
-def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float, least: float) -> float | str:
+def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float, least: float, usual: float) -> float | str:
     """Return by what gradients of a part are multiplied in the whole; "none": there are none; "unlike": by nothing.
 
-    Each row of them has to be, up to a tolerance of its own and to the least of all that can be told.
+    Each row of them has to be, up to a tolerance of its own and to the least that can be told of gradients of `usual`
+    size, since of those of large outputs little may be left but rounding.
     """
     whole = torch.cat([mine.flatten().double() for mine, _ in pairs]) if pairs else torch.zeros(1)
     parts = [torch.zeros_like(mine) if alone is None else alone for mine, alone in pairs]
     alone = torch.cat([part.flatten().double() for part in parts]) if pairs else torch.zeros(1)
     size, of_whole = float(alone.norm()), float(whole.norm())
-    if size <= 1e-12 * max(of_whole, 1e-30):
-        return "unlike" if of_whole > 1e-12 else "none"
+    floor = least * max(of_whole, size * 1e-3, usual)
+    if size <= max(1e-12 * max(of_whole, 1e-30), least * usual):
+        return "unlike" if of_whole > max(1e-12, 10 * floor) else "none"
     ratio = float(whole @ alone) / size**2
     width = next((mine.shape[-1] for mine, _ in pairs if mine.dim() > 1), 1)
     width = width if all(mine.dim() > 1 and mine.shape[-1] == width for mine, _ in pairs) else 1
     off, rows = (whole - ratio * alone).view(-1, width).norm(dim=1), whole.view(-1, width).norm(dim=1)
-    return "unlike" if bool((off > tolerance * rows + least * max(of_whole, size * 1e-3)).any()) else ratio
+    return "unlike" if bool((off > tolerance * rows + floor).any()) else ratio
 
 
 def _fits(share: float | None, seen: Share) -> bool:

@@ -9,6 +9,7 @@ what was there before a step ─ A ──▶ L(A)      normalised by a first val
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,18 +37,22 @@ def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others:
         generators.put_back()
         return run()
 
+    def written() -> str | None:
+        return next((slot.name for slot in state.moved()), None)
+
     try:
         expected = again()
         kept.put_back()
         for call in others:
-            call()
+            with suppress(Exception):  # what a user's code says to what is no batch of its own
+                call()
         if not _are_alike(expected, again()):
-            return next((slot.name for slot in state.moved()), "something")
+            return written() or "something"
         for slot, value in _other_values(state, again):
             if not slot.write(value) or not _are_alike(expected, again()):
                 return str(slot.name)
-    except Exception as error:  # what a user's code says to what it has not written itself
-        return next((slot.name for slot in state.moved()), f"something ({error})")
+    except Exception:  # what it says to what it has not written itself
+        return written()
     finally:
         kept.put_back()
         generators.put_back()

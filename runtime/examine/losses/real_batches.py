@@ -151,6 +151,8 @@ class RealBatch:
             together = of.try_once(moved.outputs, moved.targets)
             if together is None:
                 continue
+            if _is_of_rest(together, whole.rows):
+                break
             parts = [unit.moved(place, dtype) for unit in units]
             tried = [of.try_once(part.outputs, part.targets, may_be_infinite=True) for part in parts]
             each = [one for one in tried if one is not None]
@@ -223,6 +225,12 @@ def _misfit(
         if not float((joint - single).norm()) <= tolerance * max(float(joint.norm()), 1e-3 * size) + 1e-12:
             return "of all together it has another gradient"
     return ""
+
+
+def _is_of_rest(tried: Tried, rows: Sequence[int]) -> bool:
+    """Whether a loss is found from what belongs to no sample alone, such as one that a block has found."""
+    moved = [bool(unit) for gradient, unit in zip(tried.gradients, rows, strict=False) if gradient is not None]
+    return bool(moved) and not any(moved)
 
 
 def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: Unit, tried: Tried) -> float | None:
