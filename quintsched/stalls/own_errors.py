@@ -5,6 +5,7 @@
     in the user's code          ┬─ a `raise` of that code    its own error, whatever it says
                                 ├─ torch.distributed did     a peer may be gone; its own error, where none is
                                 └─ a call into C did         the same, if it is an error of torch's wires
+    several at once             ── an ExceptionGroup         its own, if one of them is
 
 A signal's handler (torch's for a DataLoader worker that died, a time limit of the user's) runs wherever Python is, so
 also inside of what catches errors of the same kind.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dis import opname
 from itertools import takewhile
 from types import TracebackType
@@ -47,12 +48,12 @@ def is_own(error: BaseException) -> bool:
         return False
     if isinstance(error, KeyboardInterrupt):
         return type(error) is KeyboardInterrupt and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    return not lost_peer(error) and not any(map(_is_of_wires, _causes(error)))
+    return not _arose_from(error, lambda cause: isinstance(cause, StallError) or _is_of_wires(cause))
 
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an error says, itself or by what it was raised from, that a wait for others failed."""
-    return any(isinstance(cause, StallError) for cause in _causes(error))
+    return _arose_from(error, lambda cause: isinstance(cause, StallError))
 
 
 def failed_in_code(error: BaseException) -> bool:
@@ -70,6 +71,8 @@ def said(error: BaseException) -> str:
     """Return an error as the last line of a traceback has it; one of ours says enough by itself."""
     text = message_of(error)
     kind = type(error).__name__
+    if isinstance(error, BaseExceptionGroup):
+        text = f"{text}: {'; '.join(map(said, error.exceptions))}"
     return text if isinstance(error, QuintschedError) else f"{kind}: {text}" if text else kind
 
 
@@ -94,6 +97,16 @@ class Suppressed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return isinstance(error, self._kinds) and not came_from_handler(error)
+
+
+def _arose_from(error: BaseException, is_such: Callable[[BaseException], bool]) -> bool:
+    """Whether an error or one of its causes is such; of a group of errors, all have to be."""
+    return any(
+        all(_arose_from(one, is_such) for one in cause.exceptions)
+        if isinstance(cause, BaseExceptionGroup)
+        else is_such(cause)
+        for cause in _causes(error)
+    )
 
 
 def _is_of_wires(error: BaseException) -> bool:

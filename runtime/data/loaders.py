@@ -25,7 +25,7 @@ from quintsched.errors import MisfitError, UsageError
 from .dataset import DataSpec
 from .generators import Generators, State, is_alike
 from .marks import Mark, Sample, is_marked, mark_of, sample_of
-from .torch_loaders import can_pass_over, knows_indices, passed_over, samplers_of, with_epochs
+from .torch_loaders import can_pass_over, knows_indices, naming_workers, passed_over, samplers_of, with_epochs
 
 TARGETS = ("labels", "targets")
 """The names of targets in a mapping."""
@@ -174,7 +174,8 @@ class LoaderFeed:
             self._batches = iter(self._loader) if batches is None else batches
             marks = self._marks and self._reads
             before = self._generators.states() if marks and self._is_alone else []
-            found = next(self._batches, None) if self._reads else passed_over(self._batches)
+            with naming_workers():
+                found = next(self._batches, None) if self._reads else passed_over(self._batches)
             if found is not None:
                 self._past.given += 1
                 if marks:

@@ -6,7 +6,10 @@ DataLoader ── batch_sampler ── sampler ─▶ indices of a batch ─▶ 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.utils.data import (
@@ -19,6 +22,11 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+from quintsched.errors import CodeError
+
+WORKER_ENDS_S = 1.0
+"""How long a worker that has hung up takes to end, at most."""
 
 _KNOWN = (
     BatchSampler,
@@ -67,3 +75,32 @@ def passed_over(batches: Any) -> object:
         return batches._next_index()
     except StopIteration:
         return None
+
+
+@contextmanager
+def naming_workers() -> Iterator[None]:
+    """A context that fetches a batch; raises `CodeError` where a worker ended that was to give it.
+
+    Torch tells of one that crashed or was killed. One that ends by `SystemExit` is seen as a lost connection alone.
+    """
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        ended = _ended_workers(error)
+        if not ended:
+            raise
+        raise CodeError(
+            f"DataLoader worker ({', '.join(ended)}) ended before its batch was there ({type(error).__name__}); let "
+            "its dataset raise an error rather than exit"
+        ) from error
+
+
+def _ended_workers(error: BaseException) -> list[str]:
+    """Return what is known of workers that have ended, where an error arose in the connection to one."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    waits = [frame.f_locals["self"] for frame in frames if frame.f_code.co_name == "_try_get_data"]
+    if not waits or "multiprocessing" not in str(frames[-1].f_globals.get("__name__")):
+        return []
+    workers = waits[-1]._workers
+    wait([worker.sentinel for worker in workers], WORKER_ENDS_S)
+    return [f"pid {one.pid}, exit code {one.exitcode}" for one in workers if not one.is_alive()]

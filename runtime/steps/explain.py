@@ -13,6 +13,7 @@ from quintsched.errors import CodeError, QuintschedError
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 from quintsched.ir.mesh import Mesh
+from quintsched.stalls.own_errors import message_of, said
 
 from ..autograd.run_backward import run_backward
 from ..blocks.blame import block_of, frames, place_of
@@ -29,8 +30,8 @@ def explained(
     """
     place = _place(error, instruction, forwards)
     if place and not isinstance(error, QuintschedError):
-        said = f"{rank}, {place}: {type(error).__name__}: {error}"
-        error = CodeError(f"{said}{_advice(str(error))}")
+        words = f"{rank}, {place}: {said(error)}"
+        error = CodeError(f"{words}{_advice(message_of(error))}")
     error.add_note(f"on {rank}, instruction {index}: {instruction}")
     return error
 
@@ -48,8 +49,7 @@ def called(name: str, function: Callable[[Any, Any], Any], output: Any, targets:
         raise
     except Exception as error:
         raise CodeError(
-            f"{name} raised {type(error).__name__}: {error}; it was given {TreeSpec.of(output)}, and targets "
-            f"{TreeSpec.of(targets)}"
+            f"{name} raised {said(error)}; it was given {TreeSpec.of(output)}, and targets {TreeSpec.of(targets)}"
         ) from error
 
 
@@ -70,7 +70,7 @@ def _names(forward: StageForward) -> list[str]:
     return [f"block {number}, a {type(block).__name__}" for number, block in forward.blocks.items()]
 
 
-def _advice(said: str) -> str:
-    if "in-place operation" in said or "inplace operation" in said:
+def _advice(message: str) -> str:
+    if "in-place operation" in message or "inplace operation" in message:
         return "; let the block change a copy: x = x.clone(), or build its module with inplace=False"
     return ""

@@ -85,6 +85,11 @@ DIST_ERROR = type("DistStoreError", (RuntimeError,), {})
         ("try: all_reduce()\nexcept RuntimeError: raise", False),
         ("try: all_reduce()\nexcept RuntimeError as error: kept = error\nraise kept", False),
         ("try: fetch()\nexcept RuntimeError as error: raise RuntimeError(f'gloo/ {error}') from error", True),
+        ("try: all_reduce()\nexcept RuntimeError as error: raise ExceptionGroup('sync', [error])", False),
+        ("try: all_reduce()\nexcept RuntimeError as e: kept = e\nraise ExceptionGroup('', [kept, KeyError()])", True),
+        ("try: all_reduce()\nexcept RuntimeError as e: kept = e\nraise ExceptionGroup('', [kept, kept])", False),
+        ("try: all_reduce()\nexcept* RuntimeError: raise", False),
+        ("raise ExceptionGroup('two', [ValueError('gloo/'), ExceptionGroup('in', [TypeError('c')])])", True),
         ("try: open('/no/gloo/such')\nexcept OSError as error: raise RuntimeError(str(error)) from error", True),
     ],
 )
@@ -119,6 +124,15 @@ def test_a_handler_within_a_collective_is_the_ranks_own():
 )
 def test_what_is_of_a_ranks_own_making(error, own):
     assert is_own(error) is own
+
+
+def test_what_a_group_of_errors_says_is_what_is_in_it():
+    group = ExceptionGroup("tasks", [ValueError("a"), ExceptionGroup("in", [KeyError("b")])])
+    inner = "ExceptionGroup: in (1 sub-exception): KeyError: 'b'"
+    assert headline(group) == f"ExceptionGroup: tasks (2 sub-exceptions): ValueError: a; {inner}"
+    error = CodeError("a block failed")
+    error.__cause__ = ExceptionGroup("tasks", [StallError("rank 0 died"), StallError("rank 0 died")])
+    assert not is_own(error)
 
 
 def test_the_consequence_of_a_stall_is_no_error_of_ones_own():

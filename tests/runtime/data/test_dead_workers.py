@@ -1,0 +1,67 @@
+"""A DataLoader's worker that ends without an error, as `sys.exit` in a dataset makes it end, is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from quintsched.errors import CodeError
+from quintsched.runtime.data.torch_loaders import naming_workers
+
+pytestmark = pytest.mark.processes
+
+
+class Ends(Dataset[Tensor]):
+    """Two samples, then an error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> Tensor:
+        if number > 1:
+            raise self.error
+        return torch.ones(3)
+
+
+class Streams(IterableDataset[Tensor]):
+    """A stream whose first worker is through before the second one fails."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if torch.utils.data.get_worker_info().id:
+            yield torch.ones(3)
+            raise OSError("the disk is gone")
+
+
+def fetch_all(data: Dataset[Tensor], workers: int = 1) -> None:
+    batches = iter(DataLoader(data, batch_size=2, num_workers=workers))
+    while True:
+        with naming_workers():
+            next(batches)
+
+
+def test_a_worker_that_exits_is_named() -> None:
+    with pytest.raises(CodeError, match=r"DataLoader worker \(pid \d+, exit code 0\) ended before its batch was there"):
+        fetch_all(Ends(SystemExit(0)))
+
+
+@pytest.mark.parametrize("error", [OSError("my own"), ConnectionResetError("my own"), EOFError("my own")])
+def test_a_dataset_s_own_error_stays_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error), match="my own"):
+        fetch_all(Ends(error))
+
+
+def test_nor_is_a_worker_blamed_that_is_through() -> None:
+    with pytest.raises(OSError, match="the disk is gone"):
+        fetch_all(Streams(), workers=2)
+
+
+def test_what_is_no_loaders_stays_as_it_is() -> None:
+    with pytest.raises(EOFError, match="here"), naming_workers():
+        raise EOFError("here")
