@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +24,6 @@ from torch.nn.parameter import is_lazy
 from ..comm.device import AllGenerators, draws_undone
 from .blocks import split_result
 from .trees import DIFFERENTIABLE, map_tensors
-
-Undo = Callable[[], None]
 
 Found = TypeVar("Found")
 
@@ -40,12 +39,11 @@ def attributes_untouched(module: nn.Module) -> Iterator[None]:
 
     So are dicts, lists and sets in them, modules in these, and the numbers of tensors there that are no weights.
     """
-    undo = _attributes(module)
+    before = _Attributes(module)
     try:
         yield
     finally:
-        for step in undo:
-            step()
+        before.put_back()
 
 
 @contextmanager
@@ -77,7 +75,7 @@ class Kept:
         self._numbers = [(tensor, tensor.data, tensor.detach().clone()) for tensor in plain]
         devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
         self._generators = AllGenerators(next(iter(devices), None) if device is None else device)
-        self._undo = _attributes(module)
+        self._attributes = _Attributes(module)
 
     def put_back(self) -> None:
         """Let all be as it was."""
@@ -85,65 +83,76 @@ class Kept:
             memory.copy_(before)
             if tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory
-        for step in self._undo:
-            step()
+        self._attributes.put_back()
         self._generators.put_back()
 
 
-def _attributes(module: nn.Module) -> list[Undo]:
-    """Return what puts back the attributes of a module and of those in it."""
-    undo, seen = list[Undo](), set[int]()
-    for child in module.modules():
-        _remember(child.__dict__, undo, seen)
-    return undo
+class _Attributes:
+    """The attributes of a module and of those in it, with the containers and tensors in these.
 
+    Most of a module's containers are empty, as those of hooks are: whether they still are is asked of all at once.
+    """
 
-def _remember(found: Any, undo: list[Undo], seen: set[int]) -> None:
-    """Add what puts a value back, and what is in it."""
-    if id(found) in seen:
-        return
-    seen.add(id(found))
-    if isinstance(found, Tensor):
-        _remember_numbers(found, undo)
-    elif isinstance(found, nn.Module):
-        _remember(found.__dict__, undo, seen)
-    elif type(found) is tuple:
-        for value in found:
-            _remember(value, undo, seen)
-    elif type(found) in _CONTAINERS:
-        before = found.copy()
-        undo.append(lambda: _put_back(found, before))
-        for value in before.values() if isinstance(before, dict) else before:
-            _remember(value, undo, seen)
+    def __init__(self, module: nn.Module) -> None:
+        self._empty: list[Any] = []
+        self._filled: list[tuple[Any, Any]] = []
+        self._numbers: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+        for child in module.modules():
+            self._remember(child.__dict__)
+
+    def put_back(self) -> None:
+        """Let all be as it was, in its order."""
+        if any(self._empty):
+            for container in self._empty:
+                container.clear()
+        for container, before in self._filled:
+            _put_back(container, before)
+        for restore in self._numbers:
+            restore()
+
+    def _remember(self, found: Any) -> None:
+        """Keep what a value has now, and what is in it."""
+        if id(found) in self._seen:
+            return
+        self._seen.add(id(found))
+        if isinstance(found, Tensor):
+            self._remember_numbers(found)
+        elif isinstance(found, nn.Module):
+            self._remember(found.__dict__)
+        elif type(found) is tuple:
+            for value in found:
+                self._remember(value)
+        elif type(found) in _CONTAINERS and not found:
+            self._empty.append(found)
+        elif type(found) in _CONTAINERS:
+            before = found.copy()
+            self._filled.append((found, before))
+            for value in before.values() if isinstance(before, dict) else before:
+                self._remember(value)
+
+    def _remember_numbers(self, tensor: Tensor) -> None:
+        """Keep the numbers of a tensor, where it is one of torch's own with memory of its own."""
+        if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_inference():
+            return
+        if tensor.untyped_storage().size() == 0:
+            return
+        before, version = tensor.detach().clone(), tensor._version
+
+        def restore() -> None:
+            if tensor._version != version:
+                tensor.detach().copy_(before)
+
+        self._numbers.append(restore)
 
 
 def _put_back(container: Any, before: Any) -> None:
     """Let a container have what it had, in its order."""
-    if _identities(container) == _identities(before):
+    kept = len(container) == len(before) and all(map(is_, container, before))
+    if kept and (not isinstance(before, dict) or all(map(is_, container.values(), before.values()))):
         return
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(before)
-
-
-def _identities(container: Any) -> list[tuple[object, int]]:
-    if isinstance(container, dict):
-        return [(key, id(value)) for key, value in container.items()]
-    return [(None, id(value)) for value in container]
-
-
-def _remember_numbers(tensor: Tensor, undo: list[Undo]) -> None:
-    """Add what puts the numbers of a tensor back, where it is one of torch's own with memory of its own."""
-    if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_inference():
-        return
-    if tensor.untyped_storage().size() == 0:
-        return
-    before, version = tensor.detach().clone(), tensor._version
-
-    def restore() -> None:
-        if tensor._version != version:
-            tensor.detach().copy_(before)
-
-    undo.append(restore)
 
 
 def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any]) -> Result:
