@@ -104,13 +104,22 @@ def apply_tensor_parallel(
     for layer in mixtures(module).values():
         layer.set_boundary(TensorBoundary(group, cut=layer in bounded, sliced=sequence_parallel))
     if sequence_parallel:
-        _draw_by_slices(module, group)
+        _slice_tokens(module, cuts, made, group, gathers_before=gathers_before)
     else:
         _watch_replicated(module, cuts, group, partial, path)
-    for pair in pairs_of(cuts) if sequence_parallel and gathers_before else ():
+    return module
+
+
+def _slice_tokens(
+    module: nn.Module, cuts: Sequence[Cut], made: Mapping[int, nn.Module], group: Group, *, gathers_before: bool
+) -> None:
+    """Let dropouts draw for slices of the tokens, and modules be given whole ones before their columns."""
+    for dropout in module.modules():
+        if isinstance(dropout, KeyedDropout):
+            dropout.sequence = group
+    for pair in pairs_of(cuts) if gathers_before else ():
         if pair[0].is_paired and pair[0].owners[0] is not module:
             gather_tokens_before(pair[0].owners[0], [made[id(cut)] for cut in pair], group)
-    return module
 
 
 def _join_pairs(module: nn.Module, cuts: Sequence[Cut], made: Mapping[int, nn.Module], group: Group) -> None:
@@ -119,13 +128,6 @@ def _join_pairs(module: nn.Module, cuts: Sequence[Cut], made: Mapping[int, nn.Mo
     for scope in (child for child in module.modules() if child in scopes):
         inside = [cut for cut in cuts if cut.is_paired and cut.pair is scope]
         join_pair(scope, [made[id(cut)] for cut in inside], group)
-
-
-def _draw_by_slices(module: nn.Module, group: Group) -> None:
-    """Let each dropout know that it is given slices of the tokens."""
-    for dropout in module.modules():
-        if isinstance(dropout, KeyedDropout):
-            dropout.sequence = group
 
 
 def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
