@@ -89,6 +89,11 @@ def is_of_library(thing: Any) -> bool:
     return is_library_module(str(getattr(thing, "__module__", None) or ""))
 
 
+def is_of_framework(thing: Any) -> bool:
+    """Whether a class or function is of torch, numpy, the standard library or of this package."""
+    return str(getattr(thing, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+
+
 def is_library_module(name: str) -> bool:
     """Whether the module of this name is one of theirs."""
     if name.partition(".")[0] in _LIBRARIES:

@@ -17,12 +17,9 @@ Anything else of libraries' is not looked into; nothing of a user's is called.
 from __future__ import annotations
 
 import functools
-import hashlib
 from argparse import Namespace
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import count
-from random import Random, SystemRandom
 from types import (
     CodeType,
     FunctionType,
@@ -34,14 +31,14 @@ from types import (
 )
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of
+from ..agreement.user_code import PLAIN, is_library_module, is_of_framework, is_of_library, names_of
+from .host_values import is_same, state_of, without_numbers, word
 
-_MOST, _LONGEST, _MOST_BYTES = 20_000, 1024, 4096
-"""So many values are watched; so many entries of a container; arrays of at most so many bytes."""
+_MOST, _LONGEST = 20_000, 1024
+"""So many values are watched; so many entries of a container."""
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict)
@@ -88,6 +85,8 @@ class HostState:
         functions: what else is called, by names.
         inner: whether the modules in a root are watched as well.
         beside: modules by names of which only the attributes are watched that code of the others names.
+        numbers: whether tensors count, and where torch's generators are; otherwise what steers code does, and more of
+            it: attributes that come, functions of libraries, attributes of their modules and of objects there.
 
     Attributes:
         unseen: the name of an iterator among it, of which nobody can tell where it is; None: there is none.
@@ -100,9 +99,10 @@ class HostState:
         *,
         inner: bool = True,
         beside: Mapping[str, nn.Module] = MappingProxyType({}),
+        numbers: bool = True,
     ) -> None:
         self.unseen: str | None = None
-        self._inner = inner
+        self._inner, self._counts_numbers = inner, numbers
         self._slots: list[_Slot] = []
         self._names = {"forward", "__call__"}
         self._known: dict[int, Any] = {}
@@ -137,8 +137,14 @@ class HostState:
         """Yield the places that have something else than was seen."""
         for slot in self._slots:
             now = slot.read()
-            if now is not slot.seen and not _is_same(now, slot.seen):
-                yield slot
+            if now is not slot.seen and not is_same(now, slot.seen):
+                now = now if self._counts_numbers else without_numbers(now)
+                if now is not slot.seen and not is_same(now, slot.seen):
+                    yield slot
+
+    def words(self) -> tuple[str, ...]:
+        """Return what was seen in words: two that have the same do the same, as far as can be said."""
+        return tuple(f"{slot.name} {word(slot.seen)}" for slot in self._slots)
 
     @property
     def names(self) -> Set[str]:
@@ -158,7 +164,7 @@ class HostState:
         """Watch a place, and return what is there."""
         found = read()
         if len(self._slots) < _MOST:
-            self._slots.append(_Slot(name, read, found))
+            self._slots.append(_Slot(name, read, found if self._counts_numbers else without_numbers(found)))
         return found
 
     def _enter(self, name: str, thing: Any) -> None:
@@ -167,8 +173,9 @@ class HostState:
             return
         self._known[id(thing)] = thing
         if isinstance(thing, Tensor):
-            self._watch(name, thing.data_ptr)
-            self._tensors[id(thing)] = thing
+            if self._counts_numbers:
+                self._watch(name, thing.data_ptr)
+                self._tensors[id(thing)] = thing
         elif isinstance(thing, nn.Module):
             self._enter_module(name, thing)
         elif isinstance(thing, functools.partial):
@@ -187,13 +194,23 @@ class HostState:
             self._enter_container(name, thing)
         elif isinstance(thing, _NAMESPACES):
             self._enter_container(name, _own_attributes(thing))
-        elif (state := _state_of(thing)) is not None:
-            self._watch(name, state)
+        elif (state := state_of(thing)) is not None:
+            if self._counts_numbers or not isinstance(thing, torch.Generator):
+                self._watch(name, state)
         elif _of_type(type(thing), "__next__") is not None:
             self.unseen = self.unseen or name
         elif not isinstance(thing, ModuleType) and not is_of_library(thing if isinstance(thing, type) else type(thing)):
             self._holders.append((name, thing))
             self._look_up(name, thing)
+            self._watch_attributes(name, thing)
+        elif not self._counts_numbers and not is_of_framework(type(thing)) and isinstance(_own_attributes(thing), dict):
+            self._enter_container(name, _own_attributes(thing))
+
+    def _watch_attributes(self, name: str, holder: Any) -> None:
+        """Watch how many attributes there are, where names that code looks up in vain count."""
+        own = _own_attributes(holder)
+        if not self._counts_numbers and isinstance(own, dict):
+            self._watch(f"{name}, its attributes", functools.partial(dict.__len__, own))
 
     def _enter_all(self, name: str, things: Iterable[Any]) -> None:
         for thing in things:
@@ -211,22 +228,38 @@ class HostState:
             self._watch(f"{label}, its modules", module._modules.__len__)
             for key in module._modules:
                 self._watch(f"{label}.{key}", functools.partial(module._modules.get, key, _GONE))
+            if not self._counts_numbers:
+                for key, parameter in module._parameters.items():
+                    if parameter is not None:
+                        self._watch(f"{label}.{key}", functools.partial(_needs_gradient, module, key))
             if not is_trained:
                 self._watch(f"{label}.training", functools.partial(vars(module).get, "training"))
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
                         self._watch(f"{label}.{key}", parameter.data_ptr)
             if any(base is not nn.Module and is_of_library(base) for base in _module_classes(kind)):
-                for key in ["forward", *vars(module)]:
-                    if key not in _OF_TORCH:
-                        self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, _GONE))
+                self._enter_library_module(label, module)
             if not is_of_library(kind):
                 self._holders.append((label, module))
                 self._look_up(label, module)
+                self._watch_attributes(label, module)
             for key in module._buffers:
                 self._enter(
                     f"{label}.{key}", self._watch(f"{label}.{key}", functools.partial(module._buffers.get, key, _GONE))
                 )
+
+    def _enter_library_module(self, label: str, module: nn.Module) -> None:
+        if not self._counts_numbers and type(module).__module__.startswith("quintsched."):
+            return
+        for key in ["forward", *vars(module)]:
+            if key not in _OF_TORCH:
+                value = self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, _GONE))
+                if not self._counts_numbers:
+                    self._enter(f"{label}.{key}", value)
+        for base in () if self._counts_numbers else type(module).__mro__:
+            plain = [key for key, value in vars(base).items() if isinstance(value, PLAIN) and not key.startswith("_")]
+            for key in () if is_of_framework(base) else plain:
+                self._watch(f"{base.__name__}.{key}", functools.partial(vars(base).get, key, _GONE))
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -234,6 +267,9 @@ class HostState:
         self._enter_all(name, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         if is_of_library(function):
             return
+        self._watch(f"{name}, its defaults", lambda: function.__defaults__)
+        if function.__kwdefaults__:
+            self._enter_container(f"{name}, its defaults", function.__kwdefaults__)
         self._names.update(names_of(function.__code__))
         self._names.update(text for text in _texts(function.__code__) if text.isidentifier())
         self._holders.append((name, function))
@@ -271,10 +307,11 @@ class HostState:
     def _look_up(self, name: str, holder: Any) -> None:
         """Watch what a holder has under the names that code names."""
         spaces = _spaces(holder)
-        for space in spaces:
+        for place, space in enumerate(spaces):  # a method of a class may call that of the next
             for key in self._names & space.keys():
-                if (id(holder), key) not in self._looked_up and not isinstance(space[key], MemberDescriptorType):
-                    self._looked_up.add((id(holder), key))
+                here = (id(holder), f"{place} {key}")
+                if here not in self._looked_up and not isinstance(space[key], MemberDescriptorType):
+                    self._looked_up.add(here)
                     self._found(f"{name}.{key}", functools.partial(space.get, key, _GONE))
                     if space is not spaces[0]:  # its own would come before it
                         self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, _GONE))
@@ -291,7 +328,9 @@ class HostState:
                 self._known[id(value)] = value
                 self._holders.append((name, value))
             return
-        is_code = isinstance(value, FunctionType | type | staticmethod | classmethod | property)
+        is_code = (
+            isinstance(value, FunctionType | type | staticmethod | classmethod | property) and self._counts_numbers
+        )
         self._enter(name, value if is_code and is_of_library(value) else self._watch(name, read))
 
 
@@ -327,36 +366,9 @@ def _texts(code: CodeType) -> Iterator[str]:
             yield from _texts(constant)
 
 
-def _is_same(now: Any, seen: Any) -> bool:
-    """Whether two values are one: as all plain ones are that are equal, and tuples of them."""
-    if type(now) is not type(seen):
-        return False
-    if isinstance(now, tuple):
-        return len(now) == len(seen) and all(a is b or _is_same(a, b) for a, b in zip(now, seen, strict=True))
-    return isinstance(now, PLAIN) and bool(now == seen) and (bool(now) or repr(now) == repr(seen))
-
-
-def _state_of(thing: Any) -> Callable[[], Any] | None:
-    """Return what reads where a generator is, or what is in a short array; None for anything else."""
-    if isinstance(thing, count):
-        return functools.partial(repr, thing)
-    if isinstance(thing, SystemRandom):
-        return None
-    if isinstance(thing, Random):
-        return lambda: hash(thing.getstate())
-    if isinstance(thing, np.random.RandomState):
-        return lambda: repr(thing.get_state())
-    if isinstance(thing, torch.Generator):
-        return lambda: _digest(thing.get_state().numpy().tobytes())
-    if isinstance(thing, np.random.Generator):
-        return lambda: str(thing.bit_generator.state)
-    if isinstance(thing, np.ndarray) and thing.nbytes <= _MOST_BYTES:
-        return lambda: _digest(thing.tobytes())
-    return None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+def _needs_gradient(module: nn.Module, name: str) -> bool:
+    parameter = module._parameters.get(name)
+    return parameter is not None and parameter.requires_grad
 
 
 def _content(cell: Any) -> Any:

@@ -169,7 +169,7 @@ class PlanRunner:
             require_planned_losses(plan.layout, model.cuts, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
         first = FirstUnits(spec.inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
-        model.prover.prove(first, model.outlines, shapes, world)
+        model.prover.prove(first, model.outlines, shapes, world, model.masks)
         return units
 
     def _most(self, number: int) -> int:

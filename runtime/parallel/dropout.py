@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -81,6 +82,8 @@ class Masks:
         self._repeated: set[str] = set()
         self.alarms = 0
         """How often torch's generators moved in a step: something was drawn that is not keyed."""
+        self.cut_dims: dict[str, int | None] = {}
+        """Sites where ranks of tp draw for unusual parts of tensors (see `words`), to their dimension; None: all."""
 
     @contextmanager
     def guarding(self, device: torch.device) -> Iterator[None]:
@@ -133,6 +136,24 @@ class Masks:
         drawing, call = self._next_call(site)
         unit = drawing.unit
         return _word(f"unit {self.seed} {unit.step} {unit.samples.start} {site} {call}")
+
+    def words_of_part(
+        self, site: str, draw: Callable[..., Tensor], shape: Sequence[int], cut: Group | None, sliced: Group | None
+    ) -> Tensor:
+        """Return words for a rank's part of a tensor; `draw(shape=…, cut=…, sliced=…)` gives them for usual parts."""
+        group = cut or sliced
+        is_usual = group is None or site not in self.cut_dims
+        dim = None if group is None or is_usual else self.cut_dims[site]
+        whole = [size * group.size if place == dim else size for place, size in enumerate(shape)] if group else shape
+        drawn: Tensor = draw(shape=whole, cut=cut if is_usual else None, sliced=sliced if is_usual else None)
+        if group is None or dim is None:
+            return drawn
+        if dim or cut is None or len(shape) == 1:
+            found: Tensor = drawn.chunk(group.size, dim)[group.index]
+            return found
+        assert self.unit is not None  # heads are with samples in one dimension
+        parts = drawn.unflatten(0, (len(self.unit.samples), -1)).chunk(group.size, 1)
+        return torch.flatten(parts[group.index], 0, 1)
 
     def _next_call(self, site: str) -> tuple[_Drawing, int]:
         """Return what is drawn for, and the number of the call.
@@ -226,7 +247,8 @@ class KeyedDropout(nn.Dropout):
             self.was_gathered = self.pair is not None and self.pair.is_gathered
         cut = self.pair.group if self.pair is not None and self.was_between else self.shards
         sliced = None if cut is not None or self.was_gathered else self.sequence
-        return words(keys, x.shape, unit.positions, cut, sliced) >= round(self.p * 2**32)
+        draw = partial(words, keys, positions=unit.positions)
+        return self.masks.words_of_part(f"{self.site}: ", draw, x.shape, cut, sliced) >= round(self.p * 2**32)
 
     def _get_name(self) -> str:
         return "Dropout"

@@ -15,6 +15,7 @@ Ranks of tp draw alike, but between a column and its row, where each draws for i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,23 +73,33 @@ class KeyedDraws(TorchFunctionMode):
 
     def words(self, shape: Sequence[int], device: torch.device, seed: str) -> Tensor:
         """Return words for what is drawn now."""
+        site, number = self._site()
+        cut = self._cut(site, number)
+        is_whole = cut is not None or any(pair.is_gathered for pair in self._pairs[number])
+        sliced = None if is_whole else self._sliced(number)
+        draw = partial(self._words, site, seed, device)
+        return self._masks.words_of_part(site, draw, shape, cut, sliced)
+
+    def _words(
+        self, site: str, seed: str, device: torch.device, shape: Sequence[int], cut: Group | None, sliced: Group | None
+    ) -> Tensor:
         unit = self._masks.unit
         assert unit is not None
-        site, number = self._site()
-        samples, cut = len(unit.samples), self._cut(site, number)
+        samples = len(unit.samples)
         if not shape or not shape[0] or shape[0] % samples:
             key = torch.tensor([self._masks.key(f"{site}{_rank(cut)}{seed}")], dtype=torch.int64, device=device)
             return words(key, (1, *shape), None, None, None).view(tuple(shape))
         keys = self._masks.keys(f"{site}{seed}", device)
         if torch.Size(shape[:-1]).numel() == samples:  # a row for each sample, none of tokens
             return words(keys, shape, None, cut, None)
-        is_whole = cut is not None or any(pair.is_gathered for pair in self._pairs[number])
-        return words(keys, shape, unit.positions, cut, None if is_whole else self._sliced(number))
+        return words(keys, shape, unit.positions, cut, sliced)
 
     def seed(self, seed: str) -> int:
         """Return a seed for what is drawn now."""
         site, number = self._site()
-        return self._masks.key(f"{site}{_rank(self._cut(site, number))}{seed}")
+        cut = self._cut(site, number)
+        is_alike = site in self._masks.cut_dims and self._masks.cut_dims[site] is None
+        return self._masks.key(f"{site}{_rank(None if is_alike else cut)}{seed}")
 
     def _site(self) -> tuple[str, int]:
         """Return which call of the model draws, and in which block it is.

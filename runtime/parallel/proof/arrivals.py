@@ -222,8 +222,23 @@ class Arrivals:
         riders = dict(zip(whole.names, drawn[whole.width :], strict=True))
         return Arrival(GivenTree(drawn[: whole.width], whole.output.tree), riders, extras, inputs)
 
+    def specs_at(self, number: int) -> tuple[TreeSpec, dict[str, TreeSpec]]:
+        """Return the specs of what block `number` is given, in the types of a run."""
+        extras = {name: self._tree_spec(spec) for name, spec in self._units.extra_specs.items()}
+        return specs_of(number, self._tree_spec(self._units.spec), extras, self._whole)
+
     def _tokens(self, whole: TensorSpec, unit: TensorSpec) -> int | None:
         return cut_dimension(whole.shape, unit.shape, self._cuts)
+
+
+def specs_of(
+    number: int, inputs: TreeSpec, extras: Mapping[str, TreeSpec], parcels: Sequence[Parcel]
+) -> tuple[TreeSpec, dict[str, TreeSpec]]:
+    """Return the specs of a block's activation, and of what else it may be given, where blocks leave these parcels."""
+    if not number:
+        return inputs, dict(extras)
+    before = parcels[number - 1]
+    return before.output, {**extras, **{name: TreeSpec.plain(spec) for name, spec in before.riders}}
 
 
 def cut_dimension(whole: Sequence[int], part: Sequence[int], cuts: int) -> int | None:

@@ -28,7 +28,7 @@ from .reads.weight_reads import WeightReads
 from .tokens.gathered import Gathered
 from .tokens.tokens_apart import why_tokens_meet
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
-from .twins import SEED, Blueprint
+from .twins import SEED, Blueprint, draw_state
 from .ways import Way, alone, everywhere, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -37,7 +37,7 @@ TOLERANCE = 1e-4
 """Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
 
 SCALES = (0.1, 10.0, 100.0)
-"""By so much larger, too, are the numbers between columns and rows with which a pair is proved."""
+"""By so much larger, too, are the numbers between columns and rows, and inputs, with which a pair is proved."""
 
 _NOT_FINITE = 1e30
 """Stands for a difference of which there is no number."""
@@ -101,7 +101,7 @@ class Finding:
     def __str__(self) -> str:
         where = "" if self.scale == 1 else f", where the numbers between them are {self.scale:g} times as large"
         if self.trouble:
-            return f"{self.trouble}{where}"
+            return self.trouble + where
         if self.off >= _NOT_FINITE:
             return f"{self.what} is of another shape, or not finite at other places{where}"
         return f"{self.what} is off by {self.off:.1g} of its largest number{where}"
@@ -116,7 +116,7 @@ class Bench:
     """
 
     def __init__(self, group: Group, rules: Rules) -> None:
-        self.group, self._rules = group, rules
+        self.group, self.rules = group, rules
 
     def whole(self, kind: Kind, arrival: Arrival, setting: Setting) -> Figures | None:
         """Run a kind's twin whole; None where it cannot be run, on some rank: `kind.trouble` says why."""
@@ -198,7 +198,7 @@ class Bench:
     ) -> tuple[list[tuple[Difference, bool]], str]:
         """Return what differs, and whether it is of what is not cut; and the error, in words, if there is one."""
         try:
-            block = self._cut(kind, setting, choice)
+            block = self.twin(kind, setting, choice)
             with undisturbed(self.group.device):
                 cut = run_cut(block, arrival, setting, whole)
             is_whole = {name: shard_of(parameter) is None for name, parameter in block.named_parameters()}
@@ -212,9 +212,9 @@ class Bench:
             return [], f"cut, it raises {type(error).__name__}: {error}"
 
     def unsound(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> Finding | None:
-        """Return why a kind's pairs may be none where numbers, types or modes are others, on any rank; None: they are.
+        """Return why a kind's pairs, which a rule may ask for, may be none where numbers, types or modes are others.
 
-        `is_asked` says that a rule wants them. Notes at which scales they are proved in `kind.scales`.
+        On any rank; None: they are. Notes at which scales they are proved in `kind.scales`.
         """
         pairs = self._pairs(kind, choice)
         if not pairs or self.group.size == 1:
@@ -223,30 +223,29 @@ class Bench:
         why = self.why(kind, arrival, choice, is_asked=is_asked)
         if self._most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
-        unlike = self._unlike(kind, arrival, replace(setting, trains=True), choice)
+        unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
         if unlike is not None or kind.scales.keys() >= {cut.path for cut in pairs}:
             return unlike
         proved = {1.0}
         for scale in SCALES:
             whole = self.whole(kind, arrival, scaled := replace(setting, scale=scale))
             finding = None if whole is None else self.find(kind, arrival, scaled, whole, choice)
-            finding = finding or self._unlike(kind, arrival.scaled(scale), setting, choice)
+            given = replace(setting, state=scale, trains=scale == max(SCALES))
+            finding = finding or self.unlike(kind, arrival.scaled(scale), given, choice)
             if finding is not None:
                 return finding
             proved |= {scale} if whole is not None else set()
         kind.scales |= dict.fromkeys((cut.path for cut in pairs), tuple(sorted(proved)))
         return None
 
-    def _unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
-        """Return what is off in a setting, or with what a kind is given, if anything.
-
-        What draws is not compared: between columns and rows ranks draw other numbers.
-        """
+    def unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
+        """Return what is off in a setting, if anything. What draws is not compared: ranks draw for their features."""
         whole = self.whole(kind, arrival, setting)
         if whole is None or self._most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
             return None
         finding = self.find(kind, arrival, setting, whole, choice)
-        where = "in training" if setting.trains else "where it is given other numbers"
+        usual = "in training" if setting.trains else "as it is given"
+        where = "where it is given other numbers" if setting.state else usual
         return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
 
     def _draws(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
@@ -320,7 +319,7 @@ class Bench:
 
     def _cuts(self, kind: Kind, twin: nn.Module, choice: Choice) -> list[Cut]:
         return find_cuts(
-            twin, {**kind.hooked, **choice.rules, **self._rules}, self.group.size, str(kind.number), strict=False
+            twin, {**kind.hooked, **choice.rules, **self.rules}, self.group.size, str(kind.number), strict=False
         )
 
     def why(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
@@ -343,39 +342,46 @@ class Bench:
     def refusal(self, kind: Kind, why: str) -> str:
         """Return why a kind of block is refused whose pairs are none, with the rules to write."""
         pairs = self._pairs(kind, kind.choice)
-        names, rules = " and ".join(repr(cut.path) for cut in pairs), everywhere(alone(pairs))
+        names = " and ".join(repr(cut.path) for cut in pairs)
         return (
             f"{kind.name} over tp={self.group.size} is cut in pairs, {names}, but {why}; let each take and give full "
-            f"tensors: rules={rules}"
+            f"tensors: rules={everywhere(alone(pairs))}"
         )
 
-    def _drawn(self, kind: Kind, setting: Setting) -> nn.Module:
-        """Return a kind's twin, with what its columns give scaled."""
+    def _drawn(self, kind: Kind, setting: Setting, *, has_hooks: bool = True) -> nn.Module:
+        """Return a kind's twin, with what its columns give scaled, and state drawn."""
         twin = kind.blueprint.draw(self.group.device).train(setting.trains)
         for module in twin.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
         columns = (cut for cut in kind.cuts if cut.is_paired and cut.split is TensorSplit.COLUMN)
+        if setting.state:
+            draw_state(twin, setting.state)
         with torch.no_grad():
             for column in columns if setting.scale != 1 else ():
                 for weight in twin.get_submodule(column.path.partition(".")[2]).parameters():
                     weight.mul_(setting.scale)
+        if has_hooks:
+            kind.blueprint.put_hooks(twin)
         return twin
 
-    def _cut(self, kind: Kind, setting: Setting, choice: Choice) -> nn.Module:
-        twin = self._drawn(kind, setting)
+    def twin(self, kind: Kind, setting: Setting, choice: Choice) -> nn.Module:
+        """Return a kind's twin, cut as the setting says."""
+        twin = self._drawn(kind, setting, has_hooks=setting.tensor is None)
         if setting.tensor is None:
             return twin
-        return apply_tensor_parallel(
+        twin = apply_tensor_parallel(
             twin,
             setting.tensor,
-            {**kind.hooked, **choice.rules, **self._rules},
+            {**kind.hooked, **choice.rules, **self.rules},
             path=str(kind.number),
             sequence_parallel=setting.slices_tokens,
             strict=False,
             partial=[name for name, _ in twin.named_parameters()],
             gathers_before=choice.gathers_before,
         )
+        kind.blueprint.put_hooks(twin)
+        return twin
 
     def _noise(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> float:
         """Return how much numbers of a whole block change with its weights and inputs in their last bits."""

@@ -6,16 +6,24 @@ the run, and these are restored behind it; ranks that are threads share them, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quintsched.errors import MisfitError
+
 from ...blocks.blocks import seeded
+from ..draws.mode import KeyedDraws
 from ..draws.names import DRAWS
+from ..dropout import Masks, Unit
 from .twins import SEED
+
+Drawn = tuple[tuple[int, ...], bool]
+"""A shape that is drawn, and whether that is between columns and rows."""
 
 
 @contextmanager
@@ -42,3 +50,76 @@ class _OwnDraws(TorchFunctionMode):
         self._count += 1
         with seeded(self._seed, self._count, self._device):
             return func(*args, **(kwargs or {}))
+
+
+class DrawnShapes(KeyedDraws):
+    """Notes of which shapes a twin draws, at which sites.
+
+    Args:
+        number: of the block.
+        twin: a copy of it.
+    """
+
+    def __init__(self, number: int, twin: nn.Module) -> None:
+        self._numbers = Masks(SEED)
+        super().__init__(self._numbers, {number: twin})
+        self.found: dict[str, list[Drawn]] = {}
+        self._open: list[tuple[str, int]] = []
+
+    @contextmanager
+    def noting(self, samples: int) -> Iterator[None]:
+        """A context in which the twin runs, given so many samples."""
+        with self._numbers.of(Unit(0, range(samples))), self:
+            yield
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._open.clear()
+        result = super().__torch_function__(func, types, args, kwargs)
+        for site, number in self._open if isinstance(result, Tensor) else ():
+            self._note(site, number, result.shape)
+        return result
+
+    def _note(self, site: str, number: int, shape: Sequence[int]) -> None:
+        self.found.setdefault(site, []).append((tuple(shape), self._cut(site, number) is not None))
+
+    def words(self, shape: Sequence[int], device: torch.device, seed: str) -> Tensor:
+        """Return words for what is drawn now, and note the shape."""
+        self._note(*self._site(), shape)
+        return super().words(shape, device, seed)
+
+    def seed(self, seed: str) -> int:
+        """Return a seed for what is drawn now, whose shape is noted when it is there."""
+        self._open.append(self._site())
+        return super().seed(seed)
+
+
+def unusual_parts(
+    whole: Mapping[str, Sequence[Drawn]], cut: Mapping[str, Sequence[Drawn]], size: int, rows: int
+) -> dict[str, int | None]:
+    """Return the sites where a rank of `size` draws for a part of what one process draws that is none of the usual.
+
+    To the dimension along which it is a part, or None where it is not. Usual are, between columns and rows, features in
+    the last dimension, or heads in the second of four; elsewhere tokens in the second, or, with samples, as one of
+    `rows` in the first. Raises `MisfitError` where calls of one site differ in that.
+    """
+    found: dict[str, int | None] = {}
+    for site, drawn in cut.items():
+        parts = {_part(one, *other, size, rows) for (one, _), other in zip(whole.get(site, ()), drawn, strict=False)}
+        if len(parts) > 1:
+            raise MisfitError(f"{site.partition(':')[0]!r} draws for cut tensors and for others; call two modules")
+        found |= dict.fromkeys([site], *parts) if parts - {_USUAL} else {}
+    return found
+
+
+_USUAL = -1
+
+
+def _part(whole: Sequence[int], cut: Sequence[int], between: bool, size: int, rows: int) -> int | None:
+    dims = len(whole)
+    dim = next((d for d in range(min(dims, len(cut))) if whole[d] == cut[d] * size and whole[d] != cut[d]), None)
+    if between:
+        usual = 1 if dims > 3 else dims - 1
+        return _USUAL if dim == usual and dims > 1 else dim
+    return _USUAL if (dim == 1 and dims > 2) or (dim == 0 and whole[0] == rows) else dim

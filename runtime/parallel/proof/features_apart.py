@@ -1,6 +1,6 @@
 """Whether a pair is one for all numbers: what is between its columns and rows keeps the ranks' features apart.
 
-    in training, twice ─▶ features followed (`feature_owners`), what Python may read compared (`plain_state`)
+    in training, twice ─▶ features followed (`feature_owners`), what Python may read compared (`HostState`)
     in evaluation      ─▶ the same, without gradients; both in the types of a run
     if mask.all(): …   ─▶ once more, as if it were not so
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ...blocks.blocks import seeded
+from ...blocks.host_state import HostState
 from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given, GivenTree
 from .feature_owners import FeatureOwners, HostReads, Place
 from .owner_rules import Joined
-from .reads.plain_state import first_change, plain_state
 from .reads.weight_reads import WeightReads
 from .trial import outputs_of
 from .twins import SEED, Blueprint
@@ -55,7 +55,10 @@ def why_joined(
         twin = blueprint.draw(device, as_built=True).train(trains)
         mode: AbstractContextManager[object] = nullcontext() if trains else torch.no_grad()
         with seeded(SEED, 0, device), torch.enable_grad(), mode:
-            _follow(owners, twin, cuts_of(twin), given, size, times=2 if trains else 1)
+            cuts = cuts_of(twin)
+            with owners.through_pairs(cuts, size):
+                blueprint.put_hooks(twin)
+                _follow(owners, twin, cuts, given, times=2 if trains else 1)
         return owners
 
     try:
@@ -86,25 +89,29 @@ def _follow_branches(follow: Callable[[Set[Place]], FeatureOwners], conditions: 
         open_ones += [flipped | {other} for other in found if other not in flipped and other not in conditions]
 
 
-def _follow(
-    owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival, size: int, times: int
-) -> None:
-    states = [plain_state(twin)]
+def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival, times: int) -> None:
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
-    with owners.through_pairs(cuts, size):
-        for _ in range(times):
-            with reads.watching(), HostReads(), owners:
-                outputs = outputs_of(twin, arrival)
-            owners.require_none(outputs)
-            states.append(plain_state(twin))
+    states = [state_of_host(twin)]
+    for _ in range(times):
+        with reads.watching(), HostReads(), owners:
+            outputs = outputs_of(twin, arrival)
+        owners.require_none(outputs)
+        states.append(state_of_host(twin))
+    changed = states[0 if owners.reads else -2].changed()
     for why in reads.found.values():
         raise Joined(why)
     if draws_of_python() != drawn:
         raise Joined(DRAWS)
-    changed = first_change(states[0 if owners.reads else 1], states[-1])
     if changed is not None:
         raise Joined(f"changes {changed!r} in its forward, by which it may do something else in a later step")
+
+
+def state_of_host(block: nn.Module, name: str = "block") -> HostState:
+    """Return what steers the code of a block, as it is now."""
+    state = HostState({name: block}, {}, numbers=False)
+    state.let_go()
+    return state
 
 
 def draws_of_python() -> tuple[object, ...]:

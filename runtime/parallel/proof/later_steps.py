@@ -9,8 +9,8 @@ A step of known shapes, before which nothing was set, is not looked at.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,23 +21,35 @@ from torch.utils._pytree import tree_leaves
 from quintsched.errors import MisfitError
 
 from ...blocks.blocks import Parcel, accepted_extras
+from ...blocks.host_state import HostState
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import TreeSpec
 from ...comm import SelfGroup
-from .arrivals import Arrival, Arrivals, FirstUnits
-from .bench import Bench, Kind
-from .reads.plain_state import State, has_changed, plain_state
+from .arrivals import Arrival, Arrivals, FirstUnits, specs_of
+from .bench import Kind
+from .bench_here import BenchHere
+from .features_apart import state_of_host
 from .trial import Setting
 
 
 @dataclass
 class Followed:
-    """A kind of block whose pairs are followed, with the functions that it is known to call, and what it was given."""
+    """A kind of block that is followed, with the functions that it is known to call, and what it was given.
+
+    `setting` says over which ranks it is cut, and whether tokens are sliced there.
+    """
 
     kind: Kind
     is_asked: bool
     arrival: Arrival
+    setting: Setting
+    in_pairs: bool
     known: set[tuple[str, ...]] = field(default_factory=set)
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether sequences are cut."""
+        return self.setting.cuts > 1 or self.setting.slices_tokens
 
 
 class LaterSteps:
@@ -49,96 +61,105 @@ class LaterSteps:
         dtype: of the weights; None: as they are built.
     """
 
-    def __init__(self, bench: Bench, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+    def __init__(self, bench: BenchHere, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
         self._bench, self._outlines, self._dtype = bench, outlines, dtype
         self._followed: list[Followed] = []
-        self._of_tokens: list[Followed] = []
-        self._setting, self._lengths = Setting(), set[str]()
-        self._watched: list[tuple[Mapping[Any, Any], Any, object, str]] = []
+        self._lengths = set[str]()
+        self._states: list[HostState] = []
 
-    def follow(self, pairs: Sequence[Followed], of_tokens: Sequence[Followed], setting: Setting) -> None:
-        """Follow kinds of blocks with pairs from now on, and those whose sequences are cut in this setting."""
-        self._followed, self._of_tokens, self._setting = list(pairs), list(of_tokens), setting
+    def follow(self, kinds: Sequence[Followed], units: FirstUnits, arrivals: Arrivals) -> None:
+        """Follow kinds of blocks from now on, which are known given these units, and what they were proved with."""
+        self._followed, self._lengths = list(kinds), {_shapes_of(units)}
+        for followed in (one for one in kinds if one.in_pairs):
+            number = followed.kind.number
+            called = self._called(number, *arrivals.specs_at(number))
+            followed.known |= {called} if called is not None else set()
         self._watch()
 
     def _watch(self) -> None:
-        found: State = {}
-        for followed in (*self._followed, *self._of_tokens):
-            for block in followed.kind.blocks:
-                found |= plain_state(block)
-        self._watched = [(held, key, value, name) for (_, key), (held, value, name) in found.items()]
+        blocks = [(f"block {one.kind.number}", block) for one in self._followed for block in one.kind.blocks]
+        self._states = [state_of_host(block, name) for name, block in blocks]
 
-    def unsound_shapes(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
-        """Return which pairs are none where units are of these shapes, in words; empty: all are."""
+    def why_unsound(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
+        """Return which blocks may not be cut where units are of these shapes, in words; empty: all may."""
+        return self._unsound_pairs(units, parcels) or self._unsound_lengths(units, parcels)
+
+    def _unsound_pairs(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
         arrivals: Arrivals | None = None
-        for followed in self._followed:
+        for followed in (one for one in self._followed if one.in_pairs):
             number = followed.kind.number
-            called = self._called(number, units, parcels)
+            called = self._called(number, *specs_of(number, units.spec, units.extra_specs, parcels))
             if called is not None and called in followed.known:
                 continue
             if arrivals is None:
                 alone = SelfGroup(0, self._bench.group.device)
                 arrivals = Arrivals(units, self._outlines, parcels, alone, 1, self._dtype, samples=None)
-            why = self._bench.why(
-                followed.kind,
-                arrivals.at(number, self._outlines[number]),
-                followed.kind.choice,
-                is_asked=followed.is_asked,
-            )
+            why = self._why_no_pair(followed, arrivals.at(number, self._outlines[number]))
             if why:
                 return self._bench.refusal(followed.kind, f"given {units.spec}, {why}")
             if called is not None:
                 followed.known.add(called)
         return ""
 
-    def unsound_lengths(self, units: FirstUnits, parcels: Sequence[Parcel], *, is_known: bool = False) -> str:
-        """Return which sequences may not be cut into units of these shapes, in words; `is_known`: all are."""
-        shape = f"{units.spec} {units.extra_specs}"
-        if not self._of_tokens or shape in self._lengths:
+    def _why_no_pair(self, followed: Followed, arrival: Arrival) -> str:
+        found = self._bench.unsound_again(followed.kind, arrival, is_asked=followed.is_asked)
+        return "" if found is None else str(found)
+
+    def _unsound_lengths(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
+        shapes, of_tokens = _shapes_of(units), [one for one in self._followed if one.cuts_tokens]
+        if not of_tokens or shapes in self._lengths:
             return ""
-        self._lengths.add(shape)
-        cuts, device = self._setting.cuts, self._bench.group.device
+        cuts, device = of_tokens[0].setting.cuts, self._bench.group.device
         copies = (list(each) * cuts for each in (units.inputs, units.targets, units.extras))
         joined = FirstUnits(units.spec, units.extra_specs, *copies)
-        arrivals: Arrivals | None = None
-        for followed in () if is_known else self._of_tokens:
-            kind, number = followed.kind, followed.kind.number
-            arrivals = arrivals or Arrivals(joined, self._outlines, parcels, SelfGroup(0, device), cuts, self._dtype)
-            arrival = arrivals.at(number, self._outlines[number])
-            why = self._bench.why_tokens_meet(kind, arrival, self._setting)
+        arrivals = Arrivals(joined, self._outlines, parcels, SelfGroup(0, device), cuts, self._dtype)
+        for followed in of_tokens:
+            number = followed.kind.number
+            why = self._bench.why_tokens_meet(
+                followed.kind, arrivals.at(number, self._outlines[number]), followed.setting
+            )
             if why:
-                return self._bench.refusal_of_tokens(kind, self._setting, f"given {units.spec}, {why}")
+                return self._bench.refusal_of_tokens(followed.kind, followed.setting, f"given {units.spec}, {why}")
+        self._lengths.add(shapes)
         return ""
 
     def require_sound_state(self) -> None:
-        """Raise `MisfitError` where something was set by which pairs are none any more."""
-        changed = [name for held, key, value, name in self._watched if has_changed(held, key, value)]
-        if not changed:
+        """Raise `MisfitError` where something was set by which blocks may not be cut any more."""
+        changed = next((name for state in self._states if (name := state.changed())), None)
+        if changed is None:
             return
+        self._followed = [again for followed in self._followed for again in self._as_they_are(followed, changed)]
         for followed in self._followed:
-            for block in followed.kind.blocks:
-                _copy_state(plain_state(block), plain_state(followed.kind.blueprint.bare), set(changed))
-                why = self._bench.why(followed.kind, followed.arrival, followed.kind.choice, is_asked=followed.is_asked)
-                if why:
-                    raise MisfitError(self._bench.refusal(followed.kind, f"{changed[0]!r} was set, and now {why}"))
-            followed.known.clear()
-        for followed in self._of_tokens:
-            for block in followed.kind.blocks:
-                _copy_state(plain_state(block), plain_state(followed.kind.blueprint.bare), set(changed))
-                why = self._bench.why_tokens_meet(followed.kind, followed.arrival, self._setting)
-                if why:
-                    why = f"{changed[0]!r} was set, and now {why}"
-                    raise MisfitError(self._bench.refusal_of_tokens(followed.kind, self._setting, why))
+            kind, why = followed.kind, ""
+            if followed.in_pairs and (why := self._why_no_pair(followed, followed.arrival)):
+                raise MisfitError(self._bench.refusal(kind, f"{changed!r} was set, and now {why}"))
+            if followed.cuts_tokens:
+                why = self._bench.why_tokens_meet(kind, followed.arrival, followed.setting)
+            if why:
+                why = f"{changed!r} was set, and now {why}"
+                raise MisfitError(self._bench.refusal_of_tokens(kind, followed.setting, why))
         self._lengths.clear()
         self._watch()
 
-    def _called(self, number: int, units: FirstUnits, parcels: Sequence[Parcel]) -> tuple[str, ...] | None:
+    def _as_they_are(self, followed: Followed, changed: str) -> list[Followed]:
+        """Return what is followed of blocks of a kind as they are by now, once for those that are alike."""
+        kind, alike = followed.kind, dict[tuple[str, ...], list[nn.Module]]()
+        for block in kind.blocks:
+            alike.setdefault(state_of_host(block).words(), []).append(block)
+        try:
+            kinds = [replace(kind, blueprint=kind.blueprint.renewed(some[0]), blocks=some) for some in alike.values()]
+        except Exception as error:
+            raise MisfitError(
+                f"{kind.name}: {changed!r} was set, and whether it may be cut as it is now cannot be proved: {error}; "
+                "build the engine again"
+            ) from error
+        return [replace(followed, kind=kind, known=set()) for kind in kinds]
+
+    def _called(self, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> tuple[str, ...] | None:
         """Return which functions a block calls for units of these shapes, in both modes; None: only data can tell."""
-        block, before = self._outlines[number], parcels[number - 1] if number else None
-        given = units.spec if before is None else before.output
-        riders = {} if before is None else {name: TreeSpec.plain(spec) for name, spec in before.riders}
+        block = self._outlines[number]
         accepts = accepted_extras(block)
-        beside = {name: spec for name, spec in {**units.extra_specs, **riders}.items() if accepts(name)}
+        beside = {name: spec for name, spec in beside.items() if accepts(name)}
         calls = _Calls()
         try:
             for trains in (True, False):
@@ -146,7 +167,7 @@ class LaterSteps:
                     trace_shapes([copy.deepcopy(block).train(trains)], given, beside, self._dtype)
         except Exception:
             return None
-        return tuple(calls.found)
+        return *(f"{name} {spec.tree}" for name, spec in beside.items()), *calls.found
 
 
 class _Calls(TorchDispatchMode):
@@ -159,27 +180,21 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(
-            kwargs or {}
-        )
+        arguments = {argument.name: argument for argument in func._schema.arguments}
+        given = dict(zip(arguments, args, strict=False)) | dict(kwargs or {})
+        makes = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
         self.found.append(str(func))
         for name, value in given.items():
-            self.found += [_word(leaf, is_place=name.startswith("dim")) for leaf in tree_leaves(value)]
+            is_size = makes or (not name.startswith("dim") and "number" not in str(arguments[name].real_type))
+            self.found += [_word(leaf, is_size=is_size) for leaf in tree_leaves(value)]
         return func(*args, **(kwargs or {}))
 
 
-def _word(leaf: object, *, is_place: bool) -> str:
+def _shapes_of(units: FirstUnits) -> str:
+    return f"{units.spec} {units.extra_specs}"
+
+
+def _word(leaf: object, *, is_size: bool) -> str:
     if isinstance(leaf, Tensor):
         return f"{leaf.dim()} {leaf.dtype}"
-    return "int" if type(leaf) is int and not is_place else repr(leaf)
-
-
-def _copy_state(real: State, bare: State, changed: Set[str]) -> None:
-    """Give a block that stands for another what has changed in that, where it is plain: all else may be cut there."""
-    places = {name: (held, key) for (_, key), (held, _, name) in bare.items()}
-    for (_, key), (held, _, name) in real.items():
-        around = name.rpartition(".")[0]
-        is_new = name not in places and around in changed
-        there, _ = places.get(name) or places.get(around) or (None, "")
-        if key != "" and isinstance(there, dict) and there is not held and (is_new or name in changed):
-            there[key] = copy.copy(held[key])
+    return "int" if type(leaf) is int and is_size else repr(leaf)

@@ -26,6 +26,7 @@ from ...comm import Group
 from ...comm.control import first_said
 from ...job.choices import Proofs, TensorSplit
 from ..context.context import ContextParallel
+from ..dropout import Masks
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.model_cuts import TensorCuts
@@ -33,6 +34,7 @@ from ..tensor.pairs import part_pairs
 from ..tensor.rules import is_built_in
 from .arrivals import Arrival, Arrivals, FirstUnits
 from .bench import Bench, Finding, Kind
+from .bench_here import BenchHere
 from .chooser import Chooser
 from .kinds import kind_of
 from .later_steps import Followed, LaterSteps
@@ -79,7 +81,8 @@ class Prover:
         self._chooser = Chooser(self._bench, tensor, outlines, dtype)
         self._kinds: dict[str, Kind] = {}
         self._numbers: dict[int, Kind] = {}
-        self._later = LaterSteps(self._bench, outlines, dtype)
+        self._here = BenchHere(group, tensor.rules)
+        self._later = LaterSteps(self._here, outlines, dtype)
         self._is_done = which == "none"
 
     def choose(self, number: int, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> Choice:
@@ -135,8 +138,17 @@ class Prover:
         is_known = is_built_in(block) and self._which != "all" and not self._tensor.are_ruled(cuts)
         return not self._is_done and bool(does_something) and not is_known and not is_sharded(block)
 
-    def prove(self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], world: Group) -> None:
+    def prove(
+        self,
+        units: FirstUnits,
+        outlines: Sequence[nn.Module],
+        parcels: Sequence[Parcel],
+        world: Group,
+        masks: Masks,
+    ) -> None:
         """Run each kind of block, cut beside whole, once; every rank of the run calls this, in its first step.
+
+        `masks` are told of which parts of tensors are drawn.
 
         Raises `MisfitError` on every rank where a block of some rank gives other numbers.
         """
@@ -150,14 +162,10 @@ class Prover:
             given = [arrivals.at(kind.number, outlines[kind.number]) for kind in self._kinds.values()]
             proved = list(zip(self._kinds.values(), given, strict=True))
             refusal = next((text for kind, arrival in proved if (text := self._refusal(kind, arrival))), "")
-            followed = [Followed(kind, self._tensor.are_ruled(kind.cuts), arrival) for kind, arrival in proved]
-            self._later.follow(
-                [each for each in followed if self._is_in_pairs(each.kind)],
-                followed if self._setting.cuts > 1 else [],
-                self._setting,
-            )
-            refusal = refusal or self._later.unsound_shapes(units.first, parcels)
-            self._later.unsound_lengths(units.first, parcels, is_known=True)
+            followed = [self._followed(kind, arrival) for kind, arrival in proved]
+            refusal = refusal or next(filter(None, (self._note_draws(one, masks) for one in followed)), "")
+            self._later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first, arrivals)
+            refusal = refusal or self._later.why_unsound(units.first, parcels)
         self._kinds.clear()
         self._numbers.clear()
         said = first_said(refusal, world)
@@ -169,16 +177,32 @@ class Prover:
 
         Raises `MisfitError` where a block of this rank is none of pairs then.
         """
-        why = self._later.unsound_shapes(units, parcels) if self._setting.tensor is not None else ""
-        if why := why or self._later.unsound_lengths(units, parcels):
+        if why := self._later.why_unsound(units, parcels):
             raise MisfitError(why)
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set since the last step by which pairs are none any more."""
         self._later.require_sound_state()
 
-    def _is_in_pairs(self, kind: Kind) -> bool:
-        return not kind.is_parted and self._tensor.has_pairs(kind.number, kind.choice)
+    def _followed(self, kind: Kind, arrival: Arrival) -> Followed:
+        setting = replace(self._setting, slices_tokens=self._tensor.tokens.inside(kind.number))
+        is_paired = setting.tensor is not None and not kind.is_parted
+        is_paired = is_paired and self._tensor.has_pairs(kind.number, kind.choice)
+        return Followed(kind, self._tensor.are_ruled(kind.cuts), arrival, setting, is_paired)
+
+    def _note_draws(self, followed: Followed, masks: Masks) -> str:
+        """Note for which parts of tensors ranks of tp draw in blocks of a kind; return why they cannot."""
+        kind = followed.kind
+        if not (followed.in_pairs or followed.setting.slices_tokens):
+            return ""
+        try:
+            found = self._here.unusual_draws(kind, followed.arrival, followed.setting)
+        except MisfitError as error:
+            return f"{self._title(kind)}: {error}"
+        numbers = [number for number, its in self._numbers.items() if its is kind]
+        for site, dim in found.items():
+            masks.cut_dims |= {f"{number}{site.removeprefix(str(kind.number))}": dim for number in numbers}
+        return ""
 
     def _refusal(self, kind: Kind, arrival: Arrival) -> str:
         """Return why a kind of block cannot be run as it is, in words; empty: it can."""

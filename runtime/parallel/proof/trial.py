@@ -51,6 +51,8 @@ class Setting:
     """By how much what columns of pairs give is larger than with weights as they are drawn."""
     trains: bool = False
     """Whether in training, but for modules that drop out."""
+    state: float = 0.0
+    """How large numbers are drawn for buffers; 0: they have their own."""
 
     @property
     def groups(self) -> list[Group]:
@@ -98,9 +100,17 @@ def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
     return Figures(outputs, {name: leaf.grad for name, leaf in leaves.items()}, _weight_gradients(block))
 
 
-def outputs_of(block: nn.Module, arrival: Arrival, beside: Mapping[str, Any] = MappingProxyType({})) -> Tensors:
-    """Return what a block that is whole gives, as one run makes it; `beside`: a context, or a past."""
-    return _run(block, None, arrival, Setting().slicer(None), beside)[1]
+def outputs_of(
+    block: nn.Module,
+    arrival: Arrival,
+    beside: Mapping[str, Any] = MappingProxyType({}),
+    sliced: Group | None = None,
+) -> Tensors:
+    """Return what a block gives of whole sequences, as one run makes it; `beside`: a context, or a past.
+
+    `sliced` are the ranks over which it is given slices of the tokens.
+    """
+    return _run(block, sliced, arrival, Setting().slicer(None), beside)[1]
 
 
 def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures) -> Figures:

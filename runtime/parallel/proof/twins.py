@@ -11,13 +11,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from quintsched.errors import MisfitError
 
 from ...blocks.blocks import build_block, on_meta
+from ..tensor.pairs import restore_sizes
 
 SEED = 20_240_229
+
+_OURS = "quintsched.runtime.parallel."
+_CUT = (f"{_OURS}tensor.", f"{_OURS}expert.")
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
 
 
 def at_work(dtype: torch.dtype) -> torch.dtype:
@@ -34,6 +46,7 @@ class Blueprint:
     def __init__(self, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> None:
         metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in block.parameters()}
         self._builder: Callable[[], nn.Module] | None = None
+        self._hooks: dict[str, dict[str, Any]] = {}
         try:
             self.bare = copy.deepcopy(block, dict[int, object](metas))
         except Exception:
@@ -42,6 +55,48 @@ class Blueprint:
             if any(id(parameter) in again for parameter in block.parameters()):  # it returns what it has built before
                 raise
             self._builder = builder
+
+    def renewed(self, block: nn.Module) -> Blueprint:
+        """Return one of a block as it is by now; what is cut in it is whole, as it was before.
+
+        Raises an error where it cannot be copied, or has other layers or weights than it had.
+        """
+        if self._builder is not None:
+            raise MisfitError("it cannot be copied")
+        names, modules = dict(self.bare.named_parameters(remove_duplicate=False)), dict(self.bare.named_modules())
+        weights, memo, hooks = dict[int, nn.Parameter](), dict[int, Any](), dict[str, dict[str, Any]]()
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            if name not in names:
+                raise MisfitError(f"it has another weight, {name!r}")
+            weight = nn.Parameter(torch.empty_like(names[name], device="meta"), parameter.requires_grad)
+            memo[id(parameter)] = weights[id(names[name])] = memo.get(id(parameter), weight)
+        for name, module in block.named_modules():
+            if type(module).__module__.startswith(_CUT):
+                memo[id(module)] = copy.deepcopy(modules[name], dict[int, Any](weights))
+                hooks[name] = {key: copy.copy(vars(module)[key]) for key in (*_HOOKS, "_is_full_backward_hook")}
+            for leaf in tree_leaves(
+                {key: held for key, held in vars(module).items() if key not in ("_parameters", "_modules")}
+            ):
+                if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                    memo[id(leaf)] = leaf.detach().clone()
+        found = copy.copy(self)
+        found.bare, found._hooks = copy.deepcopy(block, memo), hooks
+        for module in found.bare.modules():
+            restore_sizes(module)
+            for held in (vars(module)[key] for key in _HOOKS):
+                for key in [key for key, hook in held.items() if _is_ours(hook)]:
+                    del held[key]
+        return found
+
+    def put_hooks(self, twin: nn.Module) -> None:
+        """Give the layers of a twin, cut or whole, the hooks that were registered on those of the block once cut."""
+        for name, hooks in self._hooks.items():
+            for key, hook in hooks.items():
+                held = vars(twin.get_submodule(name))
+                if isinstance(hook, dict):
+                    held[key].update(hook)
+                else:
+                    held[key] = hook
 
     def _copy(self) -> nn.Module:
         if self._builder is None:
@@ -76,6 +131,11 @@ class Blueprint:
         return twin.eval()
 
 
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook was registered as layers were cut."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OURS)
+
+
 def _draw(name: str, like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
     """Draw a weight whose products are about as large as what they are made of."""
     drawn = torch.empty(like.shape, dtype=at_work(like.dtype), device=device)
@@ -86,3 +146,16 @@ def _draw(name: str, like: Tensor, device: torch.device, generator: torch.Genera
     fan = max(like.shape[1:]) if like.dim() == 3 else prod(like.shape[1:])
     bound = (3 / max(fan, 1)) ** 0.5
     return drawn.uniform_(-bound, bound, generator=generator)
+
+
+def draw_state(twin: nn.Module, scale: float) -> None:
+    """Let buffers and tensors in attributes have other numbers, about so large: in a later step they may have any."""
+    generator = torch.Generator().manual_seed(SEED)
+    for module in twin.modules():
+        for held in (module._buffers, vars(module)):
+            for name, tensor in held.items():
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    drawn = 0.5 + torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+                    held[name] = (tensor.detach() + drawn) * scale
+                elif isinstance(tensor, Tensor) and not tensor.dim() and tensor.dtype is not torch.bool:
+                    held[name] = tensor + round(scale)

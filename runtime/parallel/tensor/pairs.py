@@ -38,19 +38,19 @@ def divide_sizes(cuts: Iterable[Cut], size: int) -> None:
         configured, dot, count = name.partition(".")
         if not hasattr(owner, configured):
             continue
-        value = before = getattr(owner, configured)
         if dot:
-            value = copy.copy(before)
-            setattr(value, count, divided(getattr(before, count), size))
-        else:
-            value = divided(before, size)
-        owner.__dict__.setdefault(_ORIGINAL, {}).setdefault(configured, before)
-        setattr(owner, configured, value)
+            setattr(owner, configured, copy.copy(getattr(owner, configured)))
+        holder: Any = getattr(owner, configured) if dot else owner
+        before = getattr(holder, count or configured)
+        owner.__dict__.setdefault(_ORIGINAL, {}).setdefault(name, before)
+        setattr(holder, count or configured, divided(before, size))
 
 
-def _restore_sizes(owner: nn.Module) -> None:
+def restore_sizes(owner: nn.Module) -> None:
+    """Let a module keep the sizes that it had before they were divided."""
     for name, value in owner.__dict__.pop(_ORIGINAL, {}).items():
-        setattr(owner, name, value)
+        configured, dot, count = name.partition(".")
+        setattr(getattr(owner, configured) if dot else owner, count or configured, value)
 
 
 def join_pair(scope: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
@@ -145,7 +145,7 @@ def part_pairs(block: nn.Module) -> bool:
     for row in rows:
         row.pair, row.input_is_parallel = None, False
     for module in block.modules():
-        _restore_sizes(module)
+        restore_sizes(module)
         if isinstance(module, KeyedDropout):
             module.pair = module.shards = None
     return True

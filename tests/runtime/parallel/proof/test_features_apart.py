@@ -135,7 +135,7 @@ JOINED: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
     (lambda self, y: torch.where((y.abs() > 60).any(-1, keepdim=True), y * (y >= y.topk(4).values[..., 3:]), y), "any"),
     (lambda self, y: torch.where(y.std(-1, keepdim=True) > 9, F.layer_norm(y, y.shape[-1:]), y), "std"),
     (lambda self, y: y.unflatten(-1, (-1, 8)).cummax(-2).values.flatten(-2).clamp(max=50).minimum(y), "cummax"),
-    (counted, "changes 'Between.count' in its forward"),
+    (counted, "changes 'block (Between).count' in its forward"),
     (counted_in_a_buffer, "softmax"),
     (running_max, "max"),
     (quantised, "amax"),

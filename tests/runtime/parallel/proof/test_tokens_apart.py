@@ -169,7 +169,10 @@ def test_what_joins_tokens_in_a_later_step_is_refused_before_it(what: str) -> No
             for block in stage.blocks.values():
                 block.hot = True
         longer = x.repeat(1, 4 if what == "a length" else 1, 1)
-        says = {"a length": r"given float64 \(1, \d+, 16\), it ", "an attribute": "'Attending.*' was set, and now it "}
+        says = {
+            "a length": r"given float64 \(1, \d+, 16\), it ",
+            "an attribute": "'block 0 \\(Attending\\).*' was set, and now it ",
+        }
         with pytest.raises(MisfitError, match=rf"cut over cp=2: {says[what]}"):
             engine.step(longer, longer)
 

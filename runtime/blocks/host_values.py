@@ -1,0 +1,64 @@
+"""Values that code goes by on the host: whether two are one, what is in generators and arrays, and what words say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from itertools import count
+from random import Random, SystemRandom
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..agreement.user_code import PLAIN
+
+_MOST_BYTES = 4096
+"""Arrays of at most so many bytes are looked at."""
+
+
+def is_same(now: Any, seen: Any) -> bool:
+    """Whether two values are one: as all plain ones are that are equal, and tuples of them."""
+    if type(now) is not type(seen):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(seen) and all(a is b or is_same(a, b) for a, b in zip(now, seen, strict=True))
+    return isinstance(now, PLAIN) and bool(now == seen) and (bool(now) or repr(now) == repr(seen))
+
+
+def state_of(thing: Any) -> Callable[[], Any] | None:
+    """Return what reads where a generator is, or what is in a short array; None for anything else."""
+    if isinstance(thing, count):
+        return lambda: repr(thing)
+    if isinstance(thing, SystemRandom):
+        return None
+    if isinstance(thing, Random):
+        return lambda: hash(thing.getstate())
+    if isinstance(thing, np.random.RandomState):
+        return lambda: repr(thing.get_state())
+    if isinstance(thing, torch.Generator):
+        return lambda: _digest(thing.get_state().numpy().tobytes())
+    if isinstance(thing, np.random.Generator):
+        return lambda: str(thing.bit_generator.state)
+    if isinstance(thing, np.ndarray) and thing.nbytes <= _MOST_BYTES:
+        return lambda: _digest(thing.tobytes())
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def without_numbers(value: Any) -> Any:
+    """Return a value with a mark in place of tensors."""
+    if isinstance(value, Tensor):
+        return Tensor
+    return tuple(map(without_numbers, value)) if type(value) is tuple else value
+
+
+def word(value: Any) -> str:
+    """Return a plain value in words; of anything else its kind, or where its code is."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(word, value))})"
+    return repr(value) if isinstance(value, PLAIN) else str(getattr(value, "__code__", type(value)))

@@ -1,0 +1,70 @@
+"""All members of a group in one process, of which one runs at a time: until it waits for the others.
+
+    member 0   ─ runs ─▶ all-reduce  · · · · · · · · ·  ─ runs ─▶
+    member 1              · · · · · ─ runs ─▶ all-reduce  · · · ·  ─ runs ─▶
+
+Nothing leaves the process. Where members issue unlike collectives, or one of them ends, the others get an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from ..base import Group
+from ..device import use_device
+from .transport import LocalTransport
+from .world import Awaited, LocalWorld
+
+Result = TypeVar("Result")
+
+_LONGEST_S = 1e6
+
+
+class _Turns(LocalWorld):
+    """A world whose ranks pass a lock on where they wait."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(size, device, _LONGEST_S)
+        self.turn = threading.Lock()
+
+    def wait_for(self, rank: int, awaited: Awaited) -> None:
+        self.turn.release()
+        try:
+            super().wait_for(rank, awaited)
+        finally:
+            self.turn.acquire()
+
+
+def run_in_turns(size: int, device: torch.device, work: Callable[[Group], Result]) -> list[Result]:
+    """Call `work` with the group of `size` as each of its members has it, and return the results in their order.
+
+    Raises the first error that a member raises; `StallError` where they issue unlike collectives.
+    """
+    world, results = _Turns(size, device), dict[int, Result]()
+    records = torch.is_grad_enabled()
+
+    def run(index: int) -> None:
+        transport = LocalTransport(world, index)
+        with world.turn:
+            try:
+                if device.index is not None:
+                    use_device(device, device.index)
+                # one thread of torch's runs the backwards of a device: it must not wait for a member behind it
+                with torch.set_grad_enabled(records), torch.autograd.set_multithreading_enabled(False):
+                    results[index] = work(transport.world_group())
+            except BaseException as error:
+                world.abort(index, error)
+            transport.close()
+
+    members = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(size)]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
+    if world.failure is not None:
+        raise world.failure[1]
+    return [results[index] for index in range(size)]

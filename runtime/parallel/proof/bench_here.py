@@ -1,0 +1,85 @@
+"""Twins run on this rank alone, cut for each rank of tp in turn: in later steps ranks may be given unlike units.
+
+whole ──────────────────────────────┐
+cut for rank 0 ─┐ in one process,   ├─▶ the same outputs and gradients?
+cut for rank 1 ─┴ collectives too ──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from quintsched.errors import StallError
+
+from ...comm.local.in_turns import run_in_turns
+from ..tensor.choice import Choice
+from .arrivals import Arrival
+from .bench import Bench, Finding, Kind
+from .draws import Drawn, DrawnShapes, unusual_parts
+from .trial import Figures, Setting, outputs_of
+
+
+class BenchHere(Bench):
+    """A bench that sends nothing: what the other ranks of tp do is done here, one after the other."""
+
+    def unsound_again(self, kind: Kind, arrival: Arrival, *, is_asked: bool) -> Finding | None:
+        """Return why a kind's pairs may be none as the block is now, given this, at all scales; None: they are."""
+        kind.scales.clear()
+        finding = self.unlike(kind, arrival, Setting(tensor=self.group), kind.choice)
+        return finding or self.unsound(kind, arrival, kind.choice, is_asked=is_asked)
+
+    def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
+        """Return why tokens of several ranks, or slices, may meet in a kind: "it …"; over tp, by numbers as well."""
+        found = super().why_tokens_meet(kind, arrival, setting)
+        for trains in (True, False) if setting.slices_tokens and not found else ():
+            sliced = Setting(tensor=self.group, slices_tokens=True, trains=trains)
+            found = found or str(self.unlike(kind, arrival, sliced, kind.choice) or "")
+        return found
+
+    def unusual_draws(self, kind: Kind, arrival: Arrival, setting: Setting) -> dict[str, int | None]:
+        """Return where a kind draws for unusual parts of tensors (see `unusual_parts`).
+
+        Raises `MisfitError` where that is not the same at each call.
+        """
+        here = Setting(slices_tokens=setting.slices_tokens)
+        given = arrival.activation.parts[0].tensor.shape
+        try:
+            whole = _drawn_shapes(self, kind, arrival, Setting())
+            if not whole:
+                return {}
+            group = self.group
+            cut = run_in_turns(
+                group.size,
+                group.device,
+                lambda mine: _drawn_shapes(Bench(mine, self.rules), kind, arrival, replace(here, tensor=mine)),
+            )[group.index]
+        except Exception:  # it is proved besides, or not
+            return {}
+        return unusual_parts(whole, cut, group.size, given[:2].numel())
+
+    def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
+        """Run a kind's twin cut for each rank; return what is off, if anything."""
+        group = self.group
+        try:
+            return run_in_turns(
+                group.size,
+                group.device,
+                lambda mine: Bench(mine, self.rules).find(kind, arrival, replace(setting, tensor=mine), whole, choice),
+            )[0]
+        except StallError as error:
+            return Finding(off=float("inf"), trouble=f"ranks of tp do other things: {error}")
+
+    def _most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
+        return list(numbers)
+
+
+def _drawn_shapes(bench: Bench, kind: Kind, arrival: Arrival, setting: Setting) -> dict[str, list[Drawn]]:
+    """Return which shapes a kind draws in training, by sites."""
+    twin = bench.twin(kind, replace(setting, trains=True), kind.choice).train()
+    shapes = DrawnShapes(kind.number, twin)
+    with torch.no_grad(), shapes.noting(arrival.activation.parts[0].tensor.shape[0]):
+        outputs_of(twin, arrival, sliced=setting.tensor if setting.slices_tokens else None)
+    return shapes.found
