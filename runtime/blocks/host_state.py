@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..agreement.host_values import is_same, state_of, without_numbers, word
 from ..agreement.user_code import PLAIN, is_library_module, is_of_framework, is_of_library, names_of
-from .host_values import is_same, state_of, without_numbers, word
 
 _MOST, _LONGEST = 20_000, 1024
 """So many values are watched; so many entries of a container."""
@@ -179,8 +179,8 @@ class HostState:
         elif isinstance(thing, nn.Module):
             self._enter_module(name, thing)
         elif isinstance(thing, functools.partial):
-            for part in (thing.func, *thing.args, *thing.keywords.values()):
-                self._enter(name, part)
+            self._enter_all(name, (thing.func, *thing.args))
+            self._enter_container(name, thing.keywords)
         elif isinstance(thing, MethodType):
             self._enter(name, thing.__func__)
             self._enter(name, thing.__self__)
@@ -229,6 +229,8 @@ class HostState:
             for key in module._modules:
                 self._watch(f"{label}.{key}", functools.partial(module._modules.get, key, _GONE))
             if not self._counts_numbers:
+                self._watch(f"{label}, its class", functools.partial(type, module))
+                self._watch(f"{label}, its mode", functools.partial(_mode, module, root, [True]))
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
                         self._watch(f"{label}.{key}", functools.partial(_needs_gradient, module, key))
@@ -267,6 +269,8 @@ class HostState:
         self._enter_all(name, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         if is_of_library(function):
             return
+        self._watch_attributes(name, function)
+        self._watch(f"{name}, its code", lambda: function.__code__)
         self._watch(f"{name}, its defaults", lambda: function.__defaults__)
         if function.__kwdefaults__:
             self._enter_container(f"{name}, its defaults", function.__kwdefaults__)
@@ -364,6 +368,12 @@ def _texts(code: CodeType) -> Iterator[str]:
             yield constant
         elif isinstance(constant, CodeType):
             yield from _texts(constant)
+
+
+def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
+    """Return whether a module trains where the whole does, as it was the last time that this did."""
+    known[0] = module.training if root.training else known[0]
+    return known[0]
 
 
 def _needs_gradient(module: nn.Module, name: str) -> bool:

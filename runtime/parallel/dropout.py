@@ -48,6 +48,11 @@ from .column_row import ColumnRowPair
 
 WORD = 0xFFFF_FFFF
 _MOST_ALARMS = 3
+BY_SAMPLES = -1
+"""The dimension of heads that are with samples in the first."""
+
+CutSite = tuple[str, bool]
+"""A site, and whether it draws between columns and rows."""
 FACTORS = (0x21F0_AAAD, 0x735A_2D97)
 
 
@@ -82,7 +87,7 @@ class Masks:
         self._repeated: set[str] = set()
         self.alarms = 0
         """How often torch's generators moved in a step: something was drawn that is not keyed."""
-        self.cut_dims: dict[str, int | None] = {}
+        self.cut_dims: dict[CutSite, int | None] = {}
         """Sites where ranks of tp draw for unusual parts of tensors (see `words`), to their dimension; None: all."""
 
     @contextmanager
@@ -142,16 +147,17 @@ class Masks:
     ) -> Tensor:
         """Return words for a rank's part of a tensor; `draw(shape=…, cut=…, sliced=…)` gives them for usual parts."""
         group = cut or sliced
-        is_usual = group is None or site not in self.cut_dims
-        dim = None if group is None or is_usual else self.cut_dims[site]
-        whole = [size * group.size if place == dim else size for place, size in enumerate(shape)] if group else shape
+        is_usual = group is None or (site, cut is not None) not in self.cut_dims
+        dim = None if is_usual else self.cut_dims[site, cut is not None]
+        at = 0 if dim == BY_SAMPLES else dim
+        whole = [size * group.size if place == at else size for place, size in enumerate(shape)] if group else shape
         drawn: Tensor = draw(shape=whole, cut=cut if is_usual else None, sliced=sliced if is_usual else None)
         if group is None or dim is None:
             return drawn
-        if dim or cut is None or len(shape) == 1:
-            found: Tensor = drawn.chunk(group.size, dim)[group.index]
-            return found
-        assert self.unit is not None  # heads are with samples in one dimension
+        if dim != BY_SAMPLES:
+            part: Tensor = drawn.chunk(group.size, dim)[group.index]
+            return part
+        assert self.unit is not None
         parts = drawn.unflatten(0, (len(self.unit.samples), -1)).chunk(group.size, 1)
         return torch.flatten(parts[group.index], 0, 1)
 

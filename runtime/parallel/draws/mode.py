@@ -98,7 +98,7 @@ class KeyedDraws(TorchFunctionMode):
         """Return a seed for what is drawn now."""
         site, number = self._site()
         cut = self._cut(site, number)
-        is_alike = site in self._masks.cut_dims and self._masks.cut_dims[site] is None
+        is_alike = cut is not None and self._masks.cut_dims.get((site, True), 0) is None
         return self._masks.key(f"{site}{_rank(None if is_alike else cut)}{seed}")
 
     def _site(self) -> tuple[str, int]:

@@ -71,6 +71,25 @@ class Arrival:
         """The tensors that get gradients: of the activation by their paths, "" where it is one, and riders."""
         return {**dict(zip(self.activation.tree.paths, self.activation.parts, strict=True)), **self.riders}
 
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return self.activation.parts[0].tensor.shape[0]
+
+    def of_first_sample(self) -> Arrival:
+        """Return what the block is given of the first sample."""
+
+        def first(given: Given) -> Given:
+            has_samples = given.tensor.dim() and given.tensor.shape[0] == self.samples
+            return replace(given, tensor=given.tensor[:1]) if has_samples else given
+
+        activation, *extras = (
+            replace(tree, parts=[first(part) for part in tree.parts])
+            for tree in (self.activation, *self.extras.values())
+        )
+        riders = {name: first(rider) for name, rider in self.riders.items()}
+        return replace(self, activation=activation, riders=riders, extras=dict(zip(self.extras, extras, strict=True)))
+
     def scaled(self, factor: float, *, late: bool = False) -> Arrival:
         """Return an arrival with other numbers in the activation: see `Given.scaled`."""
         parts = [part.scaled(factor, late=late) for part in self.activation.parts]

@@ -142,7 +142,7 @@ class Bench:
     def changed_buffer(self, kind: Kind, arrival: Arrival) -> str | None:
         """Return the name of a buffer that a forward in training changes, if there is one."""
         try:
-            twin = kind.blueprint.draw(self.group.device).train()
+            twin = kind.blueprint.draw(self.group.device, trains=True)
             before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
             with undisturbed(self.group.device):
                 run_whole(twin, arrival)
@@ -157,7 +157,7 @@ class Bench:
         for trains in (True, False):
             reads = WeightReads({})
             try:
-                twin = kind.blueprint.draw(self.group.device).train(trains)
+                twin = kind.blueprint.draw(self.group.device, trains=trains)
                 layers = {cut.path: twin.get_submodule(cut.path.partition(".")[2]) for cut in kind.cuts}
                 reads = WeightReads(layers)
                 device = self.group.device
@@ -230,7 +230,7 @@ class Bench:
         for scale in SCALES:
             whole = self.whole(kind, arrival, scaled := replace(setting, scale=scale))
             finding = None if whole is None else self.find(kind, arrival, scaled, whole, choice)
-            given = replace(setting, state=scale, trains=scale == max(SCALES))
+            given = replace(setting, state=scale if scale > 1 else -max(SCALES), trains=scale == max(SCALES))
             finding = finding or self.unlike(kind, arrival.scaled(scale), given, choice)
             if finding is not None:
                 return finding
@@ -350,7 +350,7 @@ class Bench:
 
     def _drawn(self, kind: Kind, setting: Setting, *, has_hooks: bool = True) -> nn.Module:
         """Return a kind's twin, with what its columns give scaled, and state drawn."""
-        twin = kind.blueprint.draw(self.group.device).train(setting.trains)
+        twin = kind.blueprint.draw(self.group.device, trains=setting.trains)
         for module in twin.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()

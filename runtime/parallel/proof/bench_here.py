@@ -15,6 +15,7 @@ import torch
 from quintsched.errors import StallError
 
 from ...comm.local.in_turns import run_in_turns
+from ..dropout import CutSite
 from ..tensor.choice import Choice
 from .arrivals import Arrival
 from .bench import Bench, Finding, Kind
@@ -39,26 +40,27 @@ class BenchHere(Bench):
             found = found or str(self.unlike(kind, arrival, sliced, kind.choice) or "")
         return found
 
-    def unusual_draws(self, kind: Kind, arrival: Arrival, setting: Setting) -> dict[str, int | None]:
+    def unusual_draws(self, kind: Kind, arrival: Arrival, setting: Setting) -> dict[CutSite, int | None]:
         """Return where a kind draws for unusual parts of tensors (see `unusual_parts`).
 
         Raises `MisfitError` where that is not the same at each call.
         """
-        here = Setting(slices_tokens=setting.slices_tokens)
-        given = arrival.activation.parts[0].tensor.shape
+        group, sliced = self.group, setting.slices_tokens
         try:
             whole = _drawn_shapes(self, kind, arrival, Setting())
             if not whole:
                 return {}
-            group = self.group
+            of_one = _drawn_shapes(self, kind, arrival.of_first_sample(), Setting())
             cut = run_in_turns(
                 group.size,
                 group.device,
-                lambda mine: _drawn_shapes(Bench(mine, self.rules), kind, arrival, replace(here, tensor=mine)),
+                lambda mine: _drawn_shapes(Bench(mine, self.rules), kind, arrival, Setting(mine, sliced)),
             )[group.index]
         except Exception:  # it is proved besides, or not
             return {}
-        return unusual_parts(whole, cut, group.size, given[:2].numel())
+        rows = arrival.activation.parts[0].tensor.shape[:2].numel()
+        found = unusual_parts(whole, of_one, cut, group.size, rows)
+        return {site: dim for site, dim in found.items() if sliced or site[1]}
 
     def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
         """Run a kind's twin cut for each rank; return what is off, if anything."""
@@ -80,6 +82,6 @@ def _drawn_shapes(bench: Bench, kind: Kind, arrival: Arrival, setting: Setting) 
     """Return which shapes a kind draws in training, by sites."""
     twin = bench.twin(kind, replace(setting, trains=True), kind.choice).train()
     shapes = DrawnShapes(kind.number, twin)
-    with torch.no_grad(), shapes.noting(arrival.activation.parts[0].tensor.shape[0]):
+    with torch.no_grad(), shapes.noting(arrival.samples):
         outputs_of(twin, arrival, sliced=setting.tensor if setting.slices_tokens else None)
     return shapes.found

@@ -19,11 +19,14 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import seeded
 from ..draws.mode import KeyedDraws
 from ..draws.names import DRAWS
-from ..dropout import Masks, Unit
+from ..dropout import BY_SAMPLES, CutSite, Masks, Unit
 from .twins import SEED
 
 Drawn = tuple[tuple[int, ...], bool]
 """A shape that is drawn, and whether that is between columns and rows."""
+
+Shapes = Mapping[str, Sequence[Drawn]]
+"""What is drawn, by sites."""
 
 
 @contextmanager
@@ -95,31 +98,33 @@ class DrawnShapes(KeyedDraws):
         return super().seed(seed)
 
 
-def unusual_parts(
-    whole: Mapping[str, Sequence[Drawn]], cut: Mapping[str, Sequence[Drawn]], size: int, rows: int
-) -> dict[str, int | None]:
+def unusual_parts(whole: Shapes, of_one: Shapes, cut: Shapes, size: int, rows: int) -> dict[CutSite, int | None]:
     """Return the sites where a rank of `size` draws for a part of what one process draws that is none of the usual.
 
-    To the dimension along which it is a part, or None where it is not. Usual are, between columns and rows, features in
-    the last dimension, or heads in the second of four; elsewhere tokens in the second, or, with samples, as one of
-    `rows` in the first. Raises `MisfitError` where calls of one site differ in that.
+    To the dimension along which it is a part, or `BY_SAMPLES`, or None where it is not. Usual are, between columns and
+    rows, features in the last dimension, or heads in the second of four; elsewhere tokens in the second, or, with
+    samples, as one of `rows` in the first. `of_one` is drawn for the first sample alone. Raises `MisfitError` where
+    calls of one site differ.
     """
-    found: dict[str, int | None] = {}
+    found: dict[CutSite, set[int | None]] = {}
     for site, drawn in cut.items():
-        parts = {_part(one, *other, size, rows) for (one, _), other in zip(whole.get(site, ()), drawn, strict=False)}
-        if len(parts) > 1:
-            raise MisfitError(f"{site.partition(':')[0]!r} draws for cut tensors and for others; call two modules")
-        found |= dict.fromkeys([site], *parts) if parts - {_USUAL} else {}
-    return found
+        for one, alone, other in zip(whole.get(site, ()), of_one.get(site, ()), drawn, strict=False):
+            found.setdefault((site, other[1]), set()).add(_part(one, alone, other, size, rows))
+    odd = next((site for (site, _), parts in found.items() if len(parts) > 1), None)
+    if odd is not None:
+        raise MisfitError(f"{odd.partition(':')[0]!r} draws for cut tensors and for others; call two modules")
+    return {site: part for site, (part,) in found.items() if part != _USUAL}
 
 
-_USUAL = -1
+_USUAL = -2
 
 
-def _part(whole: Sequence[int], cut: Sequence[int], between: bool, size: int, rows: int) -> int | None:
-    dims = len(whole)
-    dim = next((d for d in range(min(dims, len(cut))) if whole[d] == cut[d] * size and whole[d] != cut[d]), None)
+def _part(whole: Drawn, of_one: Drawn, cut: Drawn, size: int, rows: int) -> int | None:
+    (shape, _), (alone, _), (part, between) = whole, of_one, cut
+    dims = len(shape)
+    dim = next((d for d in range(min(dims, len(part))) if shape[d] == part[d] * size and shape[d] != part[d]), None)
     if between:
-        usual = 1 if dims > 3 else dims - 1
-        return _USUAL if dim == usual and dims > 1 else dim
-    return _USUAL if (dim == 1 and dims > 2) or (dim == 0 and whole[0] == rows) else dim
+        if dim == (1 if dims > 3 else dims - 1) and dims > 1:
+            return _USUAL
+        return BY_SAMPLES if dim == 0 and shape[0] != alone[0] else dim
+    return _USUAL if (dim == 1 and dims > 2) or (dim == 0 and shape[0] == rows) else dim

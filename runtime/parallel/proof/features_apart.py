@@ -52,7 +52,7 @@ def why_joined(
 
     def follow(trains: bool, flipped: Set[Place]) -> FeatureOwners:
         owners = FeatureOwners(trusts=trusts, flipped=flipped)
-        twin = blueprint.draw(device, as_built=True).train(trains)
+        twin = blueprint.draw(device, as_built=True, trains=trains)
         mode: AbstractContextManager[object] = nullcontext() if trains else torch.no_grad()
         with seeded(SEED, 0, device), torch.enable_grad(), mode:
             cuts = cuts_of(twin)

@@ -185,7 +185,7 @@ class _Calls(TorchDispatchMode):
         makes = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
         self.found.append(str(func))
         for name, value in given.items():
-            is_size = makes or (not name.startswith("dim") and "number" not in str(arguments[name].real_type))
+            is_size = makes or (not name.startswith("dim") and "int" in str(arguments[name].real_type))
             self.found += [_word(leaf, is_size=is_size) for leaf in tree_leaves(value)]
         return func(*args, **(kwargs or {}))
 

@@ -200,8 +200,9 @@ class Prover:
         except MisfitError as error:
             return f"{self._title(kind)}: {error}"
         numbers = [number for number, its in self._numbers.items() if its is kind]
-        for site, dim in found.items():
-            masks.cut_dims |= {f"{number}{site.removeprefix(str(kind.number))}": dim for number in numbers}
+        for (site, between), dim in found.items():
+            sites = ((f"{number}{site.removeprefix(str(kind.number))}", between) for number in numbers)
+            masks.cut_dims |= dict.fromkeys(sites, dim)
         return ""
 
     def _refusal(self, kind: Kind, arrival: Arrival) -> str:

@@ -109,8 +109,8 @@ class Blueprint:
         types = (p.dtype for p in self.bare.parameters())
         return next((dtype for dtype in types if at_work(dtype) is not dtype), None)
 
-    def draw(self, device: torch.device, *, as_built: bool = False) -> nn.Module:
-        """Return a twin in evaluation mode: no dropout, and no statistics that it would change.
+    def draw(self, device: torch.device, *, as_built: bool = False, trains: bool = False) -> nn.Module:
+        """Return a twin in evaluation mode, or in training where the block is then.
 
         `as_built`: of the types of a run, not those in which numbers are compared.
         """
@@ -128,7 +128,9 @@ class Blueprint:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device, buffer.dtype if as_built else at_work(buffer.dtype))
-        return twin.eval()
+        for module, its in zip(twin.modules(), self.bare.modules(), strict=False):
+            module.training = trains and (its.training or not self.bare.training)
+        return twin
 
 
 def _is_ours(hook: Any) -> bool:
@@ -157,5 +159,16 @@ def draw_state(twin: nn.Module, scale: float) -> None:
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     drawn = 0.5 + torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
                     held[name] = (tensor.detach() + drawn) * scale
-                elif isinstance(tensor, Tensor) and not tensor.dim() and tensor.dtype is not torch.bool:
-                    held[name] = tensor + round(scale)
+                elif (
+                    isinstance(tensor, Tensor)
+                    and tensor.device.type == "cpu"
+                    and tensor.dtype in (torch.bool, torch.int64)
+                ):
+                    held[name] = _counted(tensor, scale)
+
+
+def _counted(tensor: Tensor, scale: float) -> Tensor:
+    """Return other counts and flags than these; one that is no index by then raises an error, which a GPU cannot."""
+    if tensor.dtype is torch.bool:
+        return ~tensor if (scale < 0) == bool(tensor.dim()) else tensor
+    return tensor + (int(scale < 0) if tensor.dim() else round(scale))

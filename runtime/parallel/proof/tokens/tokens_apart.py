@@ -96,7 +96,7 @@ class _Follower:
 
     def _twin(self) -> nn.Module:
         """Return a copy without dropout, and whose batch norms average over nothing: `stage.buffers` judges these."""
-        twin = self._blueprint.draw(self._device).train(self._trains)
+        twin = self._blueprint.draw(self._device, trains=self._trains)
         for module in twin.modules():
             if isinstance(module, (_BatchNorm, _DropoutNd, KeyedDropout)):
                 module.eval()

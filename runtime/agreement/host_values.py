@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Callable
 from itertools import count
 from random import Random, SystemRandom
+from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..agreement.user_code import PLAIN
+from .user_code import PLAIN
 
 _MOST_BYTES = 4096
 """Arrays of at most so many bytes are looked at."""
@@ -61,4 +62,6 @@ def word(value: Any) -> str:
     """Return a plain value in words; of anything else its kind, or where its code is."""
     if isinstance(value, tuple):
         return f"({', '.join(map(word, value))})"
+    if isinstance(value, type | CodeType):
+        return repr(value)
     return repr(value) if isinstance(value, PLAIN) else str(getattr(value, "__code__", type(value)))

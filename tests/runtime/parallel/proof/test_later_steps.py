@@ -1,0 +1,160 @@
+"""Pairs in later steps: what was set, or is longer, is proved again; a pair that is one still goes on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
+
+from ...toys import sgd
+from .odd_mlps import TOKENS, WIDTH
+from .test_features_apart import Between, loss
+
+SETTINGS: dict[str, Any] = {}
+Step = Callable[[Any, Tensor], Tensor]
+
+
+def places(y: Tensor) -> Tensor:
+    return y * torch.arange(y.shape[-1], dtype=y.dtype)
+
+
+def switched(y: Tensor, hot: bool = False) -> Tensor:
+    return places(y) if hot or getattr(switched, "hot", False) else y
+
+
+def in_class(kind: type) -> Callable[[Any], None]:
+    return lambda block: setattr(block.act, "__class__", kind)
+
+
+class Places(nn.Tanh):
+    def forward(self, input: Tensor) -> Tensor:
+        return places(input)
+
+
+class Later(Between):
+    """x + fc2(between(fc1(x), k)) with what may be set in many places."""
+
+    def __init__(self, between: Step) -> None:
+        super().__init__(between)
+        self.act: Any = nn.Tanh()
+        self.partial = functools.partial(switched, hot=False)
+        self.k = 0
+
+    def forward(self, x: Tensor, k: int = 0) -> Tensor:
+        object.__setattr__(self, "k", k)
+        try:
+            return super().forward(x)
+        finally:
+            object.__setattr__(self, "k", 0)
+
+
+def layer(block: Any, name: str) -> nn.Module:
+    return dict(block.named_modules())[name]
+
+
+NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
+    "a flag": (lambda self, y: places(y) if self.config.hot else y, lambda block: setattr(block.config, "hot", True)),
+    "a global": (lambda self, y: switched(y, SETTINGS["hot"]), lambda block: SETTINGS.update(hot=True)),
+    "a module": (lambda self, y: self.act(y), lambda block: setattr(block, "act", nn.Softmax(-1))),
+    "its class": (lambda self, y: self.act(y), in_class(Places)),
+    "its attribute": (lambda self, y: self.act(y), lambda block: setattr(block.act, "forward", places)),
+    "a hook": (
+        lambda self, y: y,
+        lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: places(out)),
+    ),
+    "a hook before": (
+        lambda self, y: y,
+        lambda block: layer(block, "fc2").register_forward_pre_hook(lambda m, args: (places(args[0]),)),
+    ),
+    "a partial": (lambda self, y: self.partial(y), lambda block: block.partial.keywords.update(hot=True)),
+    "a function's": (lambda self, y: switched(y), lambda block: setattr(switched, "hot", True)),
+    "a default": (lambda self, y: switched(y), lambda block: setattr(switched, "__defaults__", (True,))),
+    "a mode": (lambda self, y: places(y) if self.act.training != self.training else y, lambda block: block.act.eval()),
+    "an extra": (lambda self, y: y * (1 + self.k * torch.arange(y.shape[-1])), lambda block: None),
+    "a length": (lambda self, y: places(y) if y.shape[1] > TOKENS else y, lambda block: None),
+    "a width": (lambda self, y: y * (y.shape[-1] if y.shape[1] > TOKENS else 1), lambda block: None),
+}
+STILL: dict[str, tuple[Step, Callable[[Any], object]]] = {
+    "a module": (lambda self, y: self.act(y), lambda block: setattr(block, "act", nn.Sigmoid())),
+    "a hook": (lambda self, y: y, lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: out * 1.5)),
+    "a number": (lambda self, y: y * self.config.hot, lambda block: setattr(block.config, "hot", 0.5)),
+    "a length": (lambda self, y: y.tanh() if y.shape[1] > TOKENS else y, lambda block: None),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    SETTINGS["hot"] = False
+    yield
+    switched.__dict__.clear()
+    switched.__defaults__ = (False,)
+
+
+def train(transport: Transport, mesh: str, between: Step, change: Callable[[Any], object], what: str) -> list[float]:
+    plan = qs.compile("gpipe", mesh=mesh, microbatches=1)
+    engine = Engine(plan, [lambda: Later(between)], loss, sgd, dtype=torch.float64, transport=transport)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for step in range(3):
+        length = 2 * TOKENS if step and what in ("a length", "a width") else TOKENS
+        x, y = (torch.randn(2, length, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        if step == 1:
+            for stage in engine.stages.values():
+                for block in stage.blocks.values():
+                    change(block)
+        losses.append(float(engine.step(x, y, k=int(step > 0 and what == "an extra")).loss))
+    return losses
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("what", NONE)
+def test_what_is_no_pair_any_more_is_refused_before_the_step(what: str) -> None:
+    with pytest.raises(
+        MisfitError, match=r"block 0 \(Later\) over tp=2 is cut in pairs, .* (was set, and now|given) .*"
+    ):
+        run_local(2, lambda transport: train(transport, "tp=2", *NONE[what], what))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("what", STILL)
+def test_what_is_a_pair_still_goes_on(what: str) -> None:
+    (alone,) = run_local(1, lambda transport: train(transport, "pp=1", *STILL[what], what))
+    found, _ = run_local(2, lambda transport: train(transport, "tp=2", *STILL[what], what))
+    assert found == pytest.approx(alone, rel=1e-10)
+
+
+DRAWN: dict[str, Step] = {
+    "a number for all": lambda self, y: y * torch.rand((), dtype=y.dtype),
+    "rows": lambda self, y: y * (torch.rand(y.shape[0], 1, 1, dtype=y.dtype) > 0.4),
+    "tokens": lambda self, y: y * (torch.rand(y.shape[:2], dtype=y.dtype) > 0.4)[..., None],
+    "channels": lambda self, y: F.dropout1d(y, 0.4),
+    "channels that are features": lambda self, y: F.dropout1d(y.mT, 0.4).mT,
+    "features before tokens": lambda self, y: F.dropout(y.mT, 0.4).mT,
+    "an order of tokens": lambda self, y: y[:, torch.randperm(y.shape[1])],
+    "heads with samples": lambda self, y: (
+        F.dropout(y.unflatten(-1, (-1, 4)).transpose(1, 2).flatten(0, 1), 0.4)
+        .unflatten(0, (y.shape[0], -1))
+        .transpose(1, 2)
+        .flatten(2)
+    ),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("what", DRAWN)
+def test_what_is_drawn_between_the_layers_is_that_of_one_process(what: str) -> None:
+    def between(self: Any, y: Tensor) -> Tensor:
+        return DRAWN[what](self, y) if self.training else y
+
+    (alone,) = run_local(1, lambda transport: train(transport, "pp=1", between, lambda block: None, what))
+    found, _ = run_local(2, lambda transport: train(transport, "tp=2", between, lambda block: None, what))
+    assert found == pytest.approx(alone, rel=1e-10)
