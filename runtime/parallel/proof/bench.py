@@ -22,8 +22,8 @@ from ..tensor.cuts import Cut
 from ..tensor.rules import Rules, find_cuts
 from ..tensor.shard import shard_of
 from .arrivals import Arrival, Given, GivenTree
-from .draws import undisturbed
 from .features_apart import DRAWS, draws_of_python, why_joined
+from .reads.draws import undisturbed
 from .reads.weight_reads import WeightReads
 from .tokens.gathered import Gathered
 from .tokens.tokens_apart import why_tokens_meet

@@ -19,7 +19,7 @@ from ..dropout import CutSite
 from ..tensor.choice import Choice
 from .arrivals import Arrival
 from .bench import Bench, Finding, Kind
-from .draws import Drawn, DrawnShapes, unusual_parts
+from .reads.draws import Drawn, DrawnShapes, unusual_parts
 from .trial import Figures, Setting, outputs_of
 
 

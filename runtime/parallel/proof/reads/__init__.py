@@ -1,4 +1,4 @@
-"""What the code of a block reads besides its inputs: numbers, flags and words, and the weights of layers.
+"""Reads and draws of a block, watched as it runs: weights that it takes itself, and random numbers.
 
-Imports `feature_owners` of `proof`, for the line that runs.
+Imports `feature_owners` of `proof`, for the line that runs, and `twins`.
 """

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import seeded
-from ..draws.mode import KeyedDraws
-from ..draws.names import DRAWS
-from ..dropout import BY_SAMPLES, CutSite, Masks, Unit
-from .twins import SEED
+from ....blocks.blocks import seeded
+from ...draws.mode import KeyedDraws
+from ...draws.names import DRAWS
+from ...dropout import BY_SAMPLES, CutSite, Masks, Unit
+from ..twins import SEED
 
 Drawn = tuple[tuple[int, ...], bool]
 """A shape that is drawn, and whether that is between columns and rows."""
