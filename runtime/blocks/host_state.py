@@ -233,7 +233,7 @@ class HostState:
                 self._watch(f"{label}, its mode", functools.partial(_mode, module, root, [True]))
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
-                        self._watch(f"{label}.{key}", functools.partial(_needs_gradient, module, key))
+                        self._watch(f"{label}.{key}", functools.partial(getattr, parameter, "requires_grad"))
             if not is_trained:
                 self._watch(f"{label}.training", functools.partial(vars(module).get, "training"))
                 for key, parameter in module._parameters.items():
@@ -374,11 +374,6 @@ def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
     """Return whether a module trains where the whole does, as it was the last time that this did."""
     known[0] = module.training if root.training else known[0]
     return known[0]
-
-
-def _needs_gradient(module: nn.Module, name: str) -> bool:
-    parameter = module._parameters.get(name)
-    return parameter is not None and parameter.requires_grad
 
 
 def _content(cell: Any) -> Any:
