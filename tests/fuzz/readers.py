@@ -41,7 +41,7 @@ from quintsched.strategies.tuning.tune import tune
 from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks
 from quintsched.verify.soundness import check
 
-from ..planner.tuning.problems import groups, problem
+from ..strategies.tuning.problems import groups, problem
 from . import in_use
 
 ROOT = Path(__file__).parents[2]
