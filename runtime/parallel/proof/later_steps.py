@@ -31,6 +31,9 @@ from .bench_here import BenchHere
 from .features_apart import state_of_host
 from .trial import Setting
 
+Called = tuple[str, ...]
+"""Which functions a block calls, in words."""
+
 
 @dataclass
 class Followed:
@@ -44,7 +47,7 @@ class Followed:
     arrival: Arrival
     setting: Setting
     in_pairs: bool
-    known: set[tuple[str, ...]] = field(default_factory=set)
+    known: set[Called] = field(default_factory=set)
 
     @property
     def cuts_tokens(self) -> bool:
@@ -67,13 +70,9 @@ class LaterSteps:
         self._lengths = set[str]()
         self._states: list[HostState] = []
 
-    def follow(self, kinds: Sequence[Followed], units: FirstUnits, arrivals: Arrivals) -> None:
-        """Follow kinds of blocks from now on, which are known given these units, and what they were proved with."""
+    def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
+        """Follow kinds of blocks from now on, whose sequences may be cut into units of these shapes."""
         self._followed, self._lengths = list(kinds), {_shapes_of(units)}
-        for followed in (one for one in kinds if one.in_pairs):
-            number = followed.kind.number
-            called = self._called(number, *arrivals.specs_at(number))
-            followed.known |= {called} if called is not None else set()
         self._watch()
 
     def _watch(self) -> None:
@@ -88,7 +87,7 @@ class LaterSteps:
         arrivals: Arrivals | None = None
         for followed in (one for one in self._followed if one.in_pairs):
             number = followed.kind.number
-            called = self._called(number, *specs_of(number, units.spec, units.extra_specs, parcels))
+            called = self.called(number, *specs_of(number, units.spec, units.extra_specs, parcels))
             if called is not None and called in followed.known:
                 continue
             if arrivals is None:
@@ -155,7 +154,7 @@ class LaterSteps:
             ) from error
         return [replace(followed, kind=kind, known=set()) for kind in kinds]
 
-    def _called(self, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> tuple[str, ...] | None:
+    def called(self, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
         """Return which functions a block calls for units of these shapes, in both modes; None: only data can tell."""
         block = self._outlines[number]
         accepts = accepted_extras(block)

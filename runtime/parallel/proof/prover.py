@@ -32,12 +32,12 @@ from ..tensor.cuts import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
 from ..tensor.rules import is_built_in
-from .arrivals import Arrival, Arrivals, FirstUnits
+from .arrivals import SAMPLES, Arrival, Arrivals, FirstUnits
 from .bench import Bench, Finding, Kind
 from .bench_here import BenchHere
 from .chooser import Chooser
 from .kinds import kind_of
-from .later_steps import Followed, LaterSteps
+from .later_steps import Called, Followed, LaterSteps
 from .trial import Figures, Setting
 from .twins import Blueprint
 from .ways import Way, alone, everywhere, paired_ways, renumbered, replicated
@@ -158,13 +158,11 @@ class Prover:
         self._is_done = True
         refusal = ""
         if self._kinds:
-            arrivals = Arrivals(units, outlines, parcels, self._context, self._setting.slices, self._dtype)
-            given = [arrivals.at(kind.number, outlines[kind.number]) for kind in self._kinds.values()]
-            proved = list(zip(self._kinds.values(), given, strict=True))
-            refusal = next((text for kind, arrival in proved if (text := self._refusal(kind, arrival))), "")
-            followed = [self._followed(kind, arrival) for kind, arrival in proved]
+            proved = self._given(units, outlines, parcels)
+            refusal = next((text for kind, arrival, _ in proved if (text := self._refusal(kind, arrival))), "")
+            followed = [self._followed(*kind_and_given) for kind_and_given in proved]
             refusal = refusal or next(filter(None, (self._note_draws(one, masks) for one in followed)), "")
-            self._later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first, arrivals)
+            self._later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
             refusal = refusal or self._later.why_unsound(units.first, parcels)
         self._kinds.clear()
         self._numbers.clear()
@@ -184,11 +182,30 @@ class Prover:
         """Raise `MisfitError` where something was set since the last step by which pairs are none any more."""
         self._later.require_sound_state()
 
-    def _followed(self, kind: Kind, arrival: Arrival) -> Followed:
+    def _given(
+        self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel]
+    ) -> list[tuple[Kind, Arrival, set[Called]]]:
+        """Return each kind with what it is given, and the functions that it calls then.
+
+        That is a few samples; as many as there are where it calls others for these.
+        """
+        given = (units, outlines, parcels, self._context, self._setting.slices, self._dtype)
+        few = every = Arrivals(*given)
+        if (samples := units.spec.samples.shape[0]) > SAMPLES:
+            every = Arrivals(*given, samples=samples)
+        proved = []
+        for kind in self._kinds.values():
+            called = [self._later.called(kind.number, *some.specs_at(kind.number)) for some in (few, every)]
+            arrivals = few if called[0] == called[1] else every
+            arrival = arrivals.at(kind.number, outlines[kind.number])
+            proved.append((kind, arrival, {words for words in called[1:] if words is not None}))
+        return proved
+
+    def _followed(self, kind: Kind, arrival: Arrival, called: set[Called]) -> Followed:
         setting = replace(self._setting, slices_tokens=self._tensor.tokens.inside(kind.number))
         is_paired = setting.tensor is not None and not kind.is_parted
         is_paired = is_paired and self._tensor.has_pairs(kind.number, kind.choice)
-        return Followed(kind, self._tensor.are_ruled(kind.cuts), arrival, setting, is_paired)
+        return Followed(kind, self._tensor.are_ruled(kind.cuts), arrival, setting, is_paired, called)
 
     def _note_draws(self, followed: Followed, masks: Masks) -> str:
         """Note for which parts of tensors ranks of tp draw in blocks of a kind; return why they cannot."""

@@ -60,7 +60,7 @@ class Config:
 
 
 def train(transport: Transport, mesh: str, block: Callable[[], nn.Module], **more: Any) -> tuple[list[float], str]:
-    plan = qs.compile("gpipe", mesh=mesh, microbatches=2)
+    plan = qs.compile("gpipe", mesh=mesh, microbatches=more.pop("microbatches", 2))
     dtype = more.pop("dtype", torch.float64)
     engine = Engine(plan, [block], loss, sgd, dtype=dtype, transport=transport, **more)
     losses = []
@@ -204,6 +204,14 @@ def test_blocks_that_read_data_in_python_are_followed(between: Callable[[Any, Te
 @pytest.mark.parametrize("between", APART)
 def test_what_keeps_features_apart_is_a_pair_and_says_at_which_scales(between: Callable[[Any, Tensor], Tensor]) -> None:
     assert said_of(between).endswith("; pairs proved at scales 0.1, 1, 10, 100: 0.fc1")
+
+
+def test_what_a_block_does_for_as_many_samples_as_there_are_parts_its_pair(caplog: pytest.LogCaptureFixture) -> None:
+    said_of(lambda self, y: y.softmax(-1) if len(y) == 4 else F.gelu(y), microbatches=1)
+    assert "over tp=2: its layers are cut one by one, for in pairs, " in caplog.text
+    caplog.clear()
+    said_of(lambda self, y: F.relu(y) if len(y) == 4 else F.gelu(y), microbatches=1)
+    assert "one by one" not in caplog.text
 
 
 HOT = False
