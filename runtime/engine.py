@@ -280,7 +280,8 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         return count
 
     def _run(self, step: PreparedStep, *, last: bool = True) -> StepResult:
-        result = self._runner.run(step, last=last)
+        with self._model.running():
+            result = self._runner.run(step, last=last)
         if last and not result.skipped:
             self._averages.update()
         self._bad_steps.note(step, result, last=last)

@@ -52,6 +52,21 @@ class Change:
 
 
 @dataclass(frozen=True)
+class State:
+    """Something that a block's forward changes besides its weights.
+
+    Attributes:
+        name: of what holds it, in a snapshot of the block; or its own, of what classes and globals have.
+        is_attribute: whether it is an attribute of a module, and no buffer.
+        is_named: whether it belongs to no module.
+    """
+
+    name: str
+    is_attribute: bool
+    is_named: bool = False
+
+
+@dataclass(frozen=True)
 class Parcel:
     """What goes from one block to the next: its output, and by name what rides along to later blocks."""
 
@@ -65,6 +80,8 @@ class Parcel:
     """Which tensors that the block was given change in place, by it or by a block after it."""
     records: bool = False
     """Whether the block differentiates in its forward what it is given, and has to be run with a graph."""
+    state: tuple[State, ...] = ()
+    """What the block changes, where shapes are found without data."""
 
     @property
     def width(self) -> int:

@@ -42,7 +42,7 @@ _MOST, _LONGEST = 20_000, 1024
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _GONE = object()
 
@@ -221,7 +221,7 @@ class HostState:
             kind = type(module)
             label = f"{name}{inner and '.'}{inner} ({kind.__name__})"
             self._known[id(module)] = module
-            for key in _HOOKS:
+            for key in HOOKS:
                 hooks = vars(module)[key]
                 self._watch(f"{label}, its hooks", functools.partial(tuple, hooks))
                 self._enter_all(f"{label}, its hooks", hooks.values())

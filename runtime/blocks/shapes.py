@@ -6,7 +6,7 @@ other shapes by itself on the meta device, and all compare a hash of what they f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import MisfitError
 
 from ..agreement.comparison import Section, require_same
+from ..agreement.user_code import PLAIN
 from ..comm import Group
 from ..comm.control import first_said
 from ..comm.device import draws_undone
+from ..data.snapshot import Snapshot, label_in
 from .blame import place_of
-from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, typed
+from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, typed
 from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .quick_shapes import QuickShapes
@@ -110,14 +112,16 @@ def trace_shapes(
         bare = before_fully_shard(module)
         weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
+        buffers = [(name, weights[name], weights[name]._version) for name, _ in bare.named_buffers() if name in weights]
         run = partial(_run, bare, weights)
         try:
-            with draws_undone(), attributes_untouched(module):
+            with draws_undone(), attributes_untouched(module) as before:
                 (given, fresh, auxiliary), records = results[number] if results else run_block(run, given, taken)
+                state = tuple(dict.fromkeys([*_state(before), *_rebound(bare, buffers, weights)]))
         except Exception as error:
             raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
         watch.note(number)
-        left.append(_Left(_spec_of_output(number, module, given), auxiliary is not None, records))
+        left.append(_Left(_spec_of_output(number, module, given), auxiliary is not None, records, state))
         for name, tensor in fresh.items():
             if name in beside or name in riders or name == TARGETS:
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
@@ -135,9 +139,28 @@ def trace_shapes(
             leaves.is_resident,
             watch.changes(number),
             leaves.records,
+            leaves.state,
         )
         for number, leaves in enumerate(left)
     ]
+
+
+def _state(before: Snapshot) -> Iterator[State]:
+    """Yield what a block has changed since, of its modules and of what their code names."""
+    for change in before.changes():
+        if change.owner.startswith((".", " (")):
+            yield State(change.owner, is_attribute=change.owner.endswith(")"))
+        elif change.was is not None and isinstance(change.now, PLAIN):  # lists that grow are logs, for the most part
+            yield State(change.name, is_attribute=True, is_named=True)
+
+
+def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Mapping[str, Tensor]) -> Iterator[State]:
+    """Yield the buffers that a block has changed, which were lent to it."""
+    for name, tensor, version in before:
+        path, _, key = name.rpartition(".")
+        if now[name] is not tensor or tensor._version != version:
+            yield State(label_in(bare, path), is_attribute=False)
+            yield State(f"{label_in(bare, path)}.{key}", is_attribute=False)
 
 
 def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Mapping[str, _Ride]) -> dict[str, Any]:
@@ -157,17 +180,17 @@ def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Ma
     return taken
 
 
-def _run(module: nn.Module, weights: Mapping[str, Tensor], given: Any, taken: Mapping[str, Any]) -> Any:
+def _run(module: nn.Module, weights: dict[str, Tensor], given: Any, taken: Mapping[str, Any]) -> Any:
     """Run a block on the meta device; where it makes tensors on the CPU that meet others, these are made there too."""
     try:
         with QuickShapes():
-            return torch.func.functional_call(module, dict(weights), (given,), dict(taken), tie_weights=False)
+            return torch.func.functional_call(module, weights, (given,), dict(taken), tie_weights=False)
     except (RuntimeError, ValueError) as error:
         if "meta" not in str(error):
             raise
         try:
             with torch.device("meta"):
-                return torch.func.functional_call(module, dict(weights), (given,), dict(taken), tie_weights=False)
+                return torch.func.functional_call(module, weights, (given,), dict(taken), tie_weights=False)
         except Exception:
             raise error from None
 
@@ -242,4 +265,5 @@ class _Left:
     output: TreeSpec
     has_loss: bool
     records: bool
+    state: tuple[State, ...]
     is_resident: bool = False

@@ -24,13 +24,31 @@ _ASKING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float_
 
 
 class _Draws(TorchDispatchMode):
-    """Whether torch has drawn from a generator since `has_drawn` was last set: in this thread, whatever others do."""
+    """Whether torch has drawn from a generator since `has_drawn` was last set: in this thread, whatever others do.
+
+    Attributes:
+        written: the memory of tensors that were changed in place.
+    """
 
     has_drawn = False
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        given = {**dict(enumerate(args)), **(kwargs or {})}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                changed = given.get(place, given.get(argument.name))
+                self.written |= {memory_of(leaf) for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)}
         return func(*args, **(kwargs or {}))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return what is the same number for tensors in one memory, while one of them is there."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class DrawnValues(TorchFunctionMode):
@@ -44,7 +62,7 @@ class DrawnValues(TorchFunctionMode):
         super().__init__()
         self.reached: str | None = None
         self._drawn: dict[int, Tensor] = {}
-        self._draws = _Draws()  # type: ignore[no-untyped-call]
+        self._draws = _Draws()
         self._is_ours = self._has_moved = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,6 +71,8 @@ class DrawnValues(TorchFunctionMode):
         if self._is_ours:
             return func(*args, **kwargs)
         self._draws.has_drawn = False
+        if getattr(func, "__name__", "") == "__set__":  # x.data = …
+            self.written.add(memory_of(args[0]))
         with self._draws:
             result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -67,6 +87,11 @@ class DrawnValues(TorchFunctionMode):
             if name in _ASKING:
                 self.reached = self.reached or f"a tensor that was drawn is asked for its number ({name})"
         return result
+
+    @property
+    def written(self) -> set[int]:
+        """The memory of tensors that were changed in place, see `memory_of`."""
+        return self._draws.written
 
     @contextmanager
     def within(self, *, counts: bool = True) -> Iterator[None]:

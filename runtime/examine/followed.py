@@ -12,19 +12,25 @@ import copy
 import dis
 import weakref
 from collections.abc import Iterable, Iterator, Set
+from operator import is_
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from quintsched.errors import MisfitError
+
 from ..agreement.user_code import is_of_library
-from ..blocks.host_state import HostState
+from ..blocks.host_state import HOOKS, HostState
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Source(Protocol):
     """What the blocks of a model that was split have in common; a block has it as `_origin`."""
+
+    evaluates: bool | None
+    """Whether blocks are in evaluation mode, as an engine says before it runs them; None: as their own flags say."""
 
     def follow(self) -> None:
         """Let the blocks be those of the model as it is now; raises `MisfitError` if they cannot be."""
@@ -51,6 +57,10 @@ class Followed:
         self._tensors: list[tuple[Tensor, int]] = []
         self._lengths: dict[str, int] = {}
         self._keys: dict[str, tuple[dict[str, Any], Set[str]]] = {}
+        self._structure = Structure(model, self._names)
+        near = {name: model.get_submodule(name) for name in self._names}
+        near |= {f"{n}.{key}".lstrip("."): child for n, m in [*near.items()] for key, child in m.named_children()}
+        self._spaces = {name: vars(module) for name, module in near.items()}
         self.note()
 
     def model(self) -> nn.Module | None:
@@ -66,13 +76,19 @@ class Followed:
         labels = {label_of(name): module for name, module in modules.items()}
         others = {label_of(name): module for name, module in model.named_modules() if name not in modules}
         self._state = HostState(labels, {}, inner=False, beside=others)
-        spaces = {name: vars(module) for name, module in {**labels, **others}.items()}
+        every = {**labels, **others}
+        spaces = {name: vars(module) for name, module in every.items()}
+        spaces |= {f"{name}, its buffers": module._buffers for name, module in every.items()}
         self._keys = {name: (own, own.keys() & self._state.names) for name, own in spaces.items()}
         self._lengths = {name: len(own) for name, own in spaces.items()}
         own = {id(tensor) for module in modules.values() for tensor in tensors_in(module).values()}
         held = [tensor for tensor in self._state.tensors() if id(tensor) not in own and not tensor.is_inference()]
         self._tensors = [(tensor, tensor._version) for tensor in held]
         self._state.let_go()
+
+    def flags(self) -> dict[str, bool]:
+        """Return whether the modules train now, and those that they call, by their names."""
+        return {name: own["training"] for name, own in self._spaces.items()}
 
     def changed(self) -> str | None:
         """Return the name of something that is no longer as it was noted; None where all is."""
@@ -84,11 +100,19 @@ class Followed:
             if len(own) != self._lengths[name]:
                 self._lengths[name] = len(own)
                 if other := (own.keys() & self._state.names) ^ keys:
-                    return f"{name}.{min(other)}"
+                    return f"{name.partition(',')[0]}.{min(other)}"
         return self._state.changed()
 
+    def require_same_structure(self) -> None:
+        """Raise `MisfitError` for what blocks cannot follow: another module, weight, hook or forward."""
+        if (name := self._structure.changed()) is not None:
+            raise MisfitError(f"{name} is no longer what it was when the model was split; {SPLIT_AGAIN}")
+
     def copy_attributes(self, root: nn.Module) -> None:
-        """Let a copy of the model, which has its modules by the same names, keep what the model does, tensors apart."""
+        """Let a copy of the model, which has its modules by the same names, keep what the model does.
+
+        Of tensors it gets or loses those that the model has got or lost, without numbers.
+        """
         model = self._model()
         if model is None or self._state is None:
             return
@@ -103,9 +127,94 @@ class Followed:
                 found = {key: vars(its)[key] for key in vars(its).keys() & names}
                 plain = {key: value for key, value in found.items() if not isinstance(value, Tensor)}
                 module.__dict__.update(copy.deepcopy(plain, memo))
+                self._copy_tensors(module, its)
+
+    def _copy_tensors(self, module: Any, its: Any) -> None:
+        assert self._state is not None
+        for own, theirs in ((vars(module), vars(its)), (module._buffers, its._buffers)):
+            for key in (own.keys() - theirs.keys()) & self._state.names:
+                del own[key]
+            for key in theirs.keys() & (self._state.names - _OF_TORCH):
+                now: Any = theirs[key]
+                if isinstance(now, Tensor) and not isinstance(own.get(key), Tensor):
+                    own[key] = now.to("meta")
+                elif now is None:
+                    own[key] = None
 
     def _let_go(self, _: Any) -> None:
         self._state, self._tensors, self._keys = None, [], {}
+        self._spaces = {name: {"training": flag} for name, flag in self.flags().items()}
+
+
+SPLIT_AGAIN = "split the model again: Engine(plan, split(model), …)"
+
+
+class Structure:
+    """What modules of a model consist of: their classes, modules, weights, hooks, and forwards put in place of theirs.
+
+    Args:
+        model: the model; it is not kept alive.
+        names: of its modules.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._model, self._names = weakref.ref(model), tuple(names)
+        self._before = list(self._now(model))
+
+    def changed(self) -> str | None:
+        """Return what is another by now, in words; None where all is as it was, or the model is gone."""
+        model = self._model()
+        if model is None:
+            return None
+        for (name, before), (_, now) in zip(self._before, self._now(model), strict=True):
+            if len(before) != len(now) or not all(map(is_, before.values(), now.values())):
+                found = [key for key in {**before, **now} if before.get(key) is not now.get(key)]
+                return f"{name}{found[0] if found else ''}"
+        return None
+
+    def _now(self, model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name in self._names:
+            module = model
+            for part in filter(None, name.split(".")):
+                child = module._modules.get(part)
+                module = nn.Module() if child is None else child
+            own = vars(module)
+            found = {", its class,": type(module), ".forward": own.get("forward")}
+            found |= {f".{key}": value for kind in ("_modules", "_parameters") for key, value in own[kind].items()}
+            hooks = [hook for kind in HOOKS for hook in own[kind].values()]
+            yield label_of(name), found | {f", its hook {k}," if k else ", its hook,": h for k, h in enumerate(hooks)}
+
+
+class Copies:
+    """Modules in blocks that are copies, since blocks share weights: their attributes are those of the model's own.
+
+    Args:
+        model: the model; it is not kept alive.
+        blocks: its blocks, and with what the names of modules in them begin in the model.
+        is_row: whether its blocks are its modules, so that it may have no others.
+    """
+
+    evaluates: bool | None = None
+
+    def __init__(self, model: nn.Module, blocks: Iterable[tuple[nn.Module, str]], *, is_row: bool = False) -> None:
+        own = dict(model.named_modules(remove_duplicate=False))
+        self._structure = Structure(model, [""] if is_row else [])
+        self._pairs: list[tuple[nn.Module, Any, dict[str, Any]]] = []
+        for block, prefix in blocks:
+            for path, module in block.named_modules():
+                its = own.get(f"{prefix}{path}".rstrip("."))
+                if its is not None and isinstance(module, type(its)) and vars(module) is not vars(its):
+                    self._pairs.append((module, weakref.ref(its), dict(vars(its))))
+
+    def follow(self) -> None:
+        """Let copies have what the model's own modules have been given; raises `MisfitError` for another row."""
+        if (name := self._structure.changed()) is not None:
+            raise MisfitError(f"{name} is no longer what it was when the model was split; {SPLIT_AGAIN}")
+        for module, reference, noted in self._pairs:
+            its = reference()
+            for key, now in () if its is None else vars(its).items():
+                if key not in ("_parameters", "_buffers", "_modules") and now is not noted.get(key, self):
+                    noted[key] = module.__dict__[key] = now
 
 
 def label_of(name: str) -> str:

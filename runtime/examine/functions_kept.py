@@ -13,56 +13,23 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..agreement.user_code import is_of_library, names_of
 from ..blocks.host_state import HostState
 from ..blocks.untouched import Kept
 from ..data.reachable import parts_of, reachable
 
-_PLAIN = (bool, int, float, str, type(None), Tensor)
 _LARGEST_ID = 10**7
 _MOST_NUMBERS = 32
 
 
-class FunctionKept:
+class FunctionKept(Kept):
     """Where a function is now: what it holds and names, and the global generators of the host and of its `device`."""
 
     def __init__(self, function: Any, device: torch.device) -> None:
-        holder, held = nn.Module(), list[Any]()
+        super().__init__(_bare(function), device)
         self.device = device
-        self._places: list[tuple[Any, str, Any]] = []
-        for thing in _things(function):
-            if isinstance(thing, FunctionType):
-                held += self._enter_function(thing)
-            elif isinstance(thing, dict | list):
-                held.append(thing)
-            elif isinstance(thing, nn.Module) or not (isinstance(thing, type) or is_of_library(type(thing))):
-                held.append(getattr(thing, "__dict__", None))
-        holder.__dict__["held"] = tuple(held)
-        self._kept = Kept(holder, device)
-
-    def _enter_function(self, function: FunctionType) -> Iterator[Any]:
-        for cell in function.__closure__ or ():
-            if cell != type(cell)():
-                self._places.append((cell, "cell_contents", cell.cell_contents))
-                yield cell.cell_contents
-        space = function.__globals__
-        for name in names_of(function.__code__):
-            if name in space and isinstance(space[name], _PLAIN) and not is_of_library(function):
-                self._places.append((space, name, space[name]))
-                yield space[name]
-
-    def put_back(self) -> None:
-        """Let all be as it was."""
-        for holder, name, before in self._places:
-            if isinstance(holder, dict):
-                if holder.get(name) is not before:
-                    holder[name] = before
-            elif getattr(holder, name, None) is not before:
-                setattr(holder, name, before)
-        self._kept.put_back()
 
 
 def versions_kept(function: Any) -> AbstractContextManager[Any]:
@@ -118,11 +85,11 @@ def whole_numbers(function: Any) -> list[int]:
 
 
 def _things(function: Any) -> Iterator[Any]:
-    """Yield what a function reaches; not the ranks that one for cut logits is bound to."""
     return reachable([_bare(function)])
 
 
 def _bare(function: Any) -> Any:
+    """Return a function without the ranks that one for cut logits is bound to."""
     while isinstance(function, partial) and "vocabulary" in function.keywords:
         function = function.func
     return function

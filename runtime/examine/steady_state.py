@@ -4,77 +4,130 @@ self.mask = causal(length)          the same after every run of these shapes: wh
 self.calls += 1                     another after each run: refused
 self.last = x.detach()              another for other numbers, or unknown: refused
 self.seen = True                    a flag that the first run sets: refused, for one who asks for it sees another
+self.means[0].add_(x.mean())        tensors as well, however they are written, and wherever they are
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..agreement.user_code import PLAIN, is_of_library
-from ..blocks.host_state import HostState
-from .followed import attributes_set, line_in, tensors_in
+from quintsched.errors import MisfitError
+
+from ..agreement.user_code import PLAIN
+from ..data.snapshot import Change, Snapshot
+from .drawn_values import DrawnValues
+from .followed import line_in
 
 _DEEPEST = 8
-_GONE = object()
+
+Place = tuple[int, Any]
 
 
-def changing(
-    modules: Mapping[str, nn.Module],
-    others: Mapping[str, nn.Module],
-    run: Callable[[], object],
-    again: Callable[[], object],
-) -> str | None:
-    """Return the name and the line of what code changes that would not be alike wherever it runs; None: nothing is.
+class HostChanges:
+    """What code of a model changes on the host, apart from what the modules that it calls change themselves.
 
     Args:
-        modules: whose code it is, by the names that they have in messages; libraries' are left out.
-        others: modules that it calls, which may have attributes that it sets.
-        run: runs the code.
-        again: runs it for other numbers of the same shapes.
+        root: the model, or a copy of it, in which the code runs.
+        apart: modules whose attributes do not count, as a library's own code sets them.
     """
-    own = {name: module for name, module in modules.items() if not is_of_library(type(module))}
-    is_set = {name for module in own.values() for name in attributes_set(type(module))}
-    before = _State(own)
-    earlier = {name: dict(vars(module)) for name, module in {**own, **others}.items()}
-    run()
-    changes = [*before.state.changes(), *_made(own, earlier, None), *_made(others, earlier, is_set)]
-    flags = [name for name, was, now in changes if isinstance(was, PLAIN) and isinstance(now, PLAIN)]
-    has_cached = any(isinstance(now, Tensor) for _, _, now in changes)
-    after = _State(own)
-    again()
-    name = next(after.changes(), None) or next((name for name in flags if not has_cached), None)
-    return None if name is None else f"{name}{line_in(name, own.values())}"
+
+    def __init__(self, root: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
+        self._root = root
+        self._before = Snapshot({"model": root})
+        self._others: set[Place] = set()
+        self._theirs = {id(held) for m in apart for held in (vars(m), m._parameters, m._buffers, m._modules)}
+
+    @contextmanager
+    def within(self, module: nn.Module) -> Iterator[None]:
+        """A context in which a module runs that has state of its own."""
+        before = Snapshot({"": module})
+        try:
+            yield
+        finally:
+            self._others |= {change.place for change in before.changes()}
+
+    def found(self) -> list[Change]:
+        """Return the changes since the start."""
+        return [change for change in self._before.changes() if self._counts(change)]
+
+    def first(self) -> str | None:
+        """Return the name and the line of the first change; None: there is none."""
+        return next((self._named(change.name) for change in self.found()), None)
+
+    def unsteady(self, run: Callable[[], object], again: Callable[[], object]) -> str | None:
+        """Return the name and the line of what is changed that would not be alike wherever the code runs, or None.
+
+        Args:
+            run: runs the code.
+            again: runs it for other numbers of the same shapes.
+        """
+        run()
+        changes = self.found()
+        flags = [c.name for c in changes if isinstance(c.was, PLAIN) and isinstance(c.now, PLAIN)]
+        has_cached = any(isinstance(change.now, Tensor) for change in changes)
+        self._before = Snapshot({"model": self._root})
+        again()
+        others = [change.name for change in self.found() if not _is_alike(change.was, change.now, 0)]
+        name = next(iter([*others, *flags[: 0 if has_cached else 1]]), None)
+        return None if name is None else self._named(name)
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        self._before.put_back()
+
+    def _counts(self, change: Change) -> bool:
+        holder, key = change.place
+        is_ours = key == "training" or str(key).startswith("_tensor_constant")  # what a walk and a trace set
+        return not is_ours and change.place not in self._others and holder not in self._theirs
+
+    def _named(self, name: str) -> str:
+        return f"{name}{line_in(name, self._root.modules())}"
 
 
-def _made(
-    modules: Mapping[str, nn.Module], earlier: Mapping[str, Mapping[str, Any]], names: set[str] | None
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the attributes that modules did not have, or of some names those that are others, as changes."""
-    for name, module in modules.items():
-        for key, now in vars(module).items():
-            was = earlier[name].get(key, _GONE)
-            if was is _GONE if names is None else (key in names and was is not now):
-                yield f"{name} ({type(module).__name__}).{key}", None if was is _GONE else was, now
+@dataclass
+class BetweenLayers:
+    """The code of a model between its layers, watched while it is tried.
 
+    Attributes:
+        drawn: whether it makes Python values of draws.
+        host: what it changes.
+        written: a weight that it changes, if there is one.
+    """
 
-class _State:
-    """What modules keep, and the numbers of tensors among it."""
+    drawn: DrawnValues
+    host: HostChanges
+    written: str = ""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.state = HostState(modules, {}, inner=False)
-        tensors = {id(tensor): ("a tensor in a container", tensor) for tensor in self.state.tensors()}
-        for name, module in modules.items():
-            tensors |= {id(t): (f"{name} ({type(module).__name__}).{key}", t) for key, t in tensors_in(module).items()}
-        self._numbers = [(name, t, t.detach().clone()) for name, t in tensors.values() if not t.is_meta]
+    @contextmanager
+    def within(self, module: nn.Module, *, counts: bool = True) -> Iterator[None]:
+        """A context in which a module runs that is called whole."""
+        with self.drawn.within(counts=counts), self.host.within(module):
+            yield
 
-    def changes(self) -> Iterator[str]:
-        """Yield the names of what is not as it was; tensors of the same numbers are."""
-        yield from (name for name, was, now in self.state.changes() if not _is_alike(was, now, 0))
-        yield from (name for name, now, was in self._numbers if not _is_alike(was, now, 0))
+    def require_steady(self, name: str, run: Callable[[], None], again: Callable[[], None]) -> None:
+        """Raise `MisfitError` where two runs show that the code does something else each time, or writes elsewhere."""
+        changed = self.host.unsteady(run, again)
+        if self.written:
+            raise MisfitError(
+                f"the forward of {name} changes the weight {self.written!r} between its layers, where another block "
+                "has it: change it in the forward of the module that has it, or in the training loop"
+            )
+        if changed is not None:
+            raise MisfitError(
+                f"the forward of {name} changes {changed} between its layers, where each block would have its own: "
+                "hold it in a buffer of one layer, or change it in the training loop"
+            )
+        if self.drawn.reached:
+            raise MisfitError(
+                f"the forward of {name} makes Python values of random draws between its layers ({self.drawn.reached}),"
+                " which other ranks would draw otherwise; keep draws in tensors, or within a layer"
+            )
 
 
 def _is_alike(one: Any, other: Any, depth: int) -> bool:

@@ -10,6 +10,7 @@ In the experiment of a block its own weights and its hidden state are finite num
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, QuintschedError
 
-from ..blocks.untouched import run_alone, untouched
-from ..examine.drawn_values import DrawnValues
-from ..examine.followed import label_of
+from ..agreement.user_code import is_of_library
+from ..blocks.untouched import attributes_untouched, run_alone, untouched
+from ..examine.drawn_values import DrawnValues, memory_of
 from ..examine.modes import Modes
-from ..examine.steady_state import changing
+from ..examine.steady_state import BetweenLayers, HostChanges
 from .building import BlockBuilder
 from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
 from .frame import Frame, Walk
@@ -35,15 +36,15 @@ Place = tuple[int, str]
 """A call, and a place among its arguments."""
 
 
-def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], drawn: DrawnValues | None = None) -> Flow:
+def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None) -> Flow:
     """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer.
 
-    `drawn` watches the code between layers.
+    `watch` watches the code between layers.
     """
-    walk = _Capture(frame, model, torch.device("cpu"), drawn)
+    walk = _Capture(frame, model, torch.device("cpu"), watch)
     frame.set_training(True)  # code between layers that drops out makes something else of a hidden state
     try:
-        with torch.enable_grad(), nullcontext() if drawn is None else drawn:
+        with torch.enable_grad(), nullcontext() if watch is None else watch.drawn:
             walk.around = Modes.now()
             walk.run(inputs)
     except RuntimeError as error:
@@ -54,6 +55,8 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], drawn: Dr
             "several ranks; let one block have the gradient and all that it is of: split(model, blocks=[…])"
         ) from error
     frame.set_training(False)
+    if watch is not None:
+        watch.written = watch.written or walk.written()
     if not walk.flow.calls:
         raise MisfitError(f"the forward of {type(frame.root).__name__} calls none of {', '.join(frame.layers[:4])}")
     return walk.flow
@@ -62,9 +65,11 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], drawn: Dr
 class _Capture(Walk):
     """Notes what is called; all weights and hidden states are unknown."""
 
-    def __init__(self, frame: Frame, model: nn.Module, device: torch.device, drawn: DrawnValues | None) -> None:
+    def __init__(self, frame: Frame, model: nn.Module, device: torch.device, watch: BetweenLayers | None) -> None:
         super().__init__(frame, device)
-        self._model, self._drawn = model, drawn
+        self._model, self._watch = model, watch
+        self._stand_ins: list[tuple[str, Tensor]] = []
+        """Other tensors in the memory of what stood for weights, which may be given another one."""
         self.around = Modes.now()
         self.flow = Flow()
         self._hidden: Tensor | None = None
@@ -82,7 +87,7 @@ class _Capture(Walk):
             and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
         )
         modes = Modes.now()
-        with nullcontext() if self._drawn is None else self._drawn.within(counts=False):
+        with nullcontext() if self._watch is None else self._watch.within(layer, counts=False):
             made = self._made(layer, args, kwargs, given)
         flow.modes.append(None if modes == self.around else modes)
         flow.calls.append(self.frame.name_of(layer))
@@ -133,16 +138,23 @@ class _Capture(Walk):
         name = self.frame.name_of(module)
         if name not in called:
             called.append(name)
-        if self._drawn is None:
+        if self._watch is None:
             return super().beside(module, args, kwargs)
-        with self._drawn.within():
+        with self._watch.within(module):
             made = super().beside(module, args, kwargs)
-        self._drawn.returned(made)
+        self._watch.drawn.returned(made)
         return made
 
     def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
         self._note(self.flow.weights, owner, name)
-        return super().weight(owner, name, parameter)
+        stand_in = super().weight(owner, name, parameter)
+        self._stand_ins.append((f"{self.frame.name_of(owner)}.{name}".removeprefix("."), stand_in.view(-1)))
+        return stand_in
+
+    def written(self) -> str:
+        """Return the name of a weight that code between layers has written to; nothing where there is none."""
+        written = set() if self._watch is None else self._watch.drawn.written
+        return next((name for name, tensor in self._stand_ins if memory_of(tensor) in written), "")
 
     def note_read(self, owner: nn.Module, name: str) -> None:
         if name not in owner._non_persistent_buffers_set:
@@ -174,37 +186,41 @@ def explore(
 
     Raises `MisfitError`.
     """
-    flows: list[Flow] = []
-    drawn = DrawnValues() if is_own else None
-
-    def run(given: Mapping[str, Any] = inputs) -> None:
-        flows.append(capture(frame, model, given, drawn))
-
-    if is_own:
-        _require_steady(frame, model, run, lambda: _run_for_others(run, inputs))
-    else:
-        run()
-    if drawn is not None and drawn.reached:
+    try:
+        return _explored(frame, model, inputs, select, is_own=is_own)
+    except QuintschedError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise MisfitError(
-            f"the forward of {type(model).__name__} makes Python values of random draws between its layers "
-            f"({drawn.reached}), which other ranks would draw otherwise; keep draws in tensors, or within a layer"
-        )
-    flow = flows[0]
+            f"the forward of {type(model).__name__} does not run where numbers between its layers are unknown "
+            f"({said}, {at.filename}:{at.lineno}); let a layer or the loss look at them"
+        ) from error
+
+
+def _explored(
+    frame: Frame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
+) -> Found:
+    if not is_own:
+        return _found(frame, capture(frame, model, inputs), inputs, select)
+    flows: list[Flow] = []
+    with attributes_untouched(model):
+        followed = map(frame.root.get_submodule, frame.followed)
+        apart = [module for module in followed if is_of_library(type(module))]
+        watch = BetweenLayers(DrawnValues(), HostChanges(frame.root, apart))
+
+        def run(given: Mapping[str, Any] = inputs) -> None:
+            flows.append(capture(frame, model, given, watch))
+
+        watch.require_steady(type(model).__name__, run, lambda: _run_for_others(run, inputs))
+        return _found(frame, flows[0], inputs, select)
+
+
+def _found(frame: Frame, flow: Flow, inputs: Mapping[str, Any], select: Callable[[Any], Any]) -> Found:
     spans = spans_of(flow)
     flow.riders = find_riders(frame, flow, spans, inputs, select)
     return Found(flow, spans, find_unneeded(frame, flow, spans, inputs, select))
-
-
-def _require_steady(frame: Frame, model: nn.Module, run: Callable[[], None], again: Callable[[], None]) -> None:
-    everything = {label_of(name): module for name, module in frame.root.named_modules()}
-    modules = {label_of(name): everything[label_of(name)] for name in frame.followed}
-    others = {name: module for name, module in everything.items() if name not in modules}
-    name = changing(modules, others, run, again)
-    if name is not None:
-        raise MisfitError(
-            f"the forward of {type(model).__name__} changes {name} between its layers, where each block would have "
-            "its own: hold it in a buffer of one layer, or change it in the training loop"
-        )
 
 
 def _run_for_others(run: Callable[[Mapping[str, Any]], None], inputs: Mapping[str, Any]) -> None:

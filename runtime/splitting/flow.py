@@ -249,7 +249,7 @@ class SpanWalk(Walk):
         return False
 
     def _tell_training(self) -> None:
-        self.frame.set_training(self.is_training() and self.calls in self.span.phases)
+        self.frame.set_training(self.is_training() and self.calls in self.span.phases, as_model=True)
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a call gives: its own result within the block, outside of it what stands for one."""

@@ -14,9 +14,11 @@ give is filled with NaN, so that whatever depends on weights that are not there 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
+from ..agreement.user_code import is_of_library
 from ..blocks.untouched import run_alone
-from ..examine.followed import tensors_in
+from ..examine.followed import label_of, tensors_in
 
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
@@ -41,10 +44,12 @@ class Frame:
     Attributes:
         root: the copy.
         followed: the names of the modules whose code runs in it.
+        flags: says which modules of the model train, by their names; of others it is not known.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self.layers = tuple(layers)
+        self.flags: Callable[[], Mapping[str, bool]] = dict
         metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
         try:
             self.root = copy.deepcopy(model, dict[int, object](metas))
@@ -63,6 +68,12 @@ class Frame:
                 if any(True for _ in module.parameters()):
                     module.to("meta")
         self.followed = [name for name, module in self.root.named_modules() if _is_here(module)]
+        for name in self.followed:
+            own = vars(self.root.get_submodule(name))
+            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                raise MisfitError(
+                    f"{label_of(name)} has a hook on its backward, which would run for each block; put it on a layer"
+                )
         self._index()
 
     def _index(self) -> None:
@@ -75,6 +86,7 @@ class Frame:
         """Return another frame of the same model, which shares nothing with this one."""
         other = object.__new__(Frame)
         other.layers, other.followed, other.root = self.layers, self.followed, copy.deepcopy(self.root)
+        other.flags = self.flags
         other._index()
         return other
 
@@ -84,7 +96,7 @@ class Frame:
             module, its = self.root.get_submodule(name), tensors_in(model.get_submodule(name))
             own = tensors_in(module)
             for key in own.keys() & its.keys():
-                if own[key].device == its[key].device:
+                if own[key].device == its[key].device or own[key].is_meta:
                     (module._buffers if key in module._buffers else vars(module))[key] = its[key]
                 elif own[key].shape == its[key].shape and not own[key].is_meta:
                     own[key].copy_(its[key])
@@ -112,10 +124,11 @@ class Frame:
                 if buffer is not None and not buffer.is_meta and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
 
-    def set_training(self, training: bool) -> None:
-        """Let the code between the layers know whether it is training."""
+    def set_training(self, training: bool, *, as_model: bool = False) -> None:
+        """Let the code between the layers know whether it is training; with `as_model`, only what does in the model."""
+        flags = self.flags() if as_model and training else {}
         for way in self.ways:
-            way.training = training
+            way.training = training and flags.get(self.names[id(way)], True)
 
 
 def _is_here(module: nn.Module) -> bool:
@@ -150,7 +163,8 @@ class Walk:
         self.frame.move(self.device)
         token = _CURRENT.set(self)
         try:
-            return self.frame.root(**arguments)
+            args, kwargs = by_place_or_name(self.frame.root, arguments)
+            return self.frame.root(*args, **kwargs)
         finally:
             _CURRENT.reset(token)
 
@@ -190,6 +204,15 @@ class Walk:
 
     def note_read(self, owner: nn.Module, name: str) -> None:
         """Note that code reads a buffer without calling the module that has it."""
+
+
+def by_place_or_name(model: nn.Module, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with: by place, as hooks expect it that look at inputs, else by name."""
+    is_theirs = is_of_library(type(model)) and not isinstance(model, nn.Sequential)
+    if not model._forward_pre_hooks or is_theirs:
+        return (), dict(given)
+    names = list(takewhile(given.__contains__, inspect.signature(model.forward).parameters))
+    return tuple(given[name] for name in names), {name: given[name] for name in given if name not in names}
 
 
 def _to_meta(leaf: Any) -> Any:

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
+from ..agreement.user_code import is_of_library
 from ..comm.device import draws_undone
-from ..examine.followed import Followed, tensors_in
+from ..examine.followed import SPLIT_AGAIN, Followed, tensors_in
 from .adapters import routers, transformers
 from .adapters.attention import Sight
 from .experiments import Found
@@ -40,6 +41,7 @@ class Origin:
         uncarried: inputs that no later block needs, as samples on the meta device.
         unused: names of weights and saved buffers that no block uses; the last one has them, to be saved with the rest.
         frames: the frames in which its forward runs: its own, and those of blocks.
+        evaluates: see `Source`.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Origin:
         self.unused: list[str] = []
         self.uncarried = found.unneeded
         self.frames = [frame]
+        self.evaluates: bool | None = None
         self._watched: tuple[Followed, Callable[[nn.Module], Found]] | None = None
+        self._is_theirs = is_of_library(type(frame.root))
         self._numbers: dict[int, int] = {}
         self._held: dict[str, Tensor] = {}
         self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
@@ -70,6 +74,7 @@ class Origin:
     def watch(self, model: nn.Module, search: Callable[[nn.Module], Found]) -> None:
         """Follow what the forward of a model reads on the host; `search` finds again what it does."""
         self._watched = Followed(model, self.frame.followed), search
+        self.frame.flags = self._watched[0].flags
         self._held = {name: model.get_buffer(name) for names in self.flow.buffers for name in names}
 
     def follow(self) -> None:
@@ -77,9 +82,12 @@ class Origin:
         if self._watched is None or (model := self._watched[0].model()) is None:
             return
         for name, held in self._held.items():  # blocks have these themselves
-            if (now := model.get_buffer(name)) is not held:
+            if (now := model.get_buffer(name)).shape != held.shape:
+                raise MisfitError(f"{name!r} has another shape than when the model was split; {SPLIT_AGAIN}")
+            if now is not held:
                 held.copy_(now)
         followed, search = self._watched
+        followed.require_same_structure()
         versions = self._versions(model)
         changed = followed.changed()
         if versions != self._numbers:
@@ -91,6 +99,7 @@ class Origin:
             return
         for frame in self.frames:
             followed.copy_attributes(frame.root)
+            frame.follow_tensors(model)
         followed.note()
         says = f"{changed} is no longer what it was when the {type(model).__name__} was split"
         with draws_undone():
@@ -98,16 +107,18 @@ class Origin:
                 found = search(model)
             except MisfitError as error:
                 raise MisfitError(f"{says}: {error}") from error
-        for frame in self.frames:
-            frame.follow_tensors(model)
         if not self.flow.is_like(found.flow) or self.uncarried.keys() != found.unneeded.keys():
-            raise MisfitError(f"{says}, and steers what its forward does; split the model again")
+            raise MisfitError(f"{says}, and steers what its forward does; {SPLIT_AGAIN}")
         self.flow.arguments = found.flow.arguments
         self._last = ((), torch.float32, {})
 
     def _versions(self, model: nn.Module) -> dict[int, int]:
         held = (tensors_in(model.get_submodule(name)).values() for name in self.frame.followed)
         return {id(tensor): tensor._version for tensors in held for tensor in tensors if not tensor.is_inference()}
+
+    def is_training(self, block: bool) -> bool:
+        """Whether code between layers trains in a block, whose own flag is given: the loop may have set that."""
+        return block if self.evaluates is None else not self.evaluates
 
     def takes(self, number: int) -> tuple[str, ...]:
         """Return by which names block `number` takes more than what the block before leaves."""
@@ -136,24 +147,27 @@ class Origin:
         """Return what the layer is called with that is all of block `number`."""
         call, inputs = self.spans[number].calls.start, self.inputs_of(given)
         plain = self.flow.arguments[call]
-        if plain is not None and sight is None and inputs.keys() <= {self.inputs[0]}:
+        is_as_found = self._is_theirs or (training and all(self.frame.flags().values()))
+        if plain is not None and sight is None and inputs.keys() <= {self.inputs[0]} and is_as_found:
             return _with_hidden(plain, hidden)
         riders = {place: given[r.name] for r in self.flow.riders for at, place in r.takers if at == call}
         if hidden.is_meta or not self.flow.repeats[call]:
             found = self._walk(number, hidden, inputs, sight, on=False, training=training)[call]
         else:
-            found = self._remembered(number, hidden, inputs, sight)[call]
+            found = self._remembered(number, hidden, inputs, sight, training)[call]
         args, kwargs = replaced(_with_hidden(found, hidden), riders)
         return args, kwargs
 
-    def _remembered(self, number: int, hidden: Tensor, inputs: dict[str, Any], sight: Sight | None) -> dict[int, Call]:
+    def _remembered(
+        self, number: int, hidden: Tensor, inputs: dict[str, Any], sight: Sight | None, training: bool
+    ) -> dict[int, Call]:
         """Return what this call and later ones get: if possible from the last walk, where it had the same inputs."""
         old, dtype, calls = self._last
-        key = (*inputs.keys(), *inputs.values(), *(() if sight is None else (sight.context, sight.past)))
+        key = (training, *inputs.keys(), *inputs.values(), *(() if sight is None else (sight.context, sight.past)))
         is_same = len(old) == len(key) and all(map(is_, old, key))
         if not is_same or dtype != hidden.dtype or self.spans[number].calls.start not in calls:
             with torch.no_grad():
-                calls = self._walk(number, hidden, inputs, sight, on=True)
+                calls = self._walk(number, hidden, inputs, sight, on=True, training=training)
             self._last = (key, hidden.dtype, calls)
         return calls
 

@@ -36,17 +36,14 @@ class _LayerBlock:
 
     _origin: Origin
     _number: int
-    _read: Sequence[str]
     training: bool
 
     def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor | Carry:
         origin = self._origin
         call = origin.spans[self._number].calls.start
         with _seeing(self, origin.frame, sight := origin.sight_of(given)):
-            if self._read:
-                outer: nn.Module = self.get_submodule(OUTER)  # type: ignore[attr-defined]
-                _show_weights(origin.frame, outer, self._read, is_meta=hidden.is_meta)
-            args, kwargs = origin.arguments(self._number, hidden, given, sight, training=self.training)
+            training = origin.is_training(self.training)
+            args, kwargs = origin.arguments(self._number, hidden, given, sight, training=training)
             modes = origin.flow.modes[call]
             with (
                 nullcontext() if modes is None else modes.entered(),
@@ -63,10 +60,6 @@ class _LayerBlock:
         return Carry(left, **{routers.rider(call): routers.joined(logits, len(hidden))}) if logits else left
 
 
-OUTER = "of_model"
-"""The module of a layer that is a block in which it has buffers of the modules around it."""
-
-
 def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     """Return block `number`: the layer, to be called as a block.
 
@@ -80,15 +73,9 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
             f"the forward of {type(layer).__name__} {flow.calls[span.calls.start]!r} was put in place of its class's; "
             "take such hooks off before the model is split"
         )
-    read = [name for phase in span.phases for name in flow.buffers[phase]]
-    if read:
-        block.__dict__["_modules"] = dict(layer._modules)
-        block.add_module(OUTER, nn.Module())
-        _hang_weights(block.get_submodule(OUTER), model, read)
-    else:
-        object.__setattr__(block, "__dict__", vars(layer))
+    object.__setattr__(block, "__dict__", vars(layer))
     kind: Any = _block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
-    own = {"_origin": origin, "_number": number, "_read": read}
+    own = {"_origin": origin, "_number": number}
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **own}
     block.__class__ = type(kind.__name__, (kind,), body)
     return block
@@ -243,7 +230,7 @@ class _SegmentWalk(SpanWalk):
         return super().layer(layer, number, args, kwargs)
 
     def is_training(self) -> bool:
-        return self._block.training
+        return self._block._origin.is_training(self._block.training)
 
     def called(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self._block.get_submodule(self.flow.calls[number])

@@ -21,6 +21,7 @@ from ..agreement.user_code import is_of_library
 from ..blocks.blocks import accepted_extras, split_result
 from ..blocks.untouched import run_alone, untouched
 from ..comm.device import AllGenerators
+from .frame import by_place_or_name
 
 TOLERANCE = 1e-5
 """Of the largest number; the same operations run, so there is no rounding to speak of."""
@@ -58,8 +59,10 @@ def require_equal(
     inputs: Mapping[str, Any],
     select: Callable[[Any], Any],
     own_names: Mapping[str, str],
-) -> None:
+) -> set[int]:
     """Raise `MisfitError` unless the blocks, one after the other, do what the model does; all stay as they are.
+
+    Returns the ids of what a training run of the model changes.
 
     `own_names` has what the model calls a weight of a block, "<block>.<name in the block>".
     """
@@ -71,32 +74,42 @@ def require_equal(
         for number, block in enumerate(blocks)
         for name, p in block.named_parameters()
     ]
+    changed = set[int]()
     for training in (False,) if is_of_library(type(model)) else (False, True):
         run = _Run(model, blocks, inputs, training)
         expected = run.of(lambda given: select(_run(model, given)), weights)
+        changed |= run.changed
         if training and expected.has_drawn:
             continue
         found = run.of(lambda given: chain(blocks, given), copies)
         _compare(type(model).__name__, expected, found)
+    return changed
 
 
 class _Run:
-    """Runs of the same inputs, from the same state of modules and generators each time."""
+    """Runs of the same inputs, from the same state of modules and generators each time.
+
+    Attributes:
+        changed: what the last run has changed, see `require_equal`.
+    """
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], training: bool
     ) -> None:
         self._model, self._modules, self._inputs, self._training = model, [model, *blocks], inputs, training
+        self.changed = set[int]()
 
     def of(self, run: Callable[[Any], Any], weights: Sequence[tuple[str, nn.Parameter]]) -> _Result:
         """Return what a run gives, and the gradients of weights, and of inputs."""
-        with untouched(nn.ModuleList(self._modules)), torch.enable_grad():
+        with untouched(nn.ModuleList(self._modules)) as kept, torch.enable_grad():
             for module in self._modules:
                 module.train(self._training)
             sums = _Sums(weights)
             generators = AllGenerators()
             outputs = tree_flatten(run(sums.entered(self._inputs)))[0]
             has_drawn = generators.have_moved()
+            changes = [c for c in kept.snapshot.changes() if c.owner.startswith(".0") and c.place[1] != "training"]
+            self.changed = {change.place[0] for change in changes}
             buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
             return _Result(tree_map(_copied, outputs), sums.of(outputs), buffers, has_drawn)
 
@@ -242,7 +255,8 @@ def _copied(leaf: Any) -> Any:
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     try:
-        return model(**inputs)
+        args, kwargs = by_place_or_name(model, inputs)
+        return model(*args, **kwargs)
     except Exception as error:
         raise MisfitError(f"{type(model).__name__} does not run by itself, before it is split: {error}") from error
 

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 from torch import Tensor, nn
 
@@ -21,8 +21,11 @@ from quintsched.errors import MisfitError, UsageError
 
 from ..agreement.user_code import is_of_library
 from ..blocks.blocks import Block
+from ..blocks.host_state import HOOKS
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
+from ..data.snapshot import Snapshot
+from ..examine.followed import Copies
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers
 from .building import BlockBuilder, built_without_weights, materialised
@@ -30,7 +33,7 @@ from .experiments import explore
 from .flow import Flow
 from .frame import Frame
 from .origin import Origin
-from .parts import OUTER, TARGET_NAMES, layer_block, segment
+from .parts import TARGET_NAMES, layer_block, segment
 from .proof import require_equal, require_equal_loss
 from .structure import find_layers, named_layers
 from .ties import apart, untie
@@ -58,6 +61,8 @@ class Split(Sequence[Block]):
         generation_config: the settings of generation that the library saves beside the weights, or None.
         loss_fn: the loss that goes with the model's head: (output, targets) → (sum, weight); None: not known.
         cuts: the names of the modules of the model that are in each block.
+        copies: lets copies of the model's modules follow these.
+        changing: what a forward of the whole model was seen to change: numbers of blocks, and its names there.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class Split(Sequence[Block]):
         self.own_names = dict(own_names or {})
         self.aliases, self.optional = dict(aliases or {}), frozenset(optional)
         self.config, self.loss_fn = config, loss_fn
+        self.changing: frozenset[tuple[int, str]] = frozenset()
+        self.copies: Sequence[Copies] = ()
         self.conversions, self.generation_config = tuple(conversions), generation_config
 
     def of(self, blocks: Sequence[Block]) -> Split:
@@ -141,7 +148,7 @@ def _whole(
     prove: bool,
 ) -> Split:
     """Split a model that is there."""
-    if isinstance(model, nn.Sequential) and blocks is None:
+    if blocks is None and _is_row(model):
         return _sequential(model)
     untraced = ""
     if blocks is None and example is None and not transformers.is_one(model):
@@ -178,7 +185,8 @@ def _walked(
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
     found = _found(model, made, prefixes, origin)
     if prove:
-        require_equal(model, made, inputs, origin.select, found.own_names)
+        changed = require_equal(model, made, inputs, origin.select, found.own_names)
+        found.changing = frozenset(_places(made, changed))
     if prove and longer:
         require_equal(model, made, transformers.example(model, longer=True), origin.select, found.own_names)
     if prove and origin.has_routers:
@@ -197,12 +205,12 @@ def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
 def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str], origin: Origin) -> Split:
     """Return blocks with all that is known of them; weights that they share are taken apart."""
     own_names = {
-        f"{number}.{name}": name.removeprefix(f"{OUTER}.") if name.startswith(f"{OUTER}.") else f"{prefix}{name}"
+        f"{number}.{name}": f"{prefix}{name}"
         for number, (block, prefix) in enumerate(zip(made, prefixes, strict=True))
         for name in saved_tensors(block)
     }
     is_known = transformers.is_one(model)
-    return Split(
+    found = Split(
         made,
         tied=untie(made),
         own_names=own_names,
@@ -213,6 +221,14 @@ def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str],
         aliases=_aliases(model),
         optional={*origin.unused, *chain.from_iterable(origin.flow.buffers)},
     )
+    found.copies = [Copies(model, zip(made, prefixes, strict=True))]
+    return found
+
+
+def _places(blocks: Sequence[nn.Module], ids: Collection[int]) -> Iterator[tuple[int, str]]:
+    """Yield what blocks hold of some ids, by their numbers and its names."""
+    for number, block in enumerate(blocks):
+        yield from ((number, n) for n, held in Snapshot({"": block}, numbers=False).holders() if held in ids)
 
 
 def _loss_of(model: nn.Module, origin: Origin) -> Callable[..., Any] | None:
@@ -251,12 +267,20 @@ def _built(
     return found.of(builders)
 
 
+def _is_row(model: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a model does no more than call its modules one after the other."""
+    has_own = "forward" in vars(model) or any(vars(model)[kind] for kind in HOOKS)
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not has_own
+
+
 def _sequential(model: nn.Sequential) -> Split:
     """Return the entries of a row, of which one module may be several."""
     made = apart(model)
     keys = list(model._modules)
     own_names = {f"{n}.{name}": f"{keys[n]}.{name}" for n, block in enumerate(made) for name in saved_tensors(block)}
-    return Split(made, tied=untie(made), own_names=own_names)
+    found = Split(made, tied=untie(made), own_names=own_names)
+    found.copies = [Copies(model, [(block, f"{key}.") for block, key in zip(made, keys, strict=True)], is_row=True)]
+    return found
 
 
 def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
@@ -267,7 +291,9 @@ def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
     saved = [(k, name, t) for k, part in enumerate(parts) for name, t in saved_tensors(part).items()]
     own_names = {f"{number}.{name}": first[id(tensor)] for number, name, tensor in saved}
     config = getattr(model, "pretrained_cfg", None)
-    return Split(parts, tied=untie(parts), own_names=own_names, config=config, aliases=_aliases(model))
+    found = Split(parts, tied=untie(parts), own_names=own_names, config=config, aliases=_aliases(model))
+    found.copies = [Copies(model, [(part, "") for part in parts])]
+    return found
 
 
 def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None, untraced: str = "") -> dict[str, Any]:
@@ -344,7 +370,7 @@ def _unused(model: nn.Module, flow: Flow) -> list[str]:
 def _is_layer(origin: Origin, number: int) -> bool:
     """Whether a block is no more than a layer."""
     span, flow = origin.spans[number], origin.flow
-    is_alone = not any(flow.beside[phase] or flow.weights[phase] for phase in span.phases)
+    is_alone = not any(flow.beside[phase] or flow.weights[phase] or flow.buffers[phase] for phase in span.phases)
     makes_riders = any(rider.source == number for rider in flow.riders)
     return is_alone and not makes_riders and not span.is_first and not span.is_last
 

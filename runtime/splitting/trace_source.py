@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from quintsched.errors import MisfitError
 
-from ..examine.followed import Followed, label_of
+from ..examine.followed import SPLIT_AGAIN, Followed, label_of
 from ..examine.modes import Modes
 from .tracing import IN_PLACE, Traced, Untraceable, skeleton, trace
 
@@ -27,8 +27,8 @@ _MOST_CROSSING = 8
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "truediv", "div", "pow", "iadd", "isub", "imul", "itruediv", "ipow"})
 
-_Key = tuple[bool, Modes]
-"""Whether the model trains, and the modes around it."""
+_Key = tuple[tuple[bool, ...], Modes]
+"""Which modules train, of those whose code is traced and that it calls, and the modes around the model."""
 
 
 class TraceSource:
@@ -41,20 +41,21 @@ class TraceSource:
         targets: for each segment, the names of the modules, weights and other tensors that its steps use.
         constants: tensors that the forward makes without looking at its inputs.
         segments: the model's segments.
+        evaluates: see `Source`.
 
     Raises `Untraceable` where its forward cannot be traced, or has no place to cut.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._name, self._spare = type(model).__name__, skeleton(model)
-        self._graphs: dict[_Key, list[fx.Graph]] = {}
         self.constants: dict[str, Tensor] = {}
         self.segments: Collection[Any] = ()
+        self.evaluates: bool | None = None
+        names = [name for name, _ in model.named_modules()]
         with torch.enable_grad():
-            traces = {(training, Modes.now()): trace(model, training) for training in (True, False)}
-        for key, traced in traces.items():
-            self._graphs[key] = self._cut(model, traced)
-        one, other = self._graphs.values()
+            traces = {training: trace(model, dict.fromkeys(names, training)) for training in (True, False)}
+            modes = Modes.now()
+        one, other = (self._cut(model, traced) for traced in traces.values())
         if len(one) != len(other):
             raise Untraceable("its forward has other steps while it trains than while it does not")
         if len(one) < 2:
@@ -62,17 +63,21 @@ class TraceSource:
         both = zip(one, other, strict=True)
         self.targets = [tuple(dict.fromkeys((*_targets(a), *_targets(b)))) for a, b in both]
         self._require_own_state(one)
-        self._followed = Followed(model, sorted(traces[next(iter(traces))].entered))
+        self._followed = Followed(model, sorted(set().union(*(traced.entered for traced in traces.values()))))
+        flags = len(self._followed.flags())
+        self._graphs: dict[_Key, list[fx.Graph]] = {((True,) * flags, modes): one, ((False,) * flags, modes): other}
         self._seen = {n: (t, t._version) for n, t in self._tensors(model).items() if not t.is_inference()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TraceSource:
         return self
 
     def graph(self, number: int, training: bool) -> fx.Graph:
-        """Return the steps of a segment, for the modes that are around it now."""
+        """Return the steps of a segment, for the modes that are around it now, and with what trains of the model."""
+        training = training if self.evaluates is None else not self.evaluates
+        flags = tuple(flag and training for flag in self._followed.flags().values())
         if torch.compiler.is_compiling():
-            return next(graphs for (its, _), graphs in self._graphs.items() if its == training)[number]
-        key = (training, Modes.now())
+            return next(graphs for (its, _), graphs in self._graphs.items() if its == flags)[number]
+        key = (flags, Modes.now())
         if key not in self._graphs:
             self._graphs[key] = self._again(key)
         return self._graphs[key][number]
@@ -82,6 +87,7 @@ class TraceSource:
         model = self._followed.model()
         if model is None:
             return
+        self._followed.require_same_structure()
         self._follow_tensors(model)
         changed = self._followed.changed()
         if changed is None:
@@ -94,7 +100,7 @@ class TraceSource:
             raise MisfitError(f"{says}: {error}") from error
         for key, now in graphs.items():
             if not all(map(_same_but_numbers, self._graphs[key], now)):
-                raise MisfitError(f"{says}, and steers what its forward does; split the model again")
+                raise MisfitError(f"{says}, and steers what its forward does; {SPLIT_AGAIN}")
         self._graphs = graphs
         self._followed.note()
         for segment in self.segments:
@@ -112,13 +118,17 @@ class TraceSource:
         """Return the steps of each segment as the model takes them now."""
         try:
             with key[1].entered():
-                traced = trace(self._spare, key[0])
+                traced = trace(self._spare, dict(zip(self._followed.flags(), key[0], strict=True)))
         except Untraceable as error:
             raise MisfitError(f"the forward cannot be traced any more: {error}") from error
         graphs = _pieces(traced.graph, _cuts(traced.graph, self._spare))
         used = [set(_targets(graph)) for graph in graphs]
         if len(used) != len(self.targets) or not all(map(set.issubset, used, map(set, self.targets))):
-            raise MisfitError("the forward takes another way than when the model was split; split the model again")
+            raise MisfitError(f"the forward takes another way than when the model was split; {SPLIT_AGAIN}")
+        if [_inputs_of(graph) for graph in graphs[1:]] != [
+            _inputs_of(g) for g in next(iter(self._graphs.values()))[1:]
+        ]:
+            raise MisfitError(f"other values pass between its blocks than when the model was split; {SPLIT_AGAIN}")
         if traced.constants.keys() - self.constants.keys():
             raise MisfitError("the forward makes tensors that it did not make when the model was split")
         for name, constant in traced.constants.items():
@@ -234,6 +244,10 @@ def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
             piece.output(left if len(left) > 1 else left[0])
         pieces.append(piece)
     return pieces
+
+
+def _inputs_of(graph: fx.Graph) -> int:
+    return sum(node.op == "placeholder" for node in graph.nodes)
 
 
 def _targets(graph: fx.Graph) -> list[str]:

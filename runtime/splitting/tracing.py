@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,10 +26,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
-from ..blocks.host_state import HostState
+from ..blocks.host_state import HOOKS
 from ..comm.device import AllGenerators
-from ..examine.followed import label_of, line_in, line_of, tensors_in
+from ..examine.followed import label_of, line_of, tensors_in
 from ..examine.modes import Modes
+from ..examine.steady_state import HostChanges
+from .frame import by_place_or_name
 
 
 class Untraceable(Exception):
@@ -55,8 +57,10 @@ _TRIES = 3
 """So often is a trace tried in which generators have moved: another thread may have drawn."""
 
 
-def trace(model: nn.Module, training: bool) -> Traced:
+def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
     """Return the steps of a model's forward, with as many modules opened as hold rows of others; the model stays as is.
+
+    `training` says of modules by their names whether they train.
 
     Raises `Untraceable`.
     """
@@ -84,16 +88,21 @@ def trace(model: nn.Module, training: bool) -> Traced:
 
 def _steady(tracer: _Tracer) -> Traced:
     """Return what a tracer finds, where it found nothing that the next run of the same code may find otherwise."""
-    state, generators = HostState({"model": tracer.root}, {}), AllGenerators()
-    traced = tracer.run()
+    host, generators = HostChanges(tracer.root), AllGenerators()
+    try:
+        traced, changed = tracer.run(), host.first()
+    finally:
+        host.put_back()
     if generators.have_moved():
         raise _Drawn(
             "the forward draws random numbers that are no function of its inputs (torch.rand(…), random.random()), so "
             "that one draw would stand for all; draw in a module of its own, or as torch.rand_like(x)"
         )
-    if (changed := state.changed()) is not None:
-        where = line_in(changed, tracer.root.modules())
-        raise Untraceable(f"the forward changes {changed}{where}, which no other rank would see")
+    if changed is not None:
+        raise Untraceable(
+            f"the forward changes {changed}, which no other rank would see; hold it in a buffer that is changed in "
+            "place, change it in a layer, or in the training loop"
+        )
     return traced
 
 
@@ -137,9 +146,11 @@ class _Tracer(fx.Tracer):
         inside: the names of the opened modules that it is in; it stays so if one raises.
     """
 
-    def __init__(self, model: nn.Module, training: bool, kept: set[str], opened: set[str]) -> None:
+    def __init__(self, model: nn.Module, training: Mapping[str, bool], kept: set[str], opened: set[str]) -> None:
         super().__init__()
-        self.root = skeleton(model).train(training)
+        self.root = skeleton(model)
+        for name, flag in training.items():
+            self.root.get_submodule(name).training = flag
         self.graph = fx.Graph(tracer_cls=type(self))
         self.tensor_attrs = {}
         self.names = {id(module): name for name, module in self.root.named_modules()}
@@ -157,7 +168,7 @@ class _Tracer(fx.Tracer):
         """Return the steps of the root's forward."""
         needed = _needed(type(self.root).forward)
         symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in needed}
-        result = self.root.forward(**symbols)
+        result = self._opened(self.root, *by_place_or_name(self.root, symbols))
         self.create_node("output", "output", (self.create_arg(result),), {})
         self.graph.eliminate_dead_code(_stays)
         constants = {n: t for n, t in vars(self.root).items() if n.startswith("_tensor_constant")}
@@ -169,6 +180,8 @@ class _Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Return what a step has for an argument; constants become attributes of the root."""
+        if isinstance(a, torch.Generator):
+            raise TraceError("the forward draws from a generator of its own; draw in a module of its own")
         before, self._stows = self._stows, True
         try:
             return super().create_arg(a)
@@ -194,9 +207,14 @@ class _Tracer(fx.Tracer):
             return self.create_proxy("call_module", name, args, kwargs)
         self.inside.append(name)
         self.entered.add(name)
-        result = module.forward(*args, **kwargs)
+        result = self._opened(module, args, kwargs)
         self.inside.pop()
         return result
+
+    def _opened(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's forward, with its hooks if it has some."""
+        has_hooks = any(vars(module)[kind] for kind in HOOKS)
+        return nn.Module.__call__(module, *args, **kwargs) if has_hooks else module.forward(*args, **kwargs)
 
     def _opens(self, module: nn.Module, name: str) -> bool:
         return name not in self.kept and (name in self.opened or _holds_row(module))

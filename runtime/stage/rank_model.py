@@ -48,6 +48,7 @@ from .batches.same_data import SameData
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
+from .shared_state import SharedState
 from .tied_weights import TiedWeights
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -85,6 +86,7 @@ class RankModel:
         cuts: the blocks of each stage.
         outlines: all blocks, without weights (see `blocks.outlines`).
         target_stages: the stages whose blocks take targets.
+        shared_state: what blocks of several stages have in common besides weights.
         tensor: how blocks are cut over tp.
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
@@ -104,6 +106,7 @@ class RankModel:
         self._coordinates = plan.mesh.coordinates(transport.rank)
         self.pp_rank = self._coordinates.get("pp", 0)
         self.sequences = ContextParallel(options.context, groups.context, transport, options.compiled)
+        self._copies: Sequence[Source] = getattr(blocks, "copies", ())
         self._cut(blocks)
         self._build(blocks)
         self.tied = TiedWeights(plan, options.tied, self.cuts, self.stages, groups)
@@ -116,6 +119,7 @@ class RankModel:
         require_saved(built)
         self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         require_separate(built, self.cuts, tensor)
+        self.shared_state = SharedState(built, self.cuts, getattr(blocks, "changing", ()))
         agree_on_blocks(built, self.cuts, self._groups.world)
         is_shared = isinstance(self._transport, LocalTransport) and self._transport.world_size > 1
         self.outlines = outlines(built, apart=tensor.size > 1, shared=is_shared)
@@ -239,11 +243,29 @@ class RankModel:
 
     @cached_property
     def _sources(self) -> list[Source]:
-        return sources_of(block for stage in self.stages.values() for block in stage.blocks.values())
+        return [
+            *sources_of(block for stage in self.stages.values() for block in stage.blocks.values()),
+            *self._copies,
+        ]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context in which the blocks are in evaluation mode; those that were in training mode are so again after."""
+        with self.running(evaluates=True):
+            yield from self._evaluating()
+
+    @contextmanager
+    def running(self, *, evaluates: bool = False) -> Iterator[None]:
+        """A context in which blocks of a split model are told whether they train, whatever their own flags say."""
+        for source in self._sources:
+            source.evaluates = evaluates
+        try:
+            yield
+        finally:
+            for source in self._sources:
+                source.evaluates = None
+
+    def _evaluating(self) -> Iterator[None]:
         trained = [module for stage in self.stages.values() for module in stage.modules() if module.training]
         try:
             for stage in self.stages.values():

@@ -165,6 +165,7 @@ class StepSettler:
         blocks = list(map(on_meta, model.outlines))
         require_planned_skips(plan, model.cuts, parcels, blocks)
         require_own_memory(model.cuts, parcels, blocks)
+        model.shared_state.require_one_stage(parcels)
         cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
         context = model.sequences.context_of(samples)
         tokens = samples.shape[1] if len(samples.shape) > 1 else 0

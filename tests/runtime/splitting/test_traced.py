@@ -156,7 +156,7 @@ def test_inputs_that_a_trace_does_not_have_are_named():
 def test_tracing_touches_no_other_thread():
     model, found = drawn(Vision), []
     expected = model(inputs())
-    work = [threading.Thread(target=lambda: [trace(model, True) for _ in range(10)]) for _ in range(2)]
+    work = [threading.Thread(target=lambda: [trace(model, {}) for _ in range(10)]) for _ in range(2)]
     for thread in work:
         thread.start()
     while any(thread.is_alive() for thread in work):

@@ -1,0 +1,288 @@
+"""State that code between layers, layers, or the loop change after the split: as in one process, or refused."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine, run_local, split
+
+from .test_modes_and_state import Traced, Walked, inputs, loss, made, nothing, sgd, trained
+
+
+def switched(self, x):
+    return x * 2 if self.training else x * 3
+
+
+def given(self, x):
+    return x if self.last is None else x * self.last
+
+
+def activated(self, x):
+    return torch.tanh(self.options["act"](x)) if "act" in self.options else x
+
+
+def train_now_and_then(model):
+    model.train(not model.training)
+
+
+def give(model):
+    model.last = torch.full((4,), 0.5, dtype=torch.float64)
+
+
+def replace_module(model):
+    model.teacher = nn.Identity()
+
+
+def add_hook(model):
+    model.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+def test_code_between_layers_trains_as_the_loop_says(kind):
+    found, expected = trained(made(kind, switched), train_now_and_then, "pp=2")
+    assert found == [pytest.approx(expected, rel=1e-10)] * 2
+
+
+@pytest.mark.parametrize(("change", "name"), [(give, "last"), (replace_module, "teacher"), (add_hook, "its hook")])
+@pytest.mark.parametrize("kind", [Traced, Walked])
+def test_what_blocks_cannot_follow_is_refused_in_the_next_step(kind, change, name):
+    with pytest.raises(
+        MisfitError, match=rf"{name},? is no longer what it was when the \w+ was split.*split the model"
+    ):
+        trained(made(kind, given), change, "pp=2")
+
+
+def in_a_list(self, x):
+    self.options["seen"][0].add_(1)
+    return x
+
+
+def past_setattr(self, x):
+    self.__dict__["count"] = self.count + 1
+    return x
+
+
+def of_the_class(self, x):
+    type(self).tally = getattr(type(self), "tally", 0) + 1
+    return x
+
+
+def a_weight(self, x):
+    with torch.no_grad():
+        self.head.weight.mul_(0.9)
+    return x
+
+
+def a_weights_data(self, x):
+    self.head.weight.data = self.head.weight.data * 0.9
+    return x
+
+
+def a_new_buffer(self, x):
+    self.register_buffer("late", x.detach().mean())
+    return x
+
+
+def looking(self, x):
+    assert bool(torch.isfinite(x).all())
+    return x
+
+
+@pytest.mark.parametrize(
+    ("middle", "says"),
+    [
+        (in_a_list, r"options\['seen'\]\[0\]"),
+        (past_setattr, "count"),
+        (of_the_class, "tally"),
+        (a_weight, "head.weight"),
+        (a_weights_data, "head.weight"),
+        (a_new_buffer, "late"),
+        (looking, r"numbers between its layers are unknown \(AssertionError.*test_kept_state.py:\d+\)"),
+    ],
+)
+def test_what_code_between_layers_changes_is_refused_however_it_does(middle, says):
+    model = made(Walked, middle)
+    model.options["seen"] = [torch.zeros(())]
+    with pytest.raises((MisfitError, UsageError), match=says):
+        split(model, example=inputs()[:2])
+
+
+@pytest.mark.parametrize("middle", [in_a_list, past_setattr, of_the_class])
+def test_the_same_of_a_forward_that_is_traced(middle):
+    model = made(Traced, middle)
+    model.options["seen"] = [torch.zeros(())]
+    with pytest.raises((MisfitError, UsageError), match=r"the forward changes .*which no other rank would see"):
+        split(model, example=inputs()[:2])
+
+
+def first_halved(model):
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+def test_hooks_of_the_model_run_with_what_they_expect(kind):
+    model = made(kind, given)
+    first_halved(model)
+    found, expected = trained(model, nothing, "pp=2")
+    assert found == [pytest.approx(expected, rel=1e-10)] * 2
+
+
+class Doubling(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def row(kind=nn.Sequential):
+    torch.manual_seed(0)
+    return kind(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize(("kind", "prepare"), [(Doubling, nothing), (nn.Sequential, first_halved)])
+def test_a_row_with_a_forward_or_hooks_of_its_own_keeps_them(kind, prepare):
+    model = row(kind)
+    prepare(model)
+    x = inputs()
+    expected = model(x)
+    for block in split(model):
+        x = block(x)
+    assert torch.equal(x, expected)
+
+
+class Drawing(nn.Linear):
+    """It draws from its own generator, and counts in its class and outside."""
+
+    calls = 0
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.random = random.Random(0)
+
+    def forward(self, x):
+        Drawing.calls += 1
+        TOTALS["calls"] += 1
+        return super().forward(x) * self.random.random() / (Drawing.calls + TOTALS["calls"])
+
+
+TOTALS = {"calls": 0}
+
+
+def stepped(model, mesh, blocks=None, steps=2):
+    """Return the losses of a few steps."""
+    plan, x = qs.compile("1f1b", mesh=mesh, microbatches=2), inputs()
+
+    def work(transport):
+        own = model()
+        engine = Engine(plan, split(own) if blocks is None else blocks(own), loss, sgd, transport=transport)
+        return [engine.step(x, x[:, 0, 0]).loss.item() for _ in range(steps)]
+
+    return run_local(plan.mesh.size, work)
+
+
+def in_one_process(model, steps=2):
+    model, x, losses = model(), inputs(), []
+    optimizer = sgd(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        totals = [loss(model(piece), piece[:, 0, 0])[0] / 8 for piece in x.split(4)]
+        sum(totals).backward()
+        optimizer.step()
+        losses.append(sum(totals).item())
+    return losses
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
+def test_trial_runs_move_no_generator_and_no_counter(mesh):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), Drawing(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    Drawing.calls = TOTALS["calls"] = 0
+    expected = in_one_process(model)
+    Drawing.calls = TOTALS["calls"] = 0
+    assert stepped(model, mesh) == [pytest.approx(expected, rel=1e-12)] * (2 if mesh == "pp=2" else 1)
+
+
+class Counting(nn.Module):
+    def __init__(self, steps):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("steps", steps)
+
+    def forward(self, x):
+        self.steps += 1
+        return self.fc(x) / self.steps.clone()
+
+
+def with_shared_norm():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(3)
+    return nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 4), norm, nn.Linear(4, 2)).double()
+
+
+def with_shared_buffer():
+    torch.manual_seed(0)
+    steps = torch.zeros((), dtype=torch.float64)
+    return nn.Sequential(nn.Linear(3, 4), Counting(steps), nn.Tanh(), Counting(steps), nn.Linear(4, 2)).double()
+
+
+class Shared(nn.Module):
+    """One norm between all of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head, self.norm = nn.Linear(3, 4), nn.Linear(4, 2), nn.BatchNorm1d(3)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return self.head(x)
+
+
+def walked(model):
+    return split(model, example=inputs()[:2])
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [(with_shared_norm, None), (with_shared_buffer, None), (lambda: Shared().double(), walked)],
+)
+def test_one_state_on_two_stages_is_refused_and_on_one_it_is_one(model, blocks):
+    assert stepped(model, "pp=1", blocks) == [pytest.approx(in_one_process(model), rel=1e-12)]
+    with pytest.raises(MisfitError, match=r"which a forward changes, and are on stages 0 and 1.*copy.deepcopy"):
+        stepped(model, "pp=2", blocks)
+
+
+class Scaled(nn.Module):
+    def __init__(self, weight=None):
+        super().__init__()
+        self.fc, self.tau = nn.Linear(4, 4), 1.0
+        self.fc.weight = self.fc.weight if weight is None else weight
+
+    def forward(self, x):
+        return (self.fc(x) * self.tau).tanh()
+
+
+def test_copies_around_shared_weights_follow_the_models_own_modules():
+    model = nn.Sequential(nn.Linear(3, 4), first := Scaled(), first, Scaled(first.fc.weight), nn.Linear(4, 2))
+    blocks, x = split(model), inputs().float()
+    first.tau, model[3].fc.tau = 0.5, 2.0
+    for source in chain(blocks.copies):
+        source.follow()
+    expected = model(x)
+    for block in blocks:
+        x = block(x)
+    assert torch.equal(x, expected)
+    assert blocks[3].fc.tau == 2.0
+    model[1] = nn.Identity()
+    with pytest.raises(MisfitError, match=r"model\.1 is no longer what it was"):
+        blocks.copies[0].follow()
