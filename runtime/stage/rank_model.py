@@ -31,6 +31,7 @@ from ..comm import LocalTransport, Transport
 from ..comm.control import share_bytes
 from ..examine.eval_mode import eval_mode_warning
 from ..examine.followed import Source, sources_of
+from ..examine.shared_state import SharedState
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -48,7 +49,6 @@ from .batches.same_data import SameData
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
-from .shared_state import SharedState
 from .tied_weights import TiedWeights
 
 _logger = logging.getLogger("quintsched.runtime")
