@@ -61,6 +61,10 @@ class FunctionState:
             return f"a tensor that {self._name} goes by"
         return self._state.changed()
 
+    def tensors_moved(self) -> list[Tensor]:
+        """Return the tensors that were changed in place."""
+        return [tensor for tensor, version in self._tensors if tensor._version != version]
+
     def moved(self) -> list[Any]:
         """Return the places where something else is now, see `HostState`."""
         return list(self._state.moved())

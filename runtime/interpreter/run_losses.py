@@ -60,10 +60,12 @@ class RunLosses:
         self.earlier: list[Figures] = []
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
-        self._asked_in_vain = self._is_due = self._has_looked = self._is_read = False
+        self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = self._is_read = False
         self._is_watched = True
         self._refusal = self._of_metrics = ""
         self._told: dict[Examined, str] = {}
+        ends = {model.plan.layout.rank_of(route.stages[-1]) for route in model.plan.routes}
+        self._watched = self._examined if model.pp_rank in ends else []
         self._probe: Unit | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
@@ -91,23 +93,23 @@ class RunLosses:
         """
         if plan.mode != "train":
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
-        self._step, self._has_looked = number, False
-        for examined in self._examined:
-            examined.begin()
-        is_new = units not in self._units and len(self._units) < _MOST_SHAPES
-        if is_new:
+        self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
+        self._is_due = is_compared = self._is_watched and not number & (number - 1)
+        if not self._watched:
+            return
+        if units not in self._units and len(self._units) < _MOST_SHAPES:
             self._units.add(units)
-        self._is_due = self._is_watched and not number & (number - 1)
-        is_compared = self._is_due or is_new or any(one.reads or one.since for one in self._examined)
-        is_believed = all(one.is_believed for one in self._examined)
-        self.loss.real = (
-            RealBatch(plan.schedule.num_units, self._num_shares) if is_compared and not is_believed else None
-        )
+            is_compared = True
+        for examined in self._watched:
+            examined.begin()
+            if examined.reads or examined.since:
+                is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
+        self.loss.real = RealBatch(plan.schedule.num_units, self._num_shares) if is_compared else None
 
     def is_doubted(self) -> bool:
         """Whether this rank has a doubt: what a loss goes by has changed, or it is not as it was found to be."""
         self._look()
-        return any(one.since or one.refusal != self._told.get(one, "") for one in self._examined)
+        return self._has_doubt
 
     def settle(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
         """Have all ranks agree on what the loss is over, before weights change (collective where they do).
@@ -119,6 +121,8 @@ class RunLosses:
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
+        elif not (self._refusal or self._of_metrics):
+            return
         if plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier:
             return
         if self._of_metrics:
@@ -133,13 +137,15 @@ class RunLosses:
 
     def _look(self) -> None:
         """Look, once in a step, whether losses and metrics are what they were found to be."""
-        if self._has_looked:
+        if self._has_looked or not self.loss.was_called:
             return
         self._has_looked, batch, self.loss.real = True, self.loss.real, None
         if self._probe is None and batch is not None:
             self._probe = batch.probe
-        for examined in self._examined:
-            examined.doubt(batch, self._probe, f"in step {self._step}")
+        for one in self._watched:
+            one.doubt(batch, self._probe, self._step)
+            if one.since or (one.refusal and self._told.get(one) != one.refusal):
+                self._has_doubt = True
 
     def _agree(self) -> None:
         """Hear from all ranks what each has found."""
@@ -168,11 +174,13 @@ class RunLosses:
         self._told = {one: one.refusal for one in self._examined}
         for examined in self._examined:
             examined.since = ""
+        if self.loss.is_settled:
+            self._watched = [one for one in self._watched if not one.is_believed]
 
     def _mine(self) -> dict[str, Any]:
         """Return what this rank has to say."""
         loss, its = self.loss, self.loss.examined
-        is_known = loss.rule is not None and (not its or not loss.is_settled or any(one.was_called for one in its))
+        is_known = loss.rule is not None and (not its or not loss.is_settled or loss.was_called)
         rule = json.dumps(asdict(loss.rule) | {"of_each": loss.of_each}) if loss.rule and is_known else ""
         since = next((f"since {one.since} has changed, " for one in its if one.since), "")
         return {
@@ -181,7 +189,7 @@ class RunLosses:
             "of_metrics": next((metric.refusal for metric in self.metrics.values() if metric.refusal), ""),
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
-            "is_watched": any(one.was_called and not one.is_believed for one in self._examined),
+            "is_watched": any(not one.is_believed for one in self._watched),
             "reads": any(one.reads for one in self._examined),
         }
 

@@ -65,6 +65,8 @@ class WeighedLoss:
         means: the loss, where it is a sum of means.
         examined: what is known of it, or of its terms; nothing of what is given.
         real: keeps the microbatches of a step, if they are compared with what was found.
+        was_called: whether it was called in this step.
+        is_known: whether it is known what it is over, here, and nobody has changed what it goes by.
         is_settled: whether all ranks have agreed on what it is over.
     """
 
@@ -86,7 +88,8 @@ class WeighedLoss:
         self._nothing = [torch.zeros((), dtype=torch.bool)]
         self._totals = torch.zeros(0, dtype=torch.float64)
         self.real: RealBatch | None = None
-        self.is_settled, self._refusal = False, ""
+        self.is_settled = self.was_called = False
+        self._refusal, self.is_known = "", over is not None
 
     @property
     def refusal(self) -> str:
@@ -124,36 +127,37 @@ class WeighedLoss:
         `samples` is how many it has; one of `usual` weighs 1 where the loss counts by samples. Each sequence is cut
         into as many `slices`.
         """
+        self.was_called = True
         if self.real is not None and not self.has_others:
             self.real.keep(output, targets, samples)
         if self.means is not None:
             self._find_terms(output, targets, samples)
             return Summed(self.means.over(output, targets, self._totals))
-        rule = self._even.rule if self._even is not None else self.rule
+        rule = self._even.rule if self._even is not None else self._weight if self.is_known else None
         if (rule is None or rule.over is Over.DIVISOR) and not torch.is_grad_enabled():
             with torch.enable_grad():  # its graph has the divisor
                 leaves = map_tensors(lambda t: t.detach().requires_grad_(t.dtype in DIFFERENTIABLE), output)
                 weighed = self(leaves, targets, samples, usual, slices)
             parts = [part.detach() if isinstance(part, Tensor) else part for part in weighed]
             return Summed(*parts) if isinstance(weighed, Summed) else tuple(parts)
-        for examined in self.examined:
-            examined.before_call(output)
+        if not self.is_known:
+            for examined in self.examined:
+                examined.before_call(output)
         if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
             self._guard(output)
         found = self._loss_fn(output, targets)
         is_number = isinstance(found, Tensor) and not found.dim()
-        if is_number or (isinstance(found, tuple) and len(found) == 2):
+        if not self.is_known and (is_number or (isinstance(found, tuple) and len(found) == 2)):
             self._find(found, output, targets, samples)
-        self._require_kind(found)
+        if self._weight is not None and isinstance(found, tuple) != (self._weight.over is Over.STATED):
+            self._require_kind(found)
         return self._weigh(found, output, targets, samples, usual, slices) if is_number else found
 
     def _require_kind(self, found: Found) -> None:
         """Raise `MisfitError` for a tuple that was a number before, or the other way round."""
-        if self._weight is None or self._is_given:
-            return
-        is_stated, is_pair = self._weight.over is Over.STATED, isinstance(found, tuple)
-        if is_stated != is_pair and (is_pair or isinstance(found, Tensor)):
-            was, now = ("(sum, weight)", "one number") if is_stated else ("one number", "a tuple")
+        is_pair = isinstance(found, tuple)
+        if not self._is_given and (is_pair or isinstance(found, Tensor)):
+            was, now = ("one number", "a tuple") if is_pair else ("(sum, weight)", "one number")
             raise MisfitError(f"the loss function has given {was}, and now {now}; return (sum, weight) always")
 
     def _guard(self, output: Any) -> None:
@@ -178,9 +182,9 @@ class WeighedLoss:
 
     def _find_terms(self, output: Any, targets: Any, samples: int) -> None:
         """Find out whether the terms of a sum of means are sums with what they are over."""
-        for examined in self.examined:
+        for examined in () if self.is_known else self.examined:
             examined.find((), output, targets, samples)
-        self._weight = LossWeight(Over.SUM)
+        self._weight, self.is_known = LossWeight(Over.SUM), True
 
     def _find(self, found: Found, output: Any, targets: Any, samples: int) -> None:
         """Find out what the loss is over, if it has a gradient; one that was only handed on says it by its graph."""
@@ -189,7 +193,7 @@ class WeighedLoss:
             rule = examined.find(found, output, targets, samples)
             if not is_new or rule is None:
                 continue
-            self._weight, self._even = rule, None
+            self._weight, self._even, self.is_known = rule, None, True
             if self.has_others and rule.over not in (Over.SUM, Over.SAMPLES, Over.STATED):
                 self._even, self._weight = EvenWeights(rule), LossWeight(Over.SAMPLES)
                 if self._is_captured:

@@ -87,7 +87,7 @@ class Share(NamedTuple):
 
 WRITES = "its calls write {}, which it goes by: once for each microbatch, and not once for a batch"
 _UNTOLD = Share(is_told=False)
-_PRECISION = {torch.float64: (1e-9, 1e-13), torch.float32: (2e-5, 1e-6), torch.bfloat16: (5e-2, 5e-3)}
+_PRECISION = {torch.float64: (1e-9, 1e-13), torch.float32: (2e-5, 1e-6), torch.bfloat16: (2e-2, 5e-3)}
 """By how much a row of gradients may differ, relative to itself, and to all of them."""
 
 
@@ -315,7 +315,7 @@ class LossExamination:
 
     def tolerance(self, tried: Tried) -> float:
         """Return by how much gradients may differ, relative to what they are."""
-        return {torch.float64: 1e-6, torch.float32: 2e-5}.get(tried.dtype, 5e-2)
+        return {torch.float64: 1e-6, torch.float32: 2e-5}.get(tried.dtype, 5e-3)
 
     def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
         """Return what the function gives for leaves of an output and of targets."""

@@ -46,7 +46,6 @@ class Examined:
         since: what it goes by and somebody has changed since the last step; "": nothing.
         refusal: why no weights make its microbatches the batch; "": some do.
         is_blind: whether it has had no gradient so far.
-        was_called: whether it was called in this step.
         of_each: by what it was last seen to be divided for each sample; None: by unlike numbers, or nobody knows.
     """
 
@@ -55,7 +54,7 @@ class Examined:
         self.rule: LossWeight | None = None
         self.tables = class_weights(function)
         self.since = self.refusal = ""
-        self.reads = self.was_called = self.is_blind = False
+        self.reads = self.is_blind = False
         self._is_ours = _is_ours(function)
         self._kind: type[LossExamination] = LossExamination
         self._state: FunctionState | None = None
@@ -67,14 +66,12 @@ class Examined:
 
     @property
     def is_believed(self) -> bool:
-        """Whether nobody asks what it is over: it is this package's own, and says so."""
-        return self._is_ours and self.rule is not None and self.rule.over is Over.STATED
+        """Whether nobody asks any more: it is this package's own, and says what it is over, or is a metric."""
+        is_known = self._is_ours and self.rule is not None
+        return is_known and (not self._is_loss or self.rule == LossWeight(Over.STATED))
 
     def begin(self) -> None:
         """Begin a step, or an evaluation: look whether somebody has changed what it goes by."""
-        self.was_called = False
-        if self.is_believed:
-            return
         if self._state is None:
             self._state = FunctionState(self._function, self._name)
         elif (name := self._state.changed()) is not None:
@@ -94,7 +91,6 @@ class Examined:
 
         None: it has no gradient, which tells nothing. It is as that call has left it.
         """
-        self.was_called = True
         if self.rule is not None:
             return self.rule
         if self.is_blind and isinstance(found, Tensor) and not _has_gradient(found, output):
@@ -107,27 +103,28 @@ class Examined:
         self.rule, self.refusal = finding.weight or LossWeight(usual), self.refusal or finding.why
         return self.rule
 
-    def doubt(self, batch: RealBatch | None, probe: Unit | None, where: str) -> None:
+    def doubt(self, batch: RealBatch | None, probe: Unit | None, step: int) -> None:
         """Look behind a step, or evaluation, whether its own calls have changed what it goes by, and if it is as found.
 
         Args:
             batch: the step's microbatches, if they are compared.
             probe: a few samples of earlier ones.
-            where: in which step, in words.
+            step: its number, for messages.
         """
         self.of_each = None
-        if self.rule is None or self.is_believed or not self.was_called:
+        if self.rule is None:
             return
         moved = self._state is not None and self._state.changed()
         if moved:
             assert self._state is not None
-            names = {slot.name.partition("[")[0] for slot in self._state.moved()} or {moved}
+            names = {slot.name.partition("[")[0] for slot in self._state.moved()}
+            names |= {str(id(tensor)) for tensor in self._state.tensors_moved()}
             if probe is not None and not names <= self._harmless:
                 self._require_harmless(self._state, probe)
             self._harmless |= names
             self._state = FunctionState(self._function, self._name)
         if batch is not None and not self.refusal and (why := self._misfit(batch, self.rule)):
-            self.refusal = f"it was found to be {self.rule}, but {where} it is not so: {why}"
+            self.refusal = f"it was found to be {self.rule}, but in step {step} it is not so: {why}"
 
     def _require_harmless(self, state: FunctionState, probe: Unit) -> None:
         with versions_kept(self._function):

@@ -3,6 +3,7 @@
 state ──────────────────────── A ──▶ L(A)      of the same numbers the same, whatever else it was called with before:
 state ── others, of fewer ──── A ──▶ L(A)      a mask that is kept for a length, a list of losses that nobody reads
 counters + 10, 100, …, 10⁶ ─── A ──▶ L(A)      annealed, switched on after a while: another
+other numbers of a tensor ──── A ──▶ L(A)      a running mean, a flag on the device: another
 what was there before a step ─ A ──▶ L(A)      normalised by a first value, a flag that the data have set: another
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,9 +50,9 @@ def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others:
                 call()
         if not _are_alike(expected, again()):
             return written() or "something"
-        for slot, value in _other_values(state, again):
-            if not slot.write(value) or not _are_alike(expected, again()):
-                return str(slot.name)
+        for place, value in _other_values(state, again):
+            if not place.write(value) or not _are_alike(expected, again()):
+                return place.name
     except Exception:  # what it says to what it has not written itself
         return written()
     finally:
@@ -59,19 +61,48 @@ def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others:
     return None
 
 
-def _other_values(state: FunctionState, run: Run) -> Iterator[tuple[Any, Any]]:
-    """Yield places that calls have written, and what else may be there: what was, and more of what they count."""
-    moved = [slot for slot in state.moved() if isinstance(slot.read(), bool | int | float)]
+class _Place(NamedTuple):
+    """Where calls have written."""
+
+    name: str
+    write: Callable[[Any], bool]
+
+
+def _other_values(state: FunctionState, run: Run) -> Iterator[tuple[_Place, Any]]:
+    """Yield places that calls have written, and what else may be there: what was, and more of what they count.
+
+    What a call writes anew in each case may be anything, but for what it keeps.
+    """
+    moved, changed = state.moved(), state.tensors_moved()
     before = [slot.read() for slot in moved]
+    versions = [tensor._version for tensor in changed]
     run()
     for slot, was in zip(moved, before, strict=True):
-        now = slot.read()
+        now, place = slot.read(), _Place(slot.name, slot.write)
         if slot.counts_entries:
-            continue
-        if slot.seen is None or isinstance(slot.seen, bool | int | float):
-            yield slot, slot.seen
-        for more in _FAR if now != was and not isinstance(now, bool) else ():
-            yield slot, now + more
+            if isinstance(many := slot.read.args[0], list) and many and now != was:
+                yield _Place(slot.name, partial(_extend, many)), many[-1]
+        elif isinstance(now, Tensor):
+            if now is not was:
+                yield place, ~now if now.dtype is torch.bool else now * 3 + 7
+        elif isinstance(now, bool | int | float):
+            if slot.seen is None or isinstance(slot.seen, bool | int | float):
+                yield place, slot.seen
+            for more in _FAR if now != was and not isinstance(now, bool) else ():
+                yield place, now + more
+    for tensor, version in zip(changed, versions, strict=True):
+        if tensor._version != version:
+            yield _Place("a tensor", partial(_fill, tensor)), ~tensor if tensor.dtype is torch.bool else tensor * 3 + 7
+
+
+def _extend(entries: list[Any], value: Any) -> bool:
+    entries.extend([value] * _FAR[-2])
+    return True
+
+
+def _fill(tensor: Tensor, value: Tensor) -> bool:
+    tensor.detach().copy_(value.detach())
+    return True
 
 
 def _are_alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -1,0 +1,120 @@
+"""What calls of a loss write may not matter to it: a log may, what it is annealed or normalised by may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quintsched.runtime.examine.losses.examined import Examined
+from quintsched.runtime.examine.losses.real_batches import RealBatch, Unit
+
+RANDOM = torch.Generator().manual_seed(5)
+OUTPUT = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)
+NUMBERS = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)
+
+
+class Writing(nn.Module):
+    """A mean of squares, and something that its calls write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.first, self.mask, self.seen, self.last = 0, None, None, list[float](), torch.zeros(())
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.written(F.mse_loss(output, targets), output)
+
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(loss.item())
+        self.last = loss.detach()
+        if self.mask is None or self.mask.shape != output.shape[1:]:
+            self.mask = torch.ones(output.shape[1:], dtype=output.dtype)
+        return loss + 0 * (output * self.mask).mean()
+
+
+class Annealed(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.calls += 1
+        return loss if self.calls < 5000 else loss.sqrt()
+
+
+class Normalised(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.first = self.first or loss.item()
+        return loss / self.first
+
+
+class Averaged(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.average.lerp_(loss.detach(), 0.01)
+        return loss / (1 + self.average)
+
+
+class Long(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.seen.append(loss.item())
+        return loss if len(self.seen) < 500 else 2 * loss
+
+
+class Flagged(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.last = self.last + (output.detach().abs().max() > 1e6)
+        return loss * (1 + self.last)
+
+
+class Late(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        if loss > 1e9:
+            self.first = loss.item()
+        return loss / (self.first or 1.0)
+
+
+def step(examined: Examined, loss: Any, output: Tensor, probe: Unit | None = None) -> Unit | None:
+    """Step as an engine does, with two microbatches; return a few samples."""
+    examined.begin()
+    real = RealBatch(2)
+    for part, targets in zip(output.chunk(2), NUMBERS.chunk(2), strict=True):
+        real.keep(part, targets, len(part))
+        examined.before_call(part)
+        leaf = part.clone().requires_grad_()
+        examined.find(loss(leaf, targets), leaf, targets, len(part))
+    examined.doubt(real, probe or real.probe, 0)
+    return real.probe
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Writing, ""),
+        (Annealed, "calls"),
+        (Normalised, "first"),
+        (Averaged, "average"),
+        (Long, "seen"),
+        (Flagged, "last"),
+    ],
+)
+def test_what_calls_write_may_not_matter(kind: type[Writing], name: str) -> None:
+    loss = kind()
+    examined = Examined(loss, "the loss")
+    step(examined, loss, OUTPUT)
+    if name:
+        assert f"its calls write the loss ({kind.__name__}).{name}, which it goes by" in examined.refusal or (
+            name == "average" and "its calls write" in examined.refusal
+        )
+    else:
+        assert not examined.refusal
+        assert (loss.calls, len(loss.seen)) == (2, 2)
+
+
+def test_what_is_written_first_in_a_later_step_may_not_matter_either() -> None:
+    loss = Late()
+    examined = Examined(loss, "the loss")
+    probe = step(examined, loss, OUTPUT)
+    assert not examined.refusal
+    step(examined, loss, 1e6 * OUTPUT, probe)
+    assert "the loss (Late).first, which it goes by" in examined.refusal
