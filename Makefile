@@ -14,6 +14,8 @@ BENCHMARKS := $(sort $(shell grep -l __main__ benchmarks/*.py))
 # Commands come from .venv, also in what is printed. Ranks and test workers share the cores: one thread each.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export OMP_NUM_THREADS := 1
+# The ranks that tests start find the package compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := python -m pytest -n 2 --dist loadgroup
 DEMO := --set train.epochs=2 --set log.every=5

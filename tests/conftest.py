@@ -1,8 +1,8 @@
 """What all tests share: how hard hypothesis tries, and which cases run every day.
 
-`pytest --hypothesis-profile=thorough` tries harder. Of the cases of a test that is `sampled(k)`, every k-th runs every
+`pytest --hypothesis-profile=thorough` tries harder. Of the cases of a test that is `sampled(k)`, every 2k-th runs every
 day, and all of them with the slow ones; which of them is another for each test, so that a schedule or a mesh which one
-test leaves out is taken by others.
+test leaves out is taken by others. Likewise every day has some of hypothesis' examples, `make test-all` all of them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,29 @@ settings.register_profile("quick", max_examples=32, deadline=None, derandomize=T
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")
 
+SAMPLED_EVERY = 2
+"""How many times fewer cases of sampled tests run every day than they say."""
+EXAMPLES_EVERY = 3
+"""How many times fewer of hypothesis' examples are tried every day, if there are many."""
+MANY_EXAMPLES = 24
+
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # as in the background of a script, or behind nohup
         signal.signal(number, usual)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of sampled tests as slow, but for every k-th, before any are left out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of sampled tests as slow, but for some, before any are left out."""
+    if config.getoption("markexpr") == "not slow":
+        _try_fewer_examples(items)
     cases = Counter(_test_of(item) for item in items)
     seen: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if sampled is not None:
             test = _test_of(item)
-            if (seen[test] + crc32(test.encode())) % min(sampled.args[0], cases[test]):
+            if (seen[test] + crc32(test.encode())) % min(SAMPLED_EVERY * sampled.args[0], cases[test]):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
 
@@ -43,6 +51,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def _try_fewer_examples(items: list[pytest.Item]) -> None:
+    for function in {getattr(item, "function", None) for item in items}:
+        said = getattr(function, "_hypothesis_internal_use_settings", None)
+        if said is not None and said.max_examples > MANY_EXAMPLES:
+            most = max(MANY_EXAMPLES, said.max_examples // EXAMPLES_EVERY)
+            function._hypothesis_internal_use_settings = settings(said, max_examples=most)
 
 
 def _test_of(item: pytest.Item) -> str:

@@ -239,6 +239,7 @@ def test_an_empty_mesh_is_one_rank() -> None:
     assert qs.compile("1f1b", mesh={}, microbatches=2).mesh.size == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", BUILT_IN, ids=lambda schedule: schedule.name)
 @settings(deadline=None, max_examples=60)
 @given(

@@ -21,6 +21,7 @@ from .readers import READERS
 DAILY = 50
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", READERS)
 def test_broken_files_are_refused_in_words(name: str) -> None:
     reader = READERS[name]
@@ -107,6 +108,7 @@ PLACES = (
 LONG = "1" + ":1" * 100000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tag", TAGS)
 def test_every_tag_on_every_scalar_is_read_or_refused_in_words(tag: str) -> None:
     for scalar in SCALARS:

@@ -86,6 +86,7 @@ def test_of_many_ranks_the_culprits_pipelines_are_shown():
     assert len(shown_ranks(stalled("dp=2,pp=64", ((3, "nothing", None),) * 128))) == 64
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
 def test_the_same_report_gives_the_same_picture(suffix, tmp_path):
     report = stalled()

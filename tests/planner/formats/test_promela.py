@@ -59,6 +59,7 @@ def assert_spin_agrees(plan: Plan, profile: str, folder: Path) -> bool:
     return wrong
 
 
+@pytest.mark.sampled(1)
 @needs_spin
 @pytest.mark.processes
 @pytest.mark.parametrize("profile", PROFILES)
@@ -148,6 +149,7 @@ def comments_of(text: str, rank: int) -> list[list[str]]:
     return [line.split("/* ")[1].split(" */")[0].split(maxsplit=1) for line in body.splitlines() if "/*" in line]
 
 
+@pytest.mark.sampled(1)
 @needs_spin
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["dualpipe-v", "interleaved-1f1b"])

@@ -40,6 +40,7 @@ PLACED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "pp", "microbatches", "where"), PLACED)
 @pytest.mark.parametrize("more", [{}, {"zero": 3, "buckets_per_stage": 2}, {"recompute": 1}])
 def test_uneven_placements_are_sound_and_compute_the_sequential_gradient(schedule, pp, microbatches, where, more):

@@ -27,6 +27,7 @@ def plans_of(name, rng):
             break
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["freeze", "skip"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rank_and_the_instruction_are_named(name, kind):
@@ -48,6 +49,7 @@ def test_the_rank_and_the_instruction_are_named(name, kind):
             assert f"rank {fault.rank} (host a" in report.words()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", range(6))
 def test_a_rank_is_named_at_every_instruction(rank):
     plan = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=4)

@@ -20,6 +20,7 @@ def simulated(
     return qs.compile(name, **sizes, overlap=overlap).simulate(qs.Costs(**TIMES, microbatches=lengths, **more))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "pp", "microbatches"), SHAPES)
 @pytest.mark.parametrize(
     "exchanges", [{}, {"exchange": 4.0}, {"exchange": 3.0, "exchange_backward": 6.0}, {"exchange": 30.0}], ids=str

@@ -193,6 +193,7 @@ def test_at_most_two_messages_of_a_channel_wait_to_be_taken():
     assert most_waiting(plan) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "inference"])
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
 def test_what_is_compiled_runs_under_rendezvous(name, pp):

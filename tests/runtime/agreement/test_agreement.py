@@ -153,6 +153,7 @@ def job_at(folder: Path, overrides: list[str] = []) -> JobConfig:  # noqa: B006
     return load_job(path, overrides)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("odd", ODD)
 def test_no_odd_setting_trains_on_in_silence(tmp_path: Path, odd: str) -> None:
     usual, other = job_at(tmp_path), job_at(tmp_path, [odd])

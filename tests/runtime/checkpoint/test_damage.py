@@ -341,6 +341,7 @@ def sum_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", [fifo, link, flip, header, delete])
 def test_files_of_another_mesh_are_verified_before_any_is_opened(act: Damage, tmp_path: Path) -> None:
     def engine(transport: Transport, mesh: str) -> Engine:

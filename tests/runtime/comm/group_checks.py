@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from quintsched.runtime.comm import Group, ReduceOp, Transport
+from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
 
 WORLD = 4
 CHAIN = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
@@ -45,3 +47,19 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype = torch.flo
     assert uneven[:, 0].tolist() == [rank for rank in group.ranks for _ in range(group.index)]
     assert source.eq(group.ranks[-1]).all()
     assert gathered[:: group.size, 0].tolist() == list(group.ranks)
+
+
+def launch(order: Callable[[int], str], rules: Rules, ranks: int = 2) -> list[float]:
+    """Let each rank issue one collective per letter of its order, on group "a", "b" or its own pair "p"."""
+
+    def body(t: Transport) -> float:
+        everyone = tuple(range(ranks))
+        groups: dict[str, Group] = {name: t.make_group([everyone]) for name in "ab"}
+        groups["p"] = t.make_group([everyone[i : i + 2] for i in range(0, ranks, 2)])
+        tensors = [torch.ones(1) for _ in order(t.rank)]
+        works = [groups[name].all_reduce(x) for name, x in zip(order(t.rank), tensors, strict=True)]
+        for work in works:
+            work.wait()
+        return sum(x.item() for x in tensors)
+
+    return run_local(ranks, body, rules=rules)

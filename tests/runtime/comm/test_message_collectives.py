@@ -135,6 +135,7 @@ def test_rings_of_keys_and_of_gradients_share_channels() -> None:
     assert worst_difference(found, expected) < 1e-10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("means", ["ring", "auto"])
 def test_experts_and_what_all_share_are_summed_by_mini_plans_of_their_own(means: str) -> None:
     plan = qs.compile("1f1b", mesh="dp=2,ep=2,cp=2", microbatches=2, communication=means)

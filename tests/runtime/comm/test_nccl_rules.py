@@ -1,7 +1,6 @@
 """NCCL's rules in one process, and a wire that takes its time: what would hang or go wrong there does so here."""
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import permutations, product
@@ -14,11 +13,12 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.ir.instructions import ShareMetrics, SyncTied
-from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, Rules, Transport, Work, run_local
+from quintsched.runtime.comm import LocalTransport, LocalWorld, Rules, Transport, Work, run_local
 from quintsched.runtime.comm.local.wire import Wire
 
 from ...planner.verify.judge import Judge
 from ...planner.verify.judge_hosts import Hosts
+from .group_checks import launch
 
 BOTH_WAYS = [(0, 1), (1, 0)]
 STRICT: tuple[Rules, ...] = ("rendezvous", "nccl")
@@ -183,22 +183,6 @@ def test_a_collective_reads_what_is_there_when_the_last_member_comes() -> None:
         return tensor[0].item()
 
     assert run_local(2, body, rules="nccl") == [11, 11]
-
-
-def launch(order: Callable[[int], str], rules: Rules, ranks: int = 2) -> list[float]:
-    """Let each rank issue one collective per letter of its order, on group "a", "b" or its own pair "p"."""
-
-    def body(t: Transport) -> float:
-        everyone = tuple(range(ranks))
-        groups: dict[str, Group] = {name: t.make_group([everyone]) for name in "ab"}
-        groups["p"] = t.make_group([everyone[i : i + 2] for i in range(0, ranks, 2)])
-        tensors = [torch.ones(1) for _ in order(t.rank)]
-        works = [groups[name].all_reduce(x) for name, x in zip(order(t.rank), tensors, strict=True)]
-        for work in works:
-            work.wait()
-        return sum(x.item() for x in tensors)
-
-    return run_local(ranks, body, rules=rules)
 
 
 def test_collectives_of_two_groups_in_opposite_orders_are_refused() -> None:

@@ -52,6 +52,7 @@ def killed(after: int, work: Callable[[], None]) -> bool:
         os._exit(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_kill_at_any_renaming_leaves_it_whole(
     can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -116,6 +116,7 @@ CHANGING: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
 def test_what_each_forward_changes_is_never_captured(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     def fresh(**more: Any) -> Engine:
@@ -276,6 +277,7 @@ HELD = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", HELD)
 def test_what_others_hold_for_a_block_counts_from_then_on(change: Any) -> None:
     def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:

@@ -72,6 +72,7 @@ def test_every_axis_gives_the_same_bits(schedule: str, shape: dict[str, Any]) ->
     require_same_bits(*runs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["dualpipe", "interleaved-1f1b"])
 def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:
     """A side of an overlap saves what goes, and takes what was fetched."""

@@ -170,6 +170,7 @@ def test_overlapped_plans_too(name: str, rules: Rules) -> None:
     require_as_planned(compiled(name, overlap=True), rules)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_steps_from_graphs_have_the_same_bits(schedule: str, chunks: int, graphs
     assert len(graphs) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "option", [{"clip": 0.1}, {"clip": 1e6}, {"bucket_mb": 1e-3}, {"dtype": torch.bfloat16}], ids=str
 )
@@ -177,6 +178,7 @@ def test_traces_and_recordings_are_of_instructions(tmp_path: Path) -> None:
     assert any(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", ["mask", "mean", "weighed"])
 def test_losses_that_are_means(loss: str) -> None:
     def masked(logits: Tensor, targets: Tensor) -> Tensor:

@@ -169,6 +169,7 @@ def test_a_launcher_that_is_gone_before_its_rank_begins(module: str, tmp_path: P
     assert subprocess.run(command, check=False, timeout=30).returncode == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_is_asked_of_all_ranks_and_they_end_by_themselves(module: str, tmp_path: Path, number: int) -> None:
     with launcher([3], module, [str(tmp_path), "stops"]) as process:
@@ -232,6 +233,7 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
     assert capfd.readouterr().err == "stopping after the step in progress (Ctrl-C ends the run at once)\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_ranks_that_know_no_stop_end_by_the_signal(module: str, tmp_path: Path, number: int, code: int) -> None:
     with launcher([2], module, [str(tmp_path), "sleep"]) as process:
@@ -241,6 +243,7 @@ def test_ranks_that_know_no_stop_end_by_the_signal(module: str, tmp_path: Path, 
         assert not any(map(runs, ranks))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fails", "with_code", "restarts", "code"), [(2, 1, 3, 0), (2, 4, 2, 0), (3, 1, 2, 1), (1, 3, 5, 3), (1, 2, 5, 2)]
 )

@@ -105,6 +105,7 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_what_updates_depend_on_is_found(name: str) -> None:
     build, expected = CASES[name]

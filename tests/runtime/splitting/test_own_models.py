@@ -138,6 +138,7 @@ class Kept(Shared):
         return self.head(x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Shared, Kept])
 def test_values_of_earlier_blocks_ride_along(kind):
     torch.manual_seed(0)

@@ -66,6 +66,7 @@ def require_equal(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -
             assert torch.allclose(tensor.double(), expected[name].double(), rtol=1e-9, atol=1e-11), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "request_of",
     [

@@ -293,6 +293,7 @@ def test_a_skip_within_a_stage_is_none() -> None:
         train(compile_with({"a": (0, 1)}, "1f1b", mesh="pp=2"), blocks, block_costs=[1.0] * 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stages", "skips"),
     [((3, 0, 4, 5), {"a": (0, 2, 3), "b": (0, 3)}), ((3, 4, 5, 0), {"a": (0, 1, 2), "b": (0, 2)})],

@@ -65,6 +65,7 @@ def test_every_schedule_equals_one_process(
     require_equality(qs.compile(schedule, **shape, stage_to_pp=where, stages=blocks), rules="nccl")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "microbatches", "where", "blocks"),
     [

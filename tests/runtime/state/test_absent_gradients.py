@@ -102,6 +102,7 @@ def test_what_nobody_used_is_not_stepped(optimizer: str, mesh: str, zero: int, m
     require_same_bits(trained, train(plan, OPTIMIZERS[optimizer], ranks))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
 def test_gradients_have_the_same_bits_whether_a_step_begins_at_zero_or_with_a_copy(
     schedule: str, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ def by_hand(task: Task, microbatches: int) -> dict[str, Tensor]:
     return dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
 def test_bf16_pipelines_are_bit_equal_to_the_loop_by_hand(schedule: str) -> None:
     task = Task.make(STEPS, 8, torch.bfloat16)

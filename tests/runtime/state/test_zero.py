@@ -177,6 +177,7 @@ def compiled(zero: int, mesh: str = "dp=2,pp=2") -> qs.Plan:
     return qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["dp=2,pp=2", "dp=2,tp=2"])
 def test_norms_and_evaluations_are_those_of_whole_replicas(mesh: str) -> None:
     task = ids_task(2, SAMPLES, LENGTH)

@@ -245,6 +245,7 @@ def test_a_run_goes_on_where_its_loaders_were(tmp_path: Path, load: str, step: i
     require_alike(fit(settings, resume=True), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("load", "step"), [("mine", 5), ("torchdata", 5), ("torchdata", 10)])
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path: Path, load: str, step: int) -> None:
     if load == "torchdata":
@@ -255,6 +256,7 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path: Path, load: 
     require_alike(fit(settings, resume=True), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["native", "dcp"])
 def test_a_run_goes_on_on_another_mesh_with_as_many_replicas(tmp_path: Path, form: str) -> None:
     expected = fit(job(tmp_path, "mine", mesh="dp=2", format=form))[0]
@@ -288,6 +290,7 @@ def test_loaders_without_state_go_on_behind_any_batch(tmp_path: Path, load: str,
     require_alike(fit(settings, resume=True), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [3, 5])
 def test_other_data_of_another_rank_are_said(tmp_path: Path, step: int) -> None:
     settings = job(tmp_path, "counted", mesh="dp=2", every=1)
@@ -316,6 +319,7 @@ def test_loaders_without_state_go_on_for_other_replicas(tmp_path: Path, first: s
             torch.testing.assert_close(expected[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("load", ["four", "endless_four"])
 def test_as_many_samples_make_a_step_as_before(tmp_path: Path, load: str) -> None:
     fit(job(tmp_path, load, mesh="dp=2"))
@@ -331,6 +335,7 @@ def test_as_many_samples_make_a_step_as_before(tmp_path: Path, load: str) -> Non
     fit(job(tmp_path, load, mesh="pp=2,dp=2"), resume=True, overrides=["data"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [3, 9, 11, 12])
 def test_a_smaller_last_batch_is_no_other_number_of_samples(tmp_path: Path, step: int) -> None:
     settings = job(tmp_path, "ragged", mesh="dp=1", every=1)

@@ -44,6 +44,7 @@ def fit(
     return run_local(plan.mesh.size, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("parallel", "asked", "at_step"),
     [

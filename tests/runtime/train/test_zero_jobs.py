@@ -37,12 +37,14 @@ def run_job(tmp_path: Path, folder: str, zero: int, epochs: int, precision: str,
     return [r.get("validation_loss", r["loss"]) for r in records if r["event"] in ("step", "epoch")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_job_trains_to_the_same_losses(tmp_path: Path, zero: int) -> None:
     expected = run_job(tmp_path, "whole", 0, 1, "float64")
     assert run_job(tmp_path, "sharded", zero, 1, "float64") == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_job_that_is_resumed_goes_on_as_if_never_stopped(tmp_path: Path, zero: int) -> None:
     through = run_job(tmp_path, "through", zero, 2, "bfloat16")

@@ -234,6 +234,7 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
     assert verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("letter", ["x", '"', "\u00e9", "\U0001f600"])
 def test_a_rank_that_cannot_connect_says_why_and_where(

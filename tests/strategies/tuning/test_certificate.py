@@ -93,6 +93,7 @@ def test_a_box_that_is_not_of_the_space_is_refused(good):
     refused(good, "the space has no frame", evaluated=((9,) * 8,))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factor", [0.5, 1.001])
 def test_a_bound_that_is_not_the_box_s_is_refused(good, factor):
     for row, box in enumerate(good.pruned):

@@ -165,6 +165,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN], ids=lambda kernel: kernel.name)
 def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
     monkeypatch.setattr(block_attention, "MOST_SCORES", 1 << 14)

@@ -73,6 +73,7 @@ def test_other_schedules_equal_one_process(
     require_equality(plan, context)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_tied_weights_equal_one_process(schedule: str) -> None:
     plan = qs.compile(schedule, mesh="pp=2,cp=2", microbatches=2, tied={"embedding": (0, 1)})

@@ -110,6 +110,7 @@ def padding(factor: float = 0.75, *, pads: bool = True) -> Blocks:
     return moe_blocks(16, capacity_factor=factor, pad_to_capacity=pads)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["ep=2", "pp=2,ep=2"])
 def test_replicas_of_other_shapes_have_the_same_numbers(mesh: str) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4)

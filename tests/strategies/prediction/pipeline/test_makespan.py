@@ -137,6 +137,7 @@ def random_durations(stages, rng, *, recompute):
     return stage_durations(*parts[:3], parts[3] if recompute else 0.0, float(rng.uniform(0, 0.5)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_levels_are_timed_as_the_simulator_times_plans(name, recompute):
