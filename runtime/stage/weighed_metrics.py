@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..examine.losses.examined import Examined
 from ..examine.losses.rules import Over, named
@@ -26,7 +27,7 @@ class WeighedMetric:
     def refusal(self) -> str:
         """Why it is none of these, in words; "": it is."""
         why = self.examined.refusal
-        return why and f"metric {self._name!r} gives one number, of which {why}; let it return (sum, weight)"
+        return why and f"metric {self._name!r} is not that of the batch: {why}; let it return (sum, weight)"
 
     def __call__(self, output: Any, targets: Any, samples: int = 1) -> tuple[Any, Any]:
         """Return the sum and the weight of a microbatch; a weight of 0 is that of its loss."""
@@ -42,5 +43,5 @@ class WeighedMetric:
         if rule.over is Over.SUM:
             return found, 0
         weight = samples if rule.over is Over.SAMPLES else rule.of_targets(named(targets), self.examined.tables)
-        wide = torch.as_tensor(found).double()
+        wide = found.double() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
         return torch.where(torch.as_tensor(weight, device=wide.device) == 0, 0.0, wide * weight), weight

@@ -106,6 +106,8 @@ def examine_loss(loss: Loss, output: Any, targets: Any, samples: int, *, sliced:
 class LossExamination:
     """Experiments on one function of outputs and targets."""
 
+    called = "the loss"
+
     def __init__(self, loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool) -> None:
         self._loss, self.is_sliced = loss, sliced
         self._output_tree, outputs = flatten(output)
@@ -207,7 +209,7 @@ class LossExamination:
         if isinstance(parts, Parts):
             given.append(parts.halves()[1])
         calls = [partial(self._figures, *some) for some in given]
-        state = state or FunctionState(self._loss)
+        state = state or FunctionState(self._loss, self.called)
         return depends_on_calls(state, self.kept, partial(self._figures, parts.outputs, parts.targets), calls * 2)
 
     def _figures(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:

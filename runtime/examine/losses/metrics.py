@@ -31,6 +31,8 @@ def examine_metric(metric: Any, output: Any, targets: Any, samples: int) -> Find
 class MetricExamination(LossExamination):
     """Experiments on the values of a metric."""
 
+    called = "the metric"
+
     def run(self) -> Finding:
         """Return what all values agree on."""
         parts = self.usable()

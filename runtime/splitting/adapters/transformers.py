@@ -133,7 +133,9 @@ def loss_of(model: Any) -> Callable[..., Any] | None:
         return pretraining_loss(paired)
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return CausalLMLoss()
-    if name.endswith(("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining")):
+    if name.endswith(
+        ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining", "MTModel")
+    ):
         return token_loss
     if name.endswith(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")):
         kind = getattr(model.config, "problem_type", None) or (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quintsched.runtime.examine.losses.examination import examine_loss
-from quintsched.runtime.examine.losses.metrics import examine_metric
+from quintsched.runtime.examine.losses.metrics import StatedMetricExamination, examine_metric
 from quintsched.runtime.examine.losses.rules import Over
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8
@@ -195,6 +195,36 @@ def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
     weight, why = examine_metric(metric, ROWS, IDS, SAMPLES)
     assert (weight is None) == bool(why)
     assert (weight and weight.over) == over
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_sound"),
+    [
+        (lambda o, t: ((o.argmax(-1) == t).sum(), len(t)), True),
+        (lambda o, t: (0.5, 1), True),
+        (lambda o, t: (o.abs().max(), 1), False),
+        (lambda o, t: ((o.argmax(-1) == t).float().mean(), 1), False),
+    ],
+)
+def test_a_metric_that_says_its_weight_is_the_quotient_of_the_sums(metric: Any, is_sound: bool) -> None:
+    finding = StatedMetricExamination(metric, ROWS, IDS, SAMPLES, sliced=False).run()
+    assert (finding.weight is not None) is is_sound
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.5, 5.0, 500.0])
+def test_what_branches_on_numbers_of_the_batch_is_met_at_all_sizes(threshold: float) -> None:
+    def clamped(output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output, targets).clamp(min=threshold)
+
+    assert examine_loss(clamped, ROWS, NUMBERS, SAMPLES).why
+
+
+def test_a_small_part_of_a_loss_that_casts_is_seen() -> None:
+    def loss(output: Tensor, targets: Tensor, factor: float = 1e-4) -> Tensor:
+        return F.cross_entropy(output.float(), targets) + factor * output.float().square().mean().sqrt()
+
+    assert examine_loss(loss, ROWS, IDS, SAMPLES).why
+    assert examine_loss(lambda o, t: loss(o, t, 0.0), ROWS, IDS, SAMPLES).weight is not None
 
 
 def test_what_a_graph_has_saved_of_a_loss_is_as_it_was() -> None:
