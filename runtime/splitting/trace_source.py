@@ -62,7 +62,7 @@ class TraceSource:
             raise Untraceable("its forward has no place between modules with matrices where at most 8 values cross")
         both = zip(one, other, strict=True)
         self.targets = [tuple(dict.fromkeys((*_targets(a), *_targets(b)))) for a, b in both]
-        self._require_own_state(one)
+        self._require_own_state(model, [*one, *other])
         self._followed = Followed(model, sorted(set().union(*(traced.entered for traced in traces.values()))))
         flags = len(self._followed.flags())
         self._graphs: dict[_Key, list[fx.Graph]] = {((True,) * flags, modes): one, ((False,) * flags, modes): other}
@@ -145,10 +145,15 @@ class TraceSource:
             if name in segment._buffers:
                 segment.get_buffer(name).copy_(now)
 
-    def _require_own_state(self, graphs: list[fx.Graph]) -> None:
-        """Raise `Untraceable` for what the forward changes in place, and several segments use."""
+    def _require_own_state(self, model: nn.Module, graphs: list[fx.Graph]) -> None:
+        """Raise `Untraceable` for what the forward changes in place, and several segments use; for any weight."""
         for graph in graphs:
             for name in _changed_targets(graph):
+                if isinstance(_attribute(model, name), nn.Parameter):
+                    raise Untraceable(
+                        f"its forward changes the weight {name!r}; change it in the forward of the module that has it, "
+                        "or in the training loop"
+                    )
                 if sum(name in targets for targets in self.targets) > 1:
                     raise Untraceable(
                         f"its forward changes {label_of(name)} in place, and uses it in several blocks; use it in one "

@@ -121,6 +121,11 @@ class _Unpacked(TraceError):
 class _Symbol(fx.Proxy):
     """A symbol that is changed in place by `+=` and its kind, as tensors are."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("data", "grad", "requires_grad"):
+            raise TraceError(f"the forward sets .{name} of a tensor")
+        super().__setattr__(name, value)
+
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     def change(self: fx.Proxy, other: Any) -> Any:

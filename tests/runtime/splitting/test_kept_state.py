@@ -122,6 +122,12 @@ def test_the_same_of_a_forward_that_is_traced(middle):
         split(model, example=inputs()[:2])
 
 
+@pytest.mark.parametrize("middle", [a_weight, a_weights_data])
+def test_a_traced_forward_changes_no_weight(middle):
+    with pytest.raises(UsageError, match=r"changes the weight 'head.weight'|sets .data of a tensor"):
+        split(made(Traced, middle))
+
+
 def first_halved(model):
     model.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
 
