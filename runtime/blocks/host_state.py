@@ -136,10 +136,11 @@ class HostState:
     def moved(self) -> Iterator[_Slot]:
         """Yield the places that have something else than was seen."""
         for slot in self._slots:
-            now = slot.read()
-            if now is not slot.seen and not is_same(now, slot.seen):
+            _, read, seen = slot
+            now = read()
+            if now is not seen and not is_same(now, seen):
                 now = now if self._counts_numbers else without_numbers(now)
-                if now is not slot.seen and not is_same(now, slot.seen):
+                if now is not seen and not is_same(now, seen):
                     yield slot
 
     def words(self) -> tuple[str, ...]:

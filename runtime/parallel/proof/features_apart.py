@@ -10,7 +10,7 @@ What depends on more than that, numbers of tensors or draws of Python's, may be 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -92,12 +92,12 @@ def _follow_branches(follow: Callable[[Set[Place]], FeatureOwners], conditions: 
 def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival, times: int) -> None:
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
-    states = [state_of_host(twin)]
+    states = [state_of_host({"block": twin})]
     for _ in range(times):
         with reads.watching(), HostReads(), owners:
             outputs = outputs_of(twin, arrival)
         owners.require_none(outputs)
-        states.append(state_of_host(twin))
+        states.append(state_of_host({"block": twin}))
     changed = states[0 if owners.reads else -2].changed()
     for why in reads.found.values():
         raise Joined(why)
@@ -107,9 +107,9 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
         raise Joined(f"changes {changed!r} in its forward, by which it may do something else in a later step")
 
 
-def state_of_host(block: nn.Module, name: str = "block") -> HostState:
-    """Return what steers the code of a block, as it is now."""
-    state = HostState({name: block}, {}, numbers=False)
+def state_of_host(blocks: Mapping[str, nn.Module]) -> HostState:
+    """Return what steers the code of blocks, as it is now."""
+    state = HostState(blocks, {}, numbers=False)
     state.let_go()
     return state
 

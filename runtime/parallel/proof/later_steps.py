@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from quintsched.errors import MisfitError
 
 from ...blocks.blocks import Parcel, accepted_extras
-from ...blocks.host_state import HostState
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import TreeSpec
 from ...comm import SelfGroup
@@ -68,7 +67,7 @@ class LaterSteps:
         self._bench, self._outlines, self._dtype = bench, outlines, dtype
         self._followed: list[Followed] = []
         self._lengths = set[str]()
-        self._states: list[HostState] = []
+        self._state = state_of_host({})
 
     def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
         """Follow kinds of blocks from now on, whose sequences may be cut into units of these shapes."""
@@ -76,8 +75,14 @@ class LaterSteps:
         self._watch()
 
     def _watch(self) -> None:
-        blocks = [(f"block {one.kind.number}", block) for one in self._followed for block in one.kind.blocks]
-        self._states = [state_of_host(block, name) for name, block in blocks]
+        kinds = [one.kind for one in self._followed]
+        blocks = [(kind.number, place, block) for kind in kinds for place, block in enumerate(kind.blocks)]
+        self._state = state_of_host(
+            {
+                f"block {number}" if not place else f"block {place} like {number}": block
+                for number, place, block in blocks
+            }
+        )
 
     def why_unsound(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
         """Return which blocks may not be cut where units are of these shapes, in words; empty: all may."""
@@ -124,7 +129,7 @@ class LaterSteps:
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set by which blocks may not be cut any more."""
-        changed = next((name for state in self._states if (name := state.changed())), None)
+        changed = self._state.changed()
         if changed is None:
             return
         self._followed = [again for followed in self._followed for again in self._as_they_are(followed, changed)]
@@ -144,7 +149,7 @@ class LaterSteps:
         """Return what is followed of blocks of a kind as they are by now, once for those that are alike."""
         kind, alike = followed.kind, dict[tuple[str, ...], list[nn.Module]]()
         for block in kind.blocks:
-            alike.setdefault(state_of_host(block).words(), []).append(block)
+            alike.setdefault(state_of_host({"block": block}).words(), []).append(block)
         try:
             kinds = [replace(kind, blueprint=kind.blueprint.renewed(some[0]), blocks=some) for some in alike.values()]
         except Exception as error:

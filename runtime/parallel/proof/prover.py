@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from quintsched.errors import MisfitError
 
 from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.dtensor import is_sharded
+from ...blocks.untouched import attributes_untouched
 from ...comm import Group
 from ...comm.control import first_said
 from ...job.choices import Proofs, TensorSplit
@@ -103,7 +105,8 @@ class Prover:
             whole: Way = dict.fromkeys(hooked, TensorSplit.REPLICATE.value)
             kind = self._kinds[name] = Kind(number, blueprint, cuts, hooked=whole)
             if self._setting.tensor is not None:
-                kind.choice = self._chooser.choose(kind)
+                with attributes_untouched(blueprint.bare):  # what copies share with it
+                    kind.choice = self._chooser.choose(kind)
         kind = self._numbers[number] = self._kinds[name]
         rules = {renumbered(path, number): rule for path, rule in kind.choice.rules.items()}
         return replace(kind.choice, rules=rules)
@@ -156,19 +159,26 @@ class Prover:
         if self._is_done or is_other or self._group.size * self._setting.cuts == 1:
             return
         self._is_done = True
-        refusal = ""
-        if self._kinds:
-            proved = self._given(units, outlines, parcels)
-            refusal = next((text for kind, arrival, _ in proved if (text := self._refusal(kind, arrival))), "")
-            followed = [self._followed(*kind_and_given) for kind_and_given in proved]
-            refusal = refusal or next(filter(None, (self._note_draws(one, masks) for one in followed)), "")
-            self._later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
-            refusal = refusal or self._later.why_unsound(units.first, parcels)
+        with ExitStack() as shared:  # what copies have in common with blocks
+            for kind in self._kinds.values():
+                shared.enter_context(attributes_untouched(kind.blueprint.bare))
+            refusal = self._why_refused(units, outlines, parcels, masks) if self._kinds else ""
         self._kinds.clear()
         self._numbers.clear()
         said = first_said(refusal, world)
         if said:
             raise MisfitError(said)
+
+    def _why_refused(
+        self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], masks: Masks
+    ) -> str:
+        """Prove all kinds, and follow them from now on; return why one cannot be run, in words."""
+        proved = self._given(units, outlines, parcels)
+        refusal = next((text for kind, arrival, _ in proved if (text := self._refusal(kind, arrival))), "")
+        followed = [self._followed(*kind_and_given) for kind_and_given in proved]
+        refusal = refusal or next(filter(None, (self._note_draws(one, masks) for one in followed)), "")
+        self._later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
+        return refusal or self._later.why_unsound(units.first, parcels)
 
     def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
         """Look again at pairs before units of other shapes, without a message: others may be given other units.
