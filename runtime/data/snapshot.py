@@ -11,7 +11,8 @@
     tensors, arrays          numbers, by the versions that torch counts, and in place                 │ libraries'
     generators               where they are                                                           ┘ modules alone
 
-Iterators cannot be put back. It serves all that is tried beside the training: splits, shapes, losses, proofs.
+Iterators cannot be put back. It serves all that is tried beside the training: splits, shapes, losses, and what
+`parallel.proof` reads in blocks.
 """
 
 from __future__ import annotations
