@@ -213,6 +213,8 @@ def _family_cuts(
 ) -> list[Cut]:
     """Return the cuts of the pairs found by name in one module."""
     cuts: list[Cut] = []
+    if not scope._modules:
+        return cuts
     for family in (*FAMILIES, *(() if strict else families_in(scope))):
         taken = done | shared | {id(cut.layer) for cut in cuts}
         cuts += pair_cuts(path, scope, family, lambda name: _match(name, rules), taken, size, strict=strict)
