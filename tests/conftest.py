@@ -33,7 +33,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases of sampled tests as slow, but for some, before any are left out."""
-    if config.getoption("markexpr") == "not slow":
+    if config.getoption("markexpr") == "not slow" and config.getoption("--hypothesis-profile") is None:
         _try_fewer_examples(items)
     cases = Counter(_test_of(item) for item in items)
     seen: Counter[str] = Counter()
