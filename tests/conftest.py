@@ -21,7 +21,7 @@ settings.load_profile("quick")
 
 SAMPLED_EVERY = 2
 """How many times fewer cases of sampled tests run every day than they say."""
-EXAMPLES_EVERY = 3
+EXAMPLES_EVERY = 2
 """How many times fewer of hypothesis' examples are tried every day, if there are many."""
 MANY_EXAMPLES = 24
 
