@@ -24,6 +24,7 @@ from ..agreement.user_code import is_of_library
 from ..blocks.host_state import HOOKS, HostState
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+_OURS = f"{__name__.partition('.')[0]}."
 
 
 class Source(Protocol):
@@ -179,10 +180,17 @@ class Structure:
                 child = module._modules.get(part)
                 module = nn.Module() if child is None else child
             own = vars(module)
-            found = {", its class,": type(module), ".forward": own.get("forward")}
+            found = {", its class,": _shown(type(module)), ".forward": own.get("forward")}
             found |= {f".{key}": value for kind in ("_modules", "_parameters") for key, value in own[kind].items()}
             hooks = [hook for kind in HOOKS for hook in own[kind].values()]
             yield label_of(name), found | {f", its hook {k}," if k else ", its hook,": h for k, h in enumerate(hooks)}
+
+
+def _shown(kind: type) -> type:
+    """Return a module's class without those that an engine puts in place of torch's own, as `KeyedDropout`."""
+    while kind.__module__.startswith(_OURS) and "_get_name" in vars(kind):
+        kind = kind.__base__ or kind
+    return kind
 
 
 class Copies:

@@ -59,6 +59,18 @@ def test_what_blocks_cannot_follow_is_refused_in_the_next_step(kind, change, nam
         trained(made(kind, given), change, "pp=2")
 
 
+def taught(self, x):
+    return x + self.teacher(x)
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+def test_a_dropout_beside_weights_between_layers_may_be_keyed(kind):
+    model = made(kind, taught)
+    model.teacher = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)).double()
+    found, expected = trained(model, nothing, "pp=2")
+    assert found == [pytest.approx(expected, rel=1e-10)] * 2
+
+
 def in_a_list(self, x):
     self.options["seen"][0].add_(1)
     return x
