@@ -74,7 +74,7 @@ class FeatureOwners(TorchDispatchMode):
             self._see(name, args[0])
         result = func(*args, **given)
         if name in ("_local_scalar_dense", "equal"):
-            return self._read(result, is_owned=is_owned)
+            return self._read(result, args[0], is_owned=is_owned)
         if is_owned:
             self._follow(func, args, given, result)
         return result
@@ -92,7 +92,7 @@ class FeatureOwners(TorchDispatchMode):
             if not (self._trusts and isinstance(why, Unknown)):
                 raise Joined(f"{why}{line()}") from None
 
-    def _read(self, number: object, *, is_owned: bool) -> object:
+    def _read(self, number: object, tensor: Tensor, *, is_owned: bool) -> object:
         """Return what Python is given of a number; raises `Joined` for one that may steer a pair."""
         if isinstance(number, bool):
             return self._decide(number)

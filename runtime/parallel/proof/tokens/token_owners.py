@@ -38,31 +38,50 @@ class TokenOwners(FeatureOwners):
     Attributes:
         reasons: where tokens of several ranks met, by the function and line, in this order.
         calls: what was done to tokens, by the function and its numbers, with the line where that first was.
+        is_routed: whether Python was given places or counts of tokens, by which it may choose what is done to which.
     """
 
     def __init__(self, flipped: Set[Place] = frozenset()) -> None:
         super().__init__(trusts=False, flipped=flipped)
         self.reasons: dict[str, None] = {}
         self.calls: dict[str, str] = {}
+        self.is_routed = False
+        self._places: dict[int, torch.UntypedStorage] = {}
+        """Memories of what `nonzero` gave, and of comparisons of this: places, which Python may be given."""
 
     def _see(self, name: str, tensor: Tensor) -> None:
         pass
 
-    def _read(self, number: object, *, is_owned: bool) -> object:
+    def _read(self, number: object, tensor: Tensor, *, is_owned: bool) -> object:
         if is_owned and isinstance(number, float):
             raise Joined(f"reads numbers of tokens on the host (item{line()})")
-        return self._decide(number) if is_owned and isinstance(number, bool) else number
+        is_place = tensor.untyped_storage()._cdata in self._places
+        return self._decide(number) if is_owned and isinstance(number, bool) and not is_place else number
 
     def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given, result))):
             return  # there are shapes alone
-        if not (func.is_view or func._schema.name.removeprefix("aten::") in MOVING):
+        is_moving = func.is_view or func._schema.name.removeprefix("aten::") in MOVING
+        if not self._are_places(func, args, result) and not is_moving:
             self.calls.setdefault(_word(func, args, given), line())
         try:
             if not self._looked_up(func, args, given, result):
                 super()._follow(func, args, given, result)
         except (Joined, RuntimeError, IndexError) as why:
             self._meet(func, (args, given), result, str(why))
+
+    def _are_places(self, func: Any, args: Any, result: Any) -> bool:
+        """Whether a function gives places, or compares these with what is the same for all tokens."""
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        chooses = torch.Tag.dynamic_output_shape in func.tags
+        self.is_routed |= chooses and ("index" not in func._schema.name or any(t.dtype is torch.bool for t in tensors))
+        others = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._places]
+        compares = torch.Tag.pointwise in func.tags and len(others) < len(tensors) and not func._schema.is_mutable
+        if func._schema.name != "aten::nonzero" and not (compares and not any(self.of(t).any() for t in others)):
+            return False
+        for found in tree_leaves(result):
+            self._places[found.untyped_storage()._cdata] = found.untyped_storage()
+        return True
 
     def _meet(self, func: Any, given: Any, result: Any, why: str) -> None:
         """Note that a function makes numbers of all that it is given, be it of one owner or many."""

@@ -146,7 +146,7 @@ class _Follower:
     def require_same_of_parts(self, whole: _Run) -> None:
         """Raise `Joined` where parts of sequences are treated otherwise than whole ones, as they are shorter."""
         vector, store = _owners_of(self._length, self._setting).to(self._device), Store()
-        count = int(vector.max())
+        count, parts = int(vector.max()), list[_Run]()
         for number in range(count):
             owners, mine, told = TokenOwners(), vector * (vector == number + 1), list(whole.told)
             beside: Mapping[str, Any] = {"past": FollowedPast(owners, store, number, count, self._length // count)}
@@ -157,9 +157,14 @@ class _Follower:
                 if number == 0 or not comes_later:
                     twin = self._twin()
                 outputs = self._outputs(twin, owners, mine, told, beside)
-            _require_same_calls(whole.owners.calls, owners.calls)
+            parts.append(_Run(outputs, owners, told, whole.draws))
+        if any(part.owners.is_routed for part in parts):  # what one part has no tokens for, another may have
+            _require_same_calls(whole.owners.calls, {k: v for part in parts for k, v in part.owners.calls.items()})
+        for number, part in enumerate(parts):
+            if not part.owners.is_routed:
+                _require_same_calls(whole.owners.calls, part.owners.calls)
             if not whole.draws:  # parts draw otherwise
-                _require_same_tokens(whole.outputs, outputs, mine)
+                _require_same_tokens(whole.outputs, part.outputs, vector * (vector == number + 1))
 
 
 def _require_same_calls(whole: Mapping[str, str], part: Mapping[str, str]) -> None:

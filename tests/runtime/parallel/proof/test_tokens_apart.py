@@ -65,6 +65,17 @@ def remembered(self: Any, y: Tensor, context: Context | None) -> Tensor:
     return torch.where(self.kept > 60, y.tanh(), y)
 
 
+def mixed(y: Tensor, experts: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    """Give each token to the expert that its first number chooses, as mixtures of transformers do."""
+    tokens, found = y.flatten(0, 1), torch.zeros_like(y).flatten(0, 1)
+    mask = F.one_hot((tokens[:, 0] * 3).long().clamp(0, len(experts) - 1), len(experts)).T
+    for hit in mask.sum(-1).gt(0).nonzero():
+        if hit[0] != len(experts):
+            (chosen,) = torch.where(mask[hit[0]] > 0)
+            found.index_add_(0, chosen, experts[int(hit[0])](tokens[chosen]))
+    return found.view(y.shape)
+
+
 CP, SLICES = Setting(context=cast("Group", SimpleNamespace(size=2))), Setting(slices=2)
 JOINED: list[tuple[Mix, str]] = [
     (lambda self, y, context: y / (y.abs().amax(1, keepdim=True) / 60).clamp(min=1), "amax"),
@@ -87,6 +98,7 @@ APART: list[Mix] = [
     lambda self, y, context: y.flatten(0, 1).relu().view(y.shape),
     lambda self, y, context: torch.stack([F.gelu(y[:, place]) for place in range(y.shape[1])], 1),
     lambda self, y, context: torch.zeros_like(y).index_put((y > 0,), y[y > 0]),
+    lambda self, y, context: mixed(y, [torch.tanh, torch.relu, torch.sin, torch.cos]),
     lambda self, y, context: F.embedding(y[..., 0].gt(0).long(), self.proj.weight) + y,
 ]
 
@@ -103,6 +115,10 @@ def test_what_joins_tokens_at_some_numbers_is_found_with_its_function_and_line(s
 LENGTHS: list[tuple[Mix, str]] = [
     (lambda self, y, context: y.tanh() if y.shape[1] > TOKENS // 2 else y, "calls tanh in line"),
     (lambda self, y, context: y / max(y.shape[1] / TOKENS, 0.9), "calls div 1 in line"),
+    (
+        lambda self, y, context: mixed(y, [torch.cos if y.shape[1] > TOKENS // 2 else torch.sin] * 4),
+        "calls cos in line",
+    ),
     (lambda self, y, context: y * torch.arange(y.shape[1])[:, None] if self.training else y, "a part of the tokens"),
 ]
 
