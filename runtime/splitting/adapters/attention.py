@@ -89,10 +89,7 @@ def _mask(own: str, **given: Any) -> Tensor | None:
         )
     if sight.context is not None:
         if window is not None and window < sight.context.length:
-            raise MisfitError(
-                f"a layer attends to a window of {window} tokens, which cp does not do for sequences of "
-                f"{sight.context.length}; train on sequences of at most {window} tokens, or without cp"
-            )
+            return torch.full((1, 1, 1, 1), window)  # refused where a layer uses it
         return None
     queries = sight.positions(given["q_length"], given["device"])
     keys = torch.arange(int(queries[-1]) + 1, device=given["device"])
@@ -130,6 +127,7 @@ def _attend(
     is_causal = others.get("is_causal")
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sight.context is not None:
+        _require_no_window(attention_mask, sight.context.length)
         padded = F.pad(value, (0, size - width)) if width < size else value
         mixed = sight.context.attend(query, key, padded, is_causal)[..., :width]
     else:
@@ -140,6 +138,14 @@ def _attend(
         grouped = query.shape[1] != key.shape[1]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, enable_gqa=grouped)
     return mixed.transpose(1, 2).contiguous(), None
+
+
+def _require_no_window(mask: Tensor | None, length: int) -> None:
+    if mask is not None and mask.dtype is torch.int64:
+        raise MisfitError(
+            f"a layer attends to a window of {int(mask)} tokens, which cp does not do for sequences of {length}; "
+            f"train on sequences of at most {int(mask)} tokens, or without cp"
+        )
 
 
 def _require_plain(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
