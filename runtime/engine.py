@@ -81,7 +81,8 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
             ("3.attention.q", "*.head") to "column", "row", "vocabulary" or "replicate", or {"cut": "column", "parts":
             3} where outputs are fused blocks (see `parallel.tensor.rules`).
         prove: which blocks run once, cut beside whole, before the first step, where the mesh has tp or cp, or the plan
-            slices: all that are not built in ("foreign"), "all", or "none" (see `parallel.proof`).
+            slices: all that are not built in ("foreign"), "all", or "none", by which nobody sees pairs that are none
+            (see `parallel.proof`).
         buffers: what becomes of those that a forward changes, where there are replicas: "merge" running statistics,
             "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.

@@ -32,6 +32,7 @@ from .owner_rules import HOST, Joined, Unknown, owners_of_results, require_one
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
 _HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
+_EXPORTS = (torch._C._to_dlpack, torch._C._to_dlpack_versioned)
 _PICKLED = "_typed_storage"
 """Torch's function that pickles and files get numbers by."""
 
@@ -81,7 +82,7 @@ class FeatureOwners(TorchDispatchMode):
 
     def _see(self, name: str, tensor: Tensor) -> None:
         """Raise `Joined`, as Python sees numbers that are followed."""
-        raise Joined(f"reads numbers on the host ({name.strip('_')}{line()}), by which it may do something else")
+        raise _read_by(name)
 
     def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
         """Note the owners of what a function gave or changed."""
@@ -97,7 +98,7 @@ class FeatureOwners(TorchDispatchMode):
         if isinstance(number, bool):
             return self._decide(number)
         if self._scopes or not isinstance(number, int):
-            raise Joined(f"reads numbers on the host (item{line()}), by which it may do something else")
+            raise _read_by("item")
         self.reads += 1
         return number
 
@@ -192,7 +193,20 @@ class FeatureOwners(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Within it, `Joined` is raised where Python is given the numbers of a tensor by no function of torch."""
+    """Within it, `Joined` is raised where Python is given the numbers of a tensor by no function of torch.
+
+    What `torch.utils.dlpack` calls tells no mode: it is seen by a profile function, unless there is another.
+    """
+
+    def __enter__(self) -> HostReads:
+        if sys.getprofile() is None:
+            sys.setprofile(_see_export)
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if sys.getprofile() is _see_export:
+            sys.setprofile(None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -201,8 +215,17 @@ class HostReads(TorchFunctionMode):
         code = sys._getframe(1).f_code
         is_users = not code.co_filename.startswith(_PASSED) or code.co_name == _PICKLED
         if (name in _HOST_METHODS and is_users) or name in _HOST_PROTOCOLS:
-            raise Joined(f"reads numbers on the host ({name}{line()}), by which it may do something else")
+            raise _read_by(name)
         return func(*args, **(kwargs or {}))
+
+
+def _see_export(frame: object, event: str, function: Any) -> None:
+    if event == "c_call" and function in _EXPORTS:
+        raise _read_by(function.__name__)
+
+
+def _read_by(name: str) -> Joined:
+    return Joined(f"reads numbers on the host ({name.strip('_')}{line()}), by which it may do something else")
 
 
 _FRAMES = 4

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import quintsched as qs
 from quintsched.errors import MisfitError
@@ -189,6 +190,7 @@ ASKED: list[tuple[Callable[[Any, Tensor], Tensor], bool]] = [
     (lambda self, y: y * max(y.detach()[0, 0].tolist()), False),
     (lambda self, y: y * float(f"{y.detach()[0, 0, 0]:.3f}"), False),
     (lambda self, y: y * pickle.loads(pickle.dumps(y.detach()))[0, 0, 0], False),
+    (lambda self, y: y * (1 + (from_dlpack(to_dlpack(y.detach())) > 50).any()), False),
     (lambda self, y: y * len(repr(y.detach()[0, 0, 0])), False),
 ]
 
