@@ -63,8 +63,8 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         blocks: the model in order: modules, or functions without arguments that each build one (then no rank builds
             the blocks of others, and `seed` fixes the initial weights for every mesh alike). A block takes the
             output of the one before and, by name, such of step's `extras` as its `forward` has parameters for; it
-            returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
-            sharded over tp, or `fully_shard` over all replicas, is left as it is.
+            returns its output, or (output, its own loss): a sum if the loss is (sum, weight) or a sum, else a mean.
+            One that `parallelize_module` has sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
         loss_over: what a loss is over that gives one number: "samples", "targets" (those that are not -100), "sum", or
             "microbatch": that of each microbatch is meant; None: it is examined (see `stage.mean_losses`).

@@ -164,7 +164,7 @@ class PlanRunner:
         agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
         if not self.interpreters:
             self.usual_samples = self.usual_samples or self._most(max(map(len, units.samples), default=0))
-            self.losses.loss.has_others = any(parcel.has_loss for parcel in shapes)
+            self.losses.expect_others(plan, batch, units.samples, self.usual_samples, shapes)
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)

@@ -18,13 +18,16 @@ import torch
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
+from ..blocks.blocks import Parcel
+from ..blocks.trees import map_tensors
 from ..comm.control import gather_texts
 from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch, Unit
 from ..examine.losses.rules import LossWeight, Over
 from ..parallel.mesh_groups import MeshGroups
+from ..stage.batches.microbatches import Batch
 from ..stage.losses import cuts_sequences
-from ..stage.mean_losses import NO_WEIGHT, NOT_STATED, WeighedLoss
+from ..stage.mean_losses import NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..stage.rank_model import RankModel
 from ..stage.weighed_metrics import WeighedMetric
 from .rank_state import RunOptions
@@ -34,6 +37,10 @@ _MOST_SHAPES = 64
 """So many shapes of units are compared when they first come."""
 
 
+_UNLIKE_FIRST = (
+    "blocks have losses of their own beside it, which were weighed before it was called first; give a first step whose "
+    "microbatches are alike, since these are"
+)
 _MEANT = (
     ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
     "train.loss_over: microbatch"
@@ -85,6 +92,35 @@ class RunLosses:
         is_alone = self._num_shares == 1 and len(plan.routes) == 1
         given = [some for some in targets if some is not None] if holds_all else []
         self.loss.begin(given, self._device, None if is_alone else self._groups.metrics)
+
+    def expect_others(
+        self, plan: Plan, batch: Batch, samples: Sequence[range], usual: int, parcels: Sequence[Parcel]
+    ) -> None:
+        """Expect losses of blocks beside the loss, if there are any, which weigh as it does (collective).
+
+        Args:
+            plan: the one that runs first.
+            batch: the units' targets.
+            samples: those of each unit.
+            usual: how many most of them have.
+            parcels: the shapes of what each block gives.
+        """
+        loss, is_sum = self.loss, False
+        if not any(parcel.has_loss for parcel in parcels):
+            return
+        loss.expect_others()
+        holds_all = self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])
+        if not self._says_any(any(len(some) != usual for some in samples)):
+            return
+        if holds_all and len(samples[0]) and batch.targets[0] is not None:
+            numbers = map_tensors(_some_numbers, parcels[-1].output.empty(self._device))
+            is_sum = loss.try_kind(numbers, batch.targets[0], len(samples[0])) in SUMS
+        if self._says_any(is_sum):
+            loss.supposed = Over.SUM
+
+    def _says_any(self, here: bool) -> bool:
+        """Whether it is so on any rank (collective)."""
+        return any(gather_texts(self._groups.world, "yes" if here else ""))
 
     def watch(self, plan: Plan, units: object, number: int) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
@@ -163,6 +199,8 @@ class RunLosses:
             refusal = f"in step {self._step} it is over unlike numbers of things for a sample: {numbers}"
         if found and not refusal:
             rule = _rule_of(next(iter(found)))
+            if any(row.has_supposed for row in told) and (rule.over in SUMS) != (self.loss.supposed in SUMS):
+                refusal = f"{_UNLIKE_FIRST} of unlike size, and it is {rule}"
             self.loss.take_over(rule)
             if any(row.is_blind for row in told) and rule != LossWeight(Over.SAMPLES):
                 refusal = "some microbatches of a step have a gradient, and others have none"
@@ -191,6 +229,7 @@ class RunLosses:
             "of_each": its[0].of_each if its else None,
             "is_watched": any(not one.is_believed for one in self._watched),
             "reads": any(one.reads for one in self._examined),
+            "has_supposed": loss.has_supposed and not loss.is_settled,
         }
 
 
@@ -204,6 +243,14 @@ class _Told(NamedTuple):
     of_each: float | None
     is_watched: bool
     reads: bool
+    has_supposed: bool
+
+
+def _some_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of small numbers that are unlike each other, or of zeros where they are whole."""
+    if not tensor.is_floating_point():
+        return torch.zeros_like(tensor)
+    return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)
 
 
 def _rule_of(text: str) -> LossWeight:

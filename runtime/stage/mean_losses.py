@@ -6,7 +6,7 @@
 A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Unless
 that is given, either is examined when it is first called, and watched (`examine.losses.examined`); what was found is
 bound, and ranks agree on it before the optimizer first steps (`interpreter.run_losses`). Where blocks have auxiliary
-losses, which are added to the loss of each microbatch as it is, means count by samples (`even_weights`).
+losses, means count by samples (`even_weights`), both alike; sums are added up, both alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from quintsched.errors import MisfitError
 
 from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
 from ..comm import Group
+from ..examine.functions_kept import FunctionKept, versions_kept
 from ..examine.losses.divisors import divisor_of
+from ..examine.losses.examination import examine_loss
 from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch
 from ..examine.losses.rules import LossWeight, Over, named
@@ -38,7 +40,7 @@ NOT_STATED = (
     "the loss function gives two things, which have to be a sum and what it is over, as microbatches add both up: {}; "
     'return these, such as F.cross_entropy(…, reduction="sum"), (targets != -100).sum(), or a mean alone'
 )
-_BY_SAMPLES = (Over.SAMPLES, Over.MICROBATCH)
+_BY_SAMPLES, SUMS = (Over.SAMPLES, Over.MICROBATCH), (Over.SUM, Over.STATED)
 
 
 class Summed(NamedTuple):
@@ -62,6 +64,8 @@ class WeighedLoss:
 
     Attributes:
         has_others: whether blocks have losses of their own beside it.
+        supposed: what it is supposed to be over while blocks before it weigh theirs, and nobody has called it.
+        has_supposed: whether some of theirs was so weighed that it would be another by another rule.
         means: the loss, where it is a sum of means.
         examined: what is known of it, or of its terms; nothing of what is given.
         real: keeps the microbatches of a step, if they are compared with what was found.
@@ -90,6 +94,7 @@ class WeighedLoss:
         self.real: RealBatch | None = None
         self.is_settled = self.was_called = False
         self._refusal, self.is_known = "", over is not None
+        self.supposed, self.has_supposed = Over.SAMPLES, False
 
     @property
     def refusal(self) -> str:
@@ -120,6 +125,37 @@ class WeighedLoss:
     def is_bare(self) -> bool:
         """Whether a microbatch weighs as much as it has samples of the usual number."""
         return self._weight is not None and self._weight.over in _BY_SAMPLES
+
+    def expect_others(self) -> None:
+        """Say that blocks have losses of their own beside it."""
+        self.has_others = True
+        if self._is_given and self._weight is not None and self._weight.over not in (*_BY_SAMPLES, *SUMS):
+            self._even, self._weight = EvenWeights(self._weight), LossWeight(Over.SAMPLES)
+
+    def try_kind(self, output: Any, targets: Any, samples: int) -> Over:
+        """Return what it is over, as numbers like those of an output tell, which it is called with for once."""
+        if self._weight is not None or self.means is not None:
+            return Over.SUM if self.means is not None or self._weight is None else self._weight.over
+        kept = FunctionKept(self._loss_fn, next((t.device for t in tensors_of(output)), torch.device("cpu")))
+        try:
+            with torch.no_grad(), versions_kept(self._loss_fn):
+                found = self._loss_fn(output, targets)
+            if isinstance(found, tuple):
+                return Over.STATED
+            weight = examine_loss(self._loss_fn, output, targets, samples).weight
+            return Over.SAMPLES if weight is None else weight.over
+        except Exception:  # what a user's code says to numbers that no block has given
+            return Over.SAMPLES
+        finally:
+            kept.put_back()
+
+    def weigh_other(self, loss: Tensor, samples: int, usual: int) -> Tensor:
+        """Return a block's own loss of a microbatch, weighed by samples as this one is, if that is a mean."""
+        if samples == usual:
+            return loss
+        self.has_supposed = self.has_supposed or self._weight is None
+        over = self.supposed if self._weight is None else self._weight.over
+        return loss if over in SUMS else loss * (samples / usual)
 
     def __call__(self, output: Any, targets: Any, samples: int = 1, usual: int = 1, slices: int = 1) -> Found:
         """Return the loss of a microbatch, or its sum and weight.
@@ -194,7 +230,7 @@ class WeighedLoss:
             if not is_new or rule is None:
                 continue
             self._weight, self._even, self.is_known = rule, None, True
-            if self.has_others and rule.over not in (Over.SUM, Over.SAMPLES, Over.STATED):
+            if self.has_others and rule.over not in (Over.SAMPLES, *SUMS):
                 self._even, self._weight = EvenWeights(rule), LossWeight(Over.SAMPLES)
                 if self._is_captured:
                     self._refusal = f"blocks have losses of their own beside it, and it is a mean over {rule.over}"

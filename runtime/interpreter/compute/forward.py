@@ -80,7 +80,7 @@ def _bind_training(
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
     place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
-    skips = _taken_skips(state, instruction)
+    skips, weighed = _taken_skips(state, instruction), partial(_weigh_other, state, unit)
 
     def compute(given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Start, Tensor | None]:
         outputs, auxiliary = forward(given, extras, reruns) if whole is None else whole(given, extras)
@@ -105,6 +105,7 @@ def _bind_training(
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
+            auxiliary = weighed(auxiliary)
             start = start.with_loss(auxiliary, state.scale.value)
             losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
@@ -172,7 +173,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
         if skips and versions:
             skips.require_unchanged(given, versions)
         if auxiliary is not None:
-            losses.append((place, auxiliary))
+            losses.append((place, _weigh_other(state, unit, auxiliary)))
         if hands_on:
             finish(tuple([apart(output.detach(), given) for output in outputs]))
         else:
@@ -193,6 +194,11 @@ def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None
 def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
     """Return the place in the tally of a loss that blocks return: by the piece of the model, then the microbatch."""
     return state.flows.plan.layout.part_of(instruction.stage) * state.tally.num_units + instruction.microbatch
+
+
+def _weigh_other(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
+    """Return a loss that blocks have of a unit, weighed as the loss function's is."""
+    return state.loss_fn.weigh_other(loss, len(state.current.units.samples[unit]), state.usual_samples)
 
 
 def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:

@@ -43,9 +43,9 @@ def engine_of(transport: Transport, loss: Callable[..., Any], plan: Any, *, redu
     return Engine(plan, blocks, loss, sgd, transport=transport, dtype=torch.float64)
 
 
-def whole_loss(loss: Callable[..., Any], labels: Tensor, reduction: Any) -> float:
+def whole_loss(loss: Callable[..., Any], labels: Tensor, reduction: Any, inputs: Tensor = INPUTS) -> float:
     first, last = build_model([partial(Penalised, 4, 8, reduction), partial(nn.Linear, 8, CLASSES)], 0, torch.float64)
-    hidden, own = first(INPUTS)
+    hidden, own = first(inputs)
     found = loss(last(hidden), labels)
     whole: Tensor = (found[0] + own) / found[1] if isinstance(found, tuple) else found + own
     return whole.item()
@@ -70,6 +70,19 @@ def test_losses_of_blocks_are_of_the_kind_of_the_loss(mesh: str, loss: Any, labe
 
     for found in run_local(plan.mesh.size, run):
         assert found == pytest.approx(whole_loss(loss, labels, reduction), rel=1e-12)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+@pytest.mark.parametrize(("loss", "reduction"), [(F.cross_entropy, torch.mean), (summed, torch.sum)])
+def test_microbatches_of_unlike_size_weigh_both_alike(mesh: str, loss: Any, reduction: Any) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+    def run(transport: Transport) -> float:
+        return engine_of(transport, loss, plan, reduction=reduction).step(INPUTS[:7], LABELS[:7]).loss.item()
+
+    right = whole_loss(loss, LABELS[:7], reduction, INPUTS[:7])
+    for found in run_local(plan.mesh.size, run):
+        assert found == pytest.approx(right, rel=1e-12)
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
