@@ -43,6 +43,9 @@ NOT_STATED = (
 _BY_SAMPLES, SUMS = (Over.SAMPLES, Over.MICROBATCH), (Over.SUM, Over.STATED)
 
 
+_NEXT_TO_NOTHING = 1e-30
+
+
 class Summed(NamedTuple):
     """A loss that is a sum over the samples, so that those of all microbatches are added up, and not divided."""
 
@@ -250,6 +253,8 @@ class WeighedLoss:
         weight = self._weight_by(rule, found, output, targets, samples)
         if rule.over is Over.TOKENS:
             return found * weight, weight
+        if rule.is_clamped:
+            weight = _clamped(rule, torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
         wide = found.to(torch.promote_types(found.dtype, torch.float32))
         return torch.where(is_nothing, 0.0, wide * weight), weight
@@ -261,8 +266,7 @@ class WeighedLoss:
             return float(samples * length)
         if rule.over is not Over.DIVISOR:
             return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
-        weight = _divisor_of(found)
-        return torch.where((found.detach() == 0) & (weight == 1), 0, weight) if rule.is_clamped else weight
+        return _divisor_of(found)
 
     def _require_even(self, even: EvenWeights, found: Tensor, output: Any, targets: Any, samples: int) -> None:
         """Refuse a microbatch whose samples do not weigh as those of others, before weights first change on all ranks.
@@ -279,6 +283,12 @@ def _term(
     add: Callable[[Any, Any], Tensor], count: Callable[[Any], Tensor | float], output: Any, targets: Any
 ) -> tuple[Tensor, Tensor | float]:
     return add(output, targets), count(targets)
+
+
+def _clamped(rule: LossWeight, weight: Tensor, found: Tensor) -> Tensor:
+    """Return what a microbatch weighs; one of nothing so little that it matters only where all are."""
+    is_nothing = (found == 0) & (weight == 1) if rule.over is Over.DIVISOR else weight == 0
+    return torch.where(is_nothing & found.isfinite(), _NEXT_TO_NOTHING, weight.double())
 
 
 def _divisor_of(found: Tensor) -> Tensor | int:

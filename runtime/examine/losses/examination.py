@@ -32,6 +32,7 @@ from .parts import (
     along_samples,
     along_tokens,
     cut_elsewhere,
+    ratio_of,
     rows_of_each,
     shortened,
     with_ignored_tokens,
@@ -118,7 +119,7 @@ class LossExamination:
         self._tables = class_weights(loss)
         self._leaves, self._samples = ([t.detach() for t in outputs], given), samples
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
-        self.is_safe, self.reads = True, False
+        self.is_safe, self.reads, self._counts = True, False, False
         self._usual: float | None = None
 
     def run(self) -> Finding:
@@ -152,19 +153,22 @@ class LossExamination:
             return Finding(None, "it is a mean, but neither over samples, tokens or targets, nor by weights of classes")
         weight = self.chosen(candidates)
         finding = self._along_tokens(parts, weight, candidates)
-        if finding.weight is not None and self._fails_at_zero(parts, weight):
-            return Finding(replace(finding.weight, is_guarded=True))
-        return finding
+        return Finding(self._as_of_nothing(parts, finding.weight)) if finding.weight is not None else finding
 
     def has_rows(self) -> bool:
         """Whether the output has any for each sample."""
         return any(rows_of_each(leaf, self._samples) for leaf in self._leaves[0] if leaf.is_floating_point())
 
     def chosen(self, candidates: Candidates) -> LossWeight:
-        """Return one of the weights that fit: where ids could not be tried, targets may be ignored later."""
+        """Return one of the weights that fit: where ids could not be tried, targets may be ignored later.
+
+        What a loss has counted itself it may count otherwise later.
+        """
         if not self.is_safe:
             return next((w for w in candidates if w.over is Over.TARGETS and w.ignored == -100), next(iter(candidates)))
-        return next(iter(candidates))
+        first, counted = next(iter(candidates)), LossWeight(Over.DIVISOR)
+        is_counted = self._counts and not self.is_sliced and first.over is Over.SAMPLES and counted in candidates
+        return counted if is_counted else first
 
     def _along_tokens(self, parts: Parts, weight: LossWeight, candidates: Candidates) -> Finding:
         """Return the weight of slices of sequences too; and of samples of other lengths."""
@@ -189,15 +193,24 @@ class LossExamination:
             return Finding(None, "it is not the same over slices of the sequences, into which they are cut here")
         return Finding(weight)
 
-    def _fails_at_zero(self, parts: Parts, weight: LossWeight) -> bool:
-        """Whether the gradient is not finite where all targets weigh nothing."""
+    def _as_of_nothing(self, parts: Parts, weight: LossWeight) -> LossWeight:
+        """Return a weight that knows what the loss is where all targets weigh nothing."""
+        if weight.over is Over.DIVISOR:
+            return replace(weight, is_guarded=True)
         if weight.over not in (Over.TARGETS, Over.NUMBERS, Over.CLASSES):
-            return weight.over is Over.DIVISOR
-        targets, place = list(parts.targets), self._paths.index(weight.leaf)
-        value = 0 if weight.over is Over.NUMBERS else weight.ignored
-        targets[place] = torch.full_like(targets[place], value)
-        tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
-        return tried is not None and any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)
+            return weight
+        place, values = self._paths.index(weight.leaf), [0 if weight.over is Over.NUMBERS else weight.ignored]
+        if weight.over is Over.CLASSES:
+            values += (self._tables[weight.table] == 0).nonzero().flatten().tolist()[:1]
+        for value in values:
+            targets = list(parts.targets)
+            targets[place] = torch.full_like(targets[place], value)
+            tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
+            if tried is not None:
+                fails = any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)
+                is_clamped = weight.is_clamped or bool(tried.value.isfinite())
+                weight = replace(weight, is_guarded=weight.is_guarded or fails, is_clamped=is_clamped)
+        return weight
 
     def depends_on_calls(self, parts: Given, state: FunctionState | None = None) -> str | None:
         """Return the name of what its own calls write, since a state that was noted, and it goes by; None: of nothing.
@@ -291,7 +304,7 @@ class LossExamination:
                 of_b.append((its, b.gradients[number]))
         if self._usual is None:
             self._usual = sum(float(g.double().norm()) for g in whole.gradients if g is not None)
-        ratios = [_ratio(pairs, residue, least, self._usual) for pairs in (of_a, of_b)]
+        ratios = [ratio_of(pairs, residue, least, self._usual) for pairs in (of_a, of_b)]
         if "unlike" in ratios:
             return Share(why="its gradient for one sample depends on the other samples of the batch")
         r_a, r_b = (None if r == "none" else float(r) for r in ratios)
@@ -340,31 +353,12 @@ class LossExamination:
             return None
         finally:
             self.reads |= checked.has_read
+            self._counts |= checked.has_divided
             self.kept.put_back()
         by_leaf = iter(found or [None] * len(wanted))
         gradients = [next(by_leaf) if t.requires_grad else None for t in leaves]
         finite = all(g is None or bool(g.isfinite().all()) for g in gradients) and bool(value.isfinite())
         return Tried(value.detach(), gradients, divisor, checked.dtype) if finite or may_be_infinite else None
-
-
-def _ratio(pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float, least: float, usual: float) -> float | str:
-    """Return by what gradients of a part are multiplied in the whole; "none": there are none; "unlike": by nothing.
-
-    Each row of them has to be, up to a tolerance of its own and to the least that can be told of gradients of `usual`
-    size, since of those of large outputs little may be left but rounding.
-    """
-    whole = torch.cat([mine.flatten().double() for mine, _ in pairs]) if pairs else torch.zeros(1)
-    parts = [torch.zeros_like(mine) if alone is None else alone for mine, alone in pairs]
-    alone = torch.cat([part.flatten().double() for part in parts]) if pairs else torch.zeros(1)
-    size, of_whole = float(alone.norm()), float(whole.norm())
-    floor = least * max(of_whole, size * 1e-3, usual)
-    if size <= max(1e-12 * max(of_whole, 1e-30), least * usual):
-        return "unlike" if of_whole > max(1e-12, 10 * floor) else "none"
-    ratio = float(whole @ alone) / size**2
-    width = next((mine.shape[-1] for mine, _ in pairs if mine.dim() > 1), 1)
-    width = width if all(mine.dim() > 1 and mine.shape[-1] == width for mine, _ in pairs) else 1
-    off, rows = (whole - ratio * alone).view(-1, width).norm(dim=1), whole.view(-1, width).norm(dim=1)
-    return "unlike" if bool((off > tolerance * rows + floor).any()) else ratio
 
 
 def _fits(share: float | None, seen: Share) -> bool:

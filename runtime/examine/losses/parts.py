@@ -294,3 +294,25 @@ def _telling(rows: Tensor) -> Tensor:
     if rows.any():
         return rows.nan_to_num(0.5, 1.5, -1.5)
     return (torch.arange(rows.numel(), device=rows.device) % 7 + 1).div(8).to(rows.dtype).view_as(rows)
+
+
+def ratio_of(
+    pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float, least: float, usual: float
+) -> float | str:
+    """Return by what gradients of a part are multiplied in the whole; "none": there are none; "unlike": by nothing.
+
+    Each row of them has to be, up to a tolerance of its own and to the least that can be told of gradients of `usual`
+    size, since of those of large outputs little may be left but rounding.
+    """
+    whole = torch.cat([mine.flatten().double() for mine, _ in pairs]) if pairs else torch.zeros(1)
+    parts = [torch.zeros_like(mine) if alone is None else alone for mine, alone in pairs]
+    alone = torch.cat([part.flatten().double() for part in parts]) if pairs else torch.zeros(1)
+    size, of_whole = float(alone.norm()), float(whole.norm())
+    floor = least * max(of_whole, size * 1e-3, usual)
+    if size <= max(1e-12 * max(of_whole, 1e-30), least * usual):
+        return "unlike" if of_whole > max(1e-12, 10 * floor) else "none"
+    ratio = float(whole @ alone) / size**2
+    width = next((mine.shape[-1] for mine, _ in pairs if mine.dim() > 1), 1)
+    width = width if all(mine.dim() > 1 and mine.shape[-1] == width for mine, _ in pairs) else 1
+    off, rows = (whole - ratio * alone).view(-1, width).norm(dim=1), whole.view(-1, width).norm(dim=1)
+    return "unlike" if bool((off > tolerance * rows + floor).any()) else ratio

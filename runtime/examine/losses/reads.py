@@ -36,16 +36,19 @@ class ReadsChecked(TorchFunctionMode):
 
     Attributes:
         has_read: whether Python was told of numbers.
+        has_divided: whether something was divided by a tensor of no dimensions, such as a count.
         dtype: the shortest type of floating numbers that a gradient goes through.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_read, self.dtype = False, torch.float64
+        self.has_read, self.has_divided, self.dtype = False, False, torch.float64
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         self.has_read |= name in _ASKING or (name == "__getitem__" and _is_masked(args[1]))
+        by = args[1] if "div" in name and len(args) > 1 else None
+        self.has_divided |= isinstance(by, Tensor) and not by.dim()
         given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False))
         given |= kwargs or {}
         if func in (torch.ctc_loss, F.ctc_loss) and any(

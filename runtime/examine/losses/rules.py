@@ -38,7 +38,7 @@ class LossWeight:
         table: which of the rows of class weights that the loss knows.
         by_slices: whether a slice of the sequences weighs as its tokens; else as much as any.
         is_guarded: whether the gradient is not finite of a microbatch that weighs nothing.
-        is_clamped: whether a microbatch of nothing is divided by 1.
+        is_clamped: whether the loss of nothing is a number, as it is divided by 1 then.
     """
 
     over: Over

@@ -264,6 +264,32 @@ def test_a_microbatch_of_nothing_weighs_nothing_however_a_loss_says_so(loss_fn: 
         assert found.loss.item() == pytest.approx((total / count).item(), rel=1e-12)
 
 
+NONE_OF_TWO = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 0, 1, 0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "right"),
+    [
+        (NONE_OF_TWO, [4, 2, 0, 1], None),
+        (lambda o, t: (t - o[:, 0]).relu().sum() / (t > o[:, 0]).sum(), [-9, -9, 9, 3], None),
+        (lambda o, t: (t - o[:, 0]).relu().sum() / (t > o[:, 0]).sum().clamp(min=1), [-9, -9, -9, -9], 0.0),
+    ],
+)
+def test_what_weighs_nothing_later_leaves_the_others_gradients(
+    loss: Any, labels: list[int], right: float | None
+) -> None:
+    inputs, targets = torch.randn(4, 6, dtype=torch.float64), torch.tensor(labels)
+    blocks = [lambda: nn.Linear(6, 5)]
+    engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=4), blocks, loss, sgd, dtype=torch.float64)
+    engine.step(inputs, torch.tensor([1, 3, 0, 1]) + 3 * (loss is not NONE_OF_TWO))
+    module = nn.Linear(6, 5, dtype=torch.float64)
+    module.load_state_dict({name.partition(".")[2]: value for name, value in engine.full_weights().items()})
+    whole = loss(module(inputs), targets)
+    found = engine.step(inputs, targets)
+    assert not found.skipped
+    assert found.loss.item() == pytest.approx(whole.item() if right is None else right)
+
+
 def test_a_loss_says_always_or_never_what_it_weighs() -> None:
     def sometimes(output: Tensor, targets: Tensor) -> Any:
         total, count = F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
