@@ -112,7 +112,10 @@ class TokenOwners(FeatureOwners):
         elif name in ("index", "gather", "index_select") and any(self.of(i).any() for i in _indices(name, args)):
             moved: Tensor = func(self.of(args[0]), *args[1:], **given)
             self.note(result, joined(name, moved, self._of_places(name, args, result)))
-        elif name in _SCATTERING and isinstance(args[-1 if name != "index_put" else 2], Tensor):
+        elif name == "sort" and args[0].dim() == 1 and not args[0].is_floating_point():  # by which experts tokens go to
+            self._meet(func, args, result, "sort")
+            self.note(result[1], self.of(args[0])[result[1]])
+        elif name in _SCATTERING:
             self._scattered(name, func, args, given, result)
         else:
             return False
@@ -133,7 +136,8 @@ class TokenOwners(FeatureOwners):
     def _scattered(self, name: str, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Tensor) -> None:
         """Follow numbers to where they are put; by which owners a place is met is counted."""
         at = 2 if name == "index_put" else 3
-        base, values, places = self.of(args[0]), self.of(args[at]), self._of_targets(name, args)
+        base, places = self.of(args[0]), self._of_targets(name, args)
+        values = self.of(args[at]) if isinstance(args[at], Tensor) else torch.zeros_like(places)
         values = joined(name, values, places)
         found = base
         for owner in values.unique().tolist():
