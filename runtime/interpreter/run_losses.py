@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ..comm.control import gather_texts
 from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch, Unit
 from ..examine.losses.rules import LossWeight, Over
+from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch
 from ..stage.losses import cuts_sequences
@@ -69,10 +71,13 @@ class RunLosses:
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = self._is_read = False
         self._is_watched = True
-        self._refusal = self._of_metrics = ""
+        self._refusal = self._of_metrics = self._of_weights = ""
         self._told: dict[Examined, str] = {}
         ends = {model.plan.layout.rank_of(route.stages[-1]) for route in model.plan.routes}
         self._watched = self._examined if model.pp_rank in ends else []
+        functions: dict[str, WeighedLoss | WeighedMetric] = {"the loss function": self.loss}
+        functions |= {f"metric {name!r}": m for name, m in self.metrics.items()}
+        self._reads = [(of, ReadsElsewhere(model.elsewhere, what)) for what, of in functions.items()]
         self._probe: Unit | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
@@ -131,13 +136,17 @@ class RunLosses:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
         self._is_due = is_compared = self._is_watched and not number & (number - 1)
+        for examined in self._watched:
+            examined.begin()
+        is_new = self._is_due or any(examined.since for examined in self._watched)
+        for of, reads in self._reads:
+            of.watched = reads if is_new else nullcontext()
         if not self._watched:
             return
         if units not in self._units and len(self._units) < _MOST_SHAPES:
             self._units.add(units)
             is_compared = True
         for examined in self._watched:
-            examined.begin()
             if examined.reads or examined.since:
                 is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
         self.loss.real = RealBatch(plan.schedule.num_units, self._num_shares) if is_compared else None
@@ -157,8 +166,10 @@ class RunLosses:
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
-        elif not (self._refusal or self._of_metrics):
+        elif not (self._refusal or self._of_metrics or self._of_weights):
             return
+        if self._of_weights:
+            raise MisfitError(self._of_weights)
         if plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier:
             return
         if self._of_metrics:
@@ -188,6 +199,7 @@ class RunLosses:
         told = [_Told(**json.loads(text)) for text in gather_texts(self._groups.world, json.dumps(self._mine()))]
         refusal = next((row.refusal for row in told if row.refusal), "")
         self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")
+        self._of_weights = next((row.of_weights for row in told if row.of_weights), "")
         found = {row.rule: rank for rank, row in reversed([*enumerate(told)]) if row.rule}
         of_each = {row.of_each: rank for rank, row in enumerate(told) if row.of_each is not None}
         if len(found) > 1 and not refusal:
@@ -225,6 +237,7 @@ class RunLosses:
             "rule": rule,
             "refusal": loss.refusal and since + loss.refusal,
             "of_metrics": next((metric.refusal for metric in self.metrics.values() if metric.refusal), ""),
+            "of_weights": next((reads.refusal for _, reads in self._reads if reads.refusal), ""),
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
             "is_watched": any(not one.is_believed for one in self._watched),
@@ -239,6 +252,7 @@ class _Told(NamedTuple):
     rule: str
     refusal: str
     of_metrics: str
+    of_weights: str
     is_blind: bool
     of_each: float | None
     is_watched: bool

@@ -12,6 +12,7 @@ losses, means count by samples (`even_weights`), both alike; sums are added up, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ class WeighedLoss:
         was_called: whether it was called in this step.
         is_known: whether it is known what it is over, here, and nobody has changed what it goes by.
         is_settled: whether all ranks have agreed on what it is over.
+        watched: the context that the user's function runs in.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class WeighedLoss:
         self._totals = torch.zeros(0, dtype=torch.float64)
         self.real: RealBatch | None = None
         self.is_settled = self.was_called = False
+        self.watched: AbstractContextManager[Any] = nullcontext()
         self._refusal, self.is_known = "", over is not None
         self.supposed, self.has_supposed = Over.SAMPLES, False
 
@@ -171,7 +174,8 @@ class WeighedLoss:
             self.real.keep(output, targets, samples)
         if self.means is not None:
             self._find_terms(output, targets, samples)
-            return Summed(self.means.over(output, targets, self._totals))
+            with self.watched:
+                return Summed(self.means.over(output, targets, self._totals))
         rule = self._even.rule if self._even is not None else self._weight if self.is_known else None
         if (rule is None or rule.over is Over.DIVISOR) and not torch.is_grad_enabled():
             with torch.enable_grad():  # its graph has the divisor
@@ -184,7 +188,8 @@ class WeighedLoss:
                 examined.before_call(output)
         if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
             self._guard(output)
-        found = self._loss_fn(output, targets)
+        with self.watched:
+            found = self._loss_fn(output, targets)
         is_number = isinstance(found, Tensor) and not found.dim()
         if not self.is_known and (is_number or (isinstance(found, tuple) and len(found) == 2)):
             self._find(found, output, targets, samples)

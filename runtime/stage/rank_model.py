@@ -32,6 +32,7 @@ from ..comm.control import share_bytes
 from ..examine.eval_mode import eval_mode_warning
 from ..examine.followed import Source, sources_of
 from ..examine.shared_state import SharedState
+from ..examine.weights_elsewhere import WeightsElsewhere
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -87,6 +88,7 @@ class RankModel:
         outlines: all blocks, without weights (see `blocks.outlines`).
         target_stages: the stages whose blocks take targets.
         shared_state: what blocks of several stages have in common besides weights.
+        elsewhere: the weights that other ranks train.
         tensor: how blocks are cut over tp.
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
@@ -163,6 +165,7 @@ class RankModel:
             device=device,
         )
         self.tensor.settle(self.prover.share(self._groups.world))
+        self.elsewhere = WeightsElsewhere(blocks, self.stages.values())
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ class WeighedMetric:
 
     Attributes:
         examined: what is known of it.
+        watched: the context that the user's function runs in.
     """
 
     def __init__(self, name: str, metric: Callable[..., Any]) -> None:
         self._name, self._metric = name, metric
         self.examined = Examined(metric, f"metric {name!r}", is_loss=False)
+        self.watched: AbstractContextManager[Any] = nullcontext()
 
     @property
     def refusal(self) -> str:
@@ -34,7 +37,8 @@ class WeighedMetric:
         rule = self.examined.rule
         if rule is None:
             self.examined.before_call(output)
-        found = self._metric(output, targets)
+        with self.watched:
+            found = self._metric(output, targets)
         if rule is None:
             rule = self.examined.find(found, output, targets, samples)
         assert rule is not None

@@ -1,0 +1,58 @@
+"""A loss or a metric that reads weights which other ranks train is refused on all ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, run_local
+from quintsched.runtime.examine.weights_elsewhere import ReadsElsewhere, WeightsElsewhere
+
+READS = {
+    "a norm": lambda m, y: y.sum() + m[0].weight.norm(),
+    "all squares": lambda m, y: sum((p.pow(2).sum() for p in m.parameters()), y.sum()),
+    "its forward": lambda m, y: m(y).sum(),
+    "a slice, detached": lambda m, y: y.sum() + m[0].weight.detach()[0].sum(),
+    "by state_dict": lambda m, y: y.sum() + m.state_dict()["0.bias"].sum(),
+    "a list": lambda m, y: torch.cat([p.flatten() for p in m.parameters()]).sum(),
+    "into Python": lambda m, y: y.sum() * m[0].bias[0].item(),
+}
+READS_NOT = {
+    "shapes, devices": lambda m, y: y.sum() / m[0].weight.numel() + torch.zeros((), device=m[0].weight.device),
+    "what is made like it": lambda m, y: m[0].weight.new_zeros(()) + torch.zeros_like(m[0].bias).sum() + y.sum(),
+    "its own": lambda m, y: m[1].weight.norm() + m[1](y).sum(),
+    "a frozen one": lambda m, y: m[2](y).sum(),
+}
+
+
+@pytest.mark.parametrize("name", [*READS, *READS_NOT])
+def test_what_others_train_is_seen(name):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    reads = ReadsElsewhere(WeightsElsewhere(model, [nn.ModuleList([model[1]])]), "the loss")
+    for _ in range(2):
+        with reads:
+            {**READS, **READS_NOT}[name](model, torch.ones(1, 2))
+    assert ("the loss goes by '0." in reads.refusal) == (name in READS)
+
+
+@pytest.mark.parametrize("of", ["the loss", "metric"])
+def test_all_ranks_refuse_it(of):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+        def norm(output, targets):
+            return F.mse_loss(output, targets) + 0.1 * model[0].weight.pow(2).sum()
+
+        functions = {"metrics": {"norm": norm}} if of == "metric" else {"loss_over": "microbatch"}
+        loss = F.mse_loss if of == "metric" else norm
+        engine = Engine(plan, model, loss, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport, **functions)
+        before = model[transport.rank].weight.detach().clone()
+        with pytest.raises(MisfitError, match=rf"{of}.* goes by '0\.weight'.*weight_decay="):
+            engine.step(torch.ones(4, 2), torch.ones(4, 2))
+        assert torch.equal(before, model[transport.rank].weight)
+
+    run_local(2, work)
