@@ -187,6 +187,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         require_stages(plan, self._model.stages)
         builds = OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split)
         self._hold_state(builds, bucket_mb)
+        self._model.shared_state.let_read({"the loss": given_loss, **{f"metric {n!r}": m for n, m in metrics.items()}})
         functions = {"loss_fn": given_loss, **metrics} if self.needs_targets else None
         agree_on_functions(functions, builds.settings, self._groups.world)
         self._loss_fn, self._clip = loss_fn, clip

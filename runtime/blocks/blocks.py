@@ -59,11 +59,16 @@ class State:
         name: of what holds it, in a snapshot of the block; or its own, of what classes and globals have.
         is_attribute: whether it is an attribute of a module, and no buffer.
         is_named: whether it belongs to no module.
+        owner, key: of what holds it, in a snapshot of the block, and its name there.
+        is_new: whether there was none before, or None.
     """
 
     name: str
     is_attribute: bool
     is_named: bool = False
+    owner: str = ""
+    key: str | int = ""
+    is_new: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from .quick_shapes import QuickShapes
 from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
 from .untouched import Result, attributes_untouched, run_block
+
+HAND_ON = "pass it on in the forward, as an argument or output of layers, or return an auxiliary loss"
+"""What to write for values that blocks of several stages, or the loss, hand on through objects."""
 
 
 def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torch.device) -> TreeSpec:
@@ -94,12 +98,14 @@ def trace_shapes(
     extras: Mapping[str, TreeSpec],
     dtype: torch.dtype | None = None,
     results: Sequence[Result] = (),
+    marks: Mapping[int, Sequence[tuple[str, str | int, Any]]] = MappingProxyType({}),
 ) -> list[Parcel]:
     """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
 
     `dtype` is that of the weights; None leaves them as they are built. `results`, where there are any, are what
-    `run_block` gave of the blocks, on the meta device. Raises `MisfitError` that names the block that cannot take what
-    the one before gives.
+    `run_block` gave of the blocks, on the meta device. `marks` are put where blocks have something on the host: by the
+    number of a block, its owner and key there, see `State`, and what is put. Raises `MisfitError` that names the block
+    that cannot take what the one before gives.
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
@@ -116,10 +122,13 @@ def trace_shapes(
         run = partial(_run, bare, weights)
         try:
             with draws_undone(), attributes_untouched(module) as before:
+                for place in marks.get(number, ()):
+                    before.put(*place)
                 (given, fresh, auxiliary), records = results[number] if results else run_block(run, given, taken)
                 state = tuple(dict.fromkeys([*_state(before), *_rebound(bare, buffers, weights)]))
         except Exception as error:
-            raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
+            hint = _hint(error, [earlier.state for earlier in left])
+            raise MisfitError(_cannot_take(number, module, given, taken, error) + hint) from error
         watch.note(number)
         left.append(_Left(_spec_of_output(number, module, given), auxiliary is not None, records, state))
         for name, tensor in fresh.items():
@@ -148,10 +157,19 @@ def trace_shapes(
 def _state(before: Snapshot) -> Iterator[State]:
     """Yield what a block has changed since, of its modules and of what their code names."""
     for change in before.changes():
-        if change.owner.startswith((".", " (")):
-            yield State(change.owner, is_attribute=change.owner.endswith(")"))
-        elif change.was is not None and isinstance(change.now, PLAIN):  # lists that grow are logs, for the most part
-            yield State(change.name, is_attribute=True, is_named=True)
+        owner, key = change.owner, change.place[1]
+        if key is None:  # a tensor, in place
+            owner, _, key = owner.rpartition(".")
+        key, is_own = key if isinstance(key, str | int) else "", change.owner.startswith((".", " ("))
+        counts = change.was is not None and isinstance(change.now, PLAIN)  # lists that grow are logs, for the most part
+        yield State(
+            change.owner if is_own else change.name,
+            is_attribute=not is_own or change.owner.endswith(")"),
+            is_named=counts and not is_own,
+            owner=owner,
+            key=key,
+            is_new=change.was is None,
+        )
 
 
 def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Mapping[str, Tensor]) -> Iterator[State]:
@@ -160,7 +178,8 @@ def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Ma
         path, _, key = name.rpartition(".")
         if now[name] is not tensor or tensor._version != version:
             yield State(label_in(bare, path), is_attribute=False)
-            yield State(f"{label_in(bare, path)}.{key}", is_attribute=False)
+            owner = label_in(bare, path)
+            yield State(f"{owner}.{key}", is_attribute=False, owner=owner, key=key)
 
 
 def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Mapping[str, _Ride]) -> dict[str, Any]:
@@ -202,6 +221,13 @@ def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[s
         f"block {number} cannot take {TreeSpec.of(given)}: {error} (in {place_of(error, number, module)}"
         f"{''.join(f', {word}' for word in none)}; shapes are found by running the blocks on torch's meta device)"
     )
+
+
+def _hint(error: Exception, earlier: Sequence[Sequence[State]]) -> str:
+    """Return what to write where a block lacks what a block before it has set on the host."""
+    name = error.name if isinstance(error, AttributeError) else error.args[0] if isinstance(error, KeyError) else None
+    setters = [number for number, states in enumerate(earlier) if name and any(s.key == name for s in states)]
+    return f"; block {setters[0]} sets {name!r}, which other stages do not have: {HAND_ON}" if setters else ""
 
 
 def wants_data(error: MisfitError) -> bool:

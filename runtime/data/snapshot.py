@@ -110,6 +110,16 @@ class Snapshot:
         yield from ((held.name, id(held.holder)) for held in (*self._held, *self._empty))
         yield from ((name, id(tensor)) for name, tensor, *_ in self._tensors)
 
+    def values(self) -> Iterator[Any]:
+        """Yield all that was looked into."""
+        return iter(self._seen.values())
+
+    def put(self, owner: str, key: Any, value: Any) -> None:
+        """Let what is held by this name have another value under a key, until all is put back."""
+        found = [held for held in (*self._held, *self._empty) if held.name == owner]
+        for held in sorted(found, key=lambda held: key not in held.before)[:1]:
+            held.put({**held.before, key: value})
+
     def put_back(self) -> None:
         """Let all be as it was."""
         for _, tensor, version, memory, was in self._tensors:

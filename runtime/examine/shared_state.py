@@ -8,18 +8,25 @@ Weights are tied, and tables that no forward changes may be shared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from quintsched.errors import MisfitError
 
-from ..blocks.blocks import Parcel
+from ..blocks.blocks import Parcel, State
+from ..blocks.shapes import HAND_ON
 from ..data.snapshot import Snapshot, label_in
+from .handed_on import MarkRead, ReadMark, Reads
 
 Place = tuple[int, str]
 """The number of a block, and the name of something in a snapshot of it."""
+
+Marks = Mapping[int, Sequence[tuple[str, str | int, ReadMark]]]
+"""What blocks have in place of what other stages set: its owner in a snapshot, its key there, and a mark."""
 
 
 class SharedState:
@@ -37,11 +44,16 @@ class SharedState:
         self._kinds = [type(block).__name__ for block in blocks]
         self._stage_of = {number: stage for stage, numbers in reversed([*enumerate(cuts)]) for number in numbers}
         self._homes: dict[Place, list[tuple[Place, bool]]] = {}
+        self._tokens: dict[Place, set[int]] = {}
+        self._places: dict[int, set[Place]] = {}
+        self._readers: dict[str, Reads] = {}
         first: dict[int, Place] = {}
         owns: dict[Place, int] = {}
         for number, block in enumerate(blocks):
             for name, token in Snapshot({"": block}, numbers=False).holders():
                 here = number, name
+                self._tokens.setdefault(here, set()).add(token)
+                self._places.setdefault(token, set()).add(here)
                 owns.setdefault(here, token)  # of a module its attributes, before its buffers
                 if name.startswith((".", " (")) and (home := first.setdefault(token, here))[0] != number:
                     is_copy = owns[home] != owns[here]
@@ -60,6 +72,50 @@ class SharedState:
                     self._refuse_apart(other, number, f"change {state.name!r}, which is of neither")
                 else:
                     self._require_one_stage(number, state.name, is_attribute=state.is_attribute)
+
+    def let_read(self, functions: Mapping[str, Any]) -> None:
+        """Take the functions that the last stage calls, by what they are called: they may read what blocks set."""
+        self._readers = {name: Reads(function) for name, function in functions.items()}
+
+    def require_none_handed_on(self, parcels: Sequence[Parcel], run: Callable[[Marks], object]) -> None:
+        """Raise `MisfitError` where a block or a function reads what a block of another stage sets on the host.
+
+        `run` runs all blocks again, with marks where other stages have set something.
+        """
+        setters = [
+            (number, state) for number, parcel in enumerate(parcels) for state in parcel.state if state.key != ""
+        ]
+        for number, state in setters:
+            self._require_no_reader(number, state)
+        own = {(token, s.key, number) for number, s in setters for token in self._tokens.get((number, s.owner), ())}
+        marks: dict[int, list[tuple[str, str | int, ReadMark]]] = {}
+        for number, state in setters:
+            for token in self._tokens.get((number, state.owner), ()):
+                for other, owner in self._places[token]:
+                    is_cache = state.is_new and (token, state.key, other) in own  # each makes it where it lacks it
+                    if self._stage_of[other] != self._stage_of[number] and not is_cache:
+                        marks.setdefault(other, []).append((owner, state.key, ReadMark(number)))
+        with suppress(MisfitError, MarkRead):
+            if marks:
+                run(marks)
+        for other, places in marks.items():
+            for _, key, mark in places:
+                if mark.is_read:
+                    stages = [self._stage_of[number] for number in sorted((mark.setter, other))]
+                    raise MisfitError(
+                        f"{self._said(mark.setter, other)} hand {key!r} on through an object, and are on stages "
+                        f"{stages[0]} and {stages[1]}, of which each has its own; {HAND_ON}"
+                    )
+
+    def _require_no_reader(self, number: int, state: State) -> None:
+        """Raise `MisfitError` where a function that the last stage calls reads what a block of another one sets."""
+        stage, held = self._stage_of[number], self._tokens.get((number, state.owner), set())
+        for name, reads in self._readers.items() if stage != max(self._stage_of.values()) else ():
+            if state.key in reads.names and held & reads.held:
+                raise MisfitError(
+                    f"block {number} ({self._kinds[number]}) sets {state.key!r} in its forward, and {name} reads it: "
+                    f"the block is on stage {stage}, and {name} is called on the last one; {HAND_ON}"
+                )
 
     def _require_one_stage(self, number: int, name: str, *, is_attribute: bool) -> None:
         for (other, _), is_copy in self._homes.get((number, name), ()):

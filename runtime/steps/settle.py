@@ -12,6 +12,7 @@ of experts that pad, of which all ranks of ep have to know whether they have the
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,10 @@ from quintsched.ir.instructions import Overlap
 from quintsched.plan import Plan
 
 from ..blocks.blocks import TARGETS, Parcel, on_meta, takes_targets
+from ..blocks.shapes import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
+from ..examine.microbatch_state import microbatch_warning
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, Sizes, sizes_of
 from ..stage.cargo import Cargo, require_planned_skips
@@ -33,6 +36,8 @@ from ..stage.rank_model import RankModel
 from .header import Announcer
 from .same_shapes import SameShapes
 from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
+
+_logger = logging.getLogger("quintsched.runtime")
 
 FindShapes = Callable[[UnitSpec, Batch, int], list[Parcel]]
 """Finds what every block leaves for the next, of one unit of a batch, given by its number."""
@@ -61,6 +66,7 @@ class StepSettler:
         self._latest: UnitShape | None = None
         self._same: tuple[Plan, tuple[object, ...], Units] | None = None
         self.draws = model.may_draw
+        self._has_warned = False
 
     def refuse(self, error: MisfitError | UsageError) -> None:
         """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
@@ -166,6 +172,12 @@ class StepSettler:
         require_planned_skips(plan, model.cuts, parcels, blocks)
         require_own_memory(model.cuts, parcels, blocks)
         model.shared_state.require_one_stage(parcels)
+        run = partial(trace_shapes, model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+        model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
+        line = microbatch_warning(blocks, parcels, batch.microbatches) if plan.mode == "train" else None
+        if line and self._groups.world.index == 0 and not self._has_warned:
+            _logger.warning("%s", line)
+        self._has_warned = self._has_warned or line is not None
         cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
         context = model.sequences.context_of(samples)
         tokens = samples.shape[1] if len(samples.shape) > 1 else 0

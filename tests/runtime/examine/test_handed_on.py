@@ -1,0 +1,107 @@
+"""Values that blocks and losses of several stages hand on through objects, and state that goes by microbatches."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, run_local
+
+
+class Place:
+    h = None
+
+
+def layers_of(do):
+    """Return layers that do something with a place that all have, by their numbers."""
+    place = Place()
+
+    class Layer(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.fc, self.number, self.aux = nn.Linear(3, 3), number, 0.0
+
+        def forward(self, h):
+            return do(self, place, self.fc(h))
+
+    return [Layer(number) for number in range(4)]
+
+
+def hand_on(layer, place, h):
+    if layer.number == 0:
+        place.h = h.detach()
+    return h if layer.number != 3 or place.h is None else torch.cat([h, place.h]).tanh()[: len(h)]
+
+
+def feed_back(layer, place, h):
+    h = h if layer.number or place.h is None else h + place.h.mean()
+    if layer.number == 3:
+        place.h = h.detach()
+    return h
+
+
+def use_as_scratch(layer, place, h):
+    place.h = h.mean()
+    return h + place.h
+
+
+def cache(layer, place, h):
+    if place.h is None:
+        place.h = torch.linspace(0, 1, 3)
+    return h + place.h
+
+
+def keep_aux(layer, place, h):
+    layer.aux = h.square().mean()
+    return h
+
+
+def plain(layers):
+    return nn.functional.mse_loss
+
+
+def with_aux(layers):
+    return lambda output, y: nn.functional.mse_loss(output, y) + sum(getattr(layer, "aux") for layer in layers)  # noqa: B009
+
+
+def step(do, loss):
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
+
+    def rank(transport):
+        torch.manual_seed(0)
+        layers = layers_of(do)
+        sgd = lambda weights: torch.optim.SGD(weights, lr=0.1)  # noqa: E731
+        return Engine(plan, layers, loss(layers), sgd, transport=transport).step(torch.ones(4, 3), torch.ones(4, 3))
+
+    return run_local(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("do", "loss", "says"),
+    [
+        (hand_on, plain, r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'h' on through an object, .* stages 0 and 1"),
+        (feed_back, plain, r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'h' on through an object, .* stages 0 and 1"),
+        (keep_aux, with_aux, r"block 0 \(Layer\) sets 'aux' in its forward, and the loss reads it"),
+    ],
+)
+def test_what_stages_hand_on_through_objects_is_refused(do, loss, says):
+    with pytest.raises(MisfitError, match=says + ".*pass it on in the forward"):
+        step(do, loss)
+
+
+@pytest.mark.parametrize("do", [use_as_scratch, cache])
+def test_what_each_block_makes_for_itself_may_be_in_one_object(do):
+    step(do, plain)
+
+
+def test_state_that_goes_by_microbatches_is_said(caplog):
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        step(keep_aux, plain)
+    (line,) = [record.message for record in caplog.records if "counts microbatches" in record.message]
+    assert line.startswith("block 0 (Layer).aux, block 1 (Layer).aux, block 2 (Layer).aux and 1 more")
+    assert "a step has 2" in line
