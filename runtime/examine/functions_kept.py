@@ -31,6 +31,10 @@ class FunctionKept(Kept):
         super().__init__(_bare(function), device)
         self.device = device
 
+    def have_drawn(self) -> bool:
+        """Whether a generator is elsewhere now."""
+        return self._generators.have_moved()
+
 
 def versions_kept(function: Any) -> AbstractContextManager[Any]:
     """A context after which what a function knows has the versions it had, for graphs that have saved it.

@@ -2,8 +2,8 @@
 
 first call        what a loss is over                                      all ranks agree before weights first change
 step 0, 1, 2, 4   compared with the microbatches                           all ranks hear what each has found
-other steps       nothing is asked but whether what it goes by is as it was; where it is not, or where it asks for
-                  numbers in Python, it is compared too, and who finds a misfit says so with the figures of the step
+other steps       nothing is asked but whether what it goes by is as it was; where it is not, it is compared too; and of
+                  the user's own code values are compared: who finds a misfit says so with the figures of the step
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from ..stage.weighed_metrics import WeighedMetric
 from .rank_state import RunOptions
 from .tally import Figures
 
+_FREE_BYTES = 2 << 20
+"""So much of outputs is kept in steps whose values alone are compared."""
 _MOST_SHAPES = 64
 """So many shapes of units are compared when they first come."""
 
@@ -70,7 +72,7 @@ class RunLosses:
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = self._is_read = False
-        self._is_watched = True
+        self._is_watched, self._has_gradients = True, False
         self._refusal = self._of_metrics = self._of_weights = ""
         self._told: dict[Examined, str] = {}
         ends = {model.plan.layout.rank_of(route.stages[-1]) for route in model.plan.routes}
@@ -146,15 +148,26 @@ class RunLosses:
         if units not in self._units and len(self._units) < _MOST_SHAPES:
             self._units.add(units)
             is_compared = True
+        trains = plan.mode == "train"
         for examined in self._watched:
-            if examined.reads or examined.since:
+            examined.late = examined.late if self.earlier else None
+            if examined.since or (examined.reads and not trains):
                 is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
-        self.loss.real = RealBatch(plan.schedule.num_units, self._num_shares) if is_compared else None
+        self._has_gradients, num_units = is_compared, plan.schedule.num_units
+        if is_compared:
+            self.loss.real = RealBatch(num_units, self._num_shares)
+        else:
+            has_values = trains and any(examined.is_compared for examined in self._watched)
+            self.loss.real = RealBatch(num_units, free=_FREE_BYTES) if has_values else None
 
-    def is_doubted(self) -> bool:
-        """Whether this rank has a doubt: what a loss goes by has changed, or it is not as it was found to be."""
+    def is_doubted(self) -> bool | torch.Tensor:
+        """Whether this rank has a doubt: what a loss goes by has changed, or it is not as it was found to be.
+
+        What values have shown is known to the device alone.
+        """
         self._look()
-        return self._has_doubt
+        late = [examined.late.is_off for examined in self._watched if examined.late is not None]
+        return sum(late[1:], late[0]) if late and not self._has_doubt else self._has_doubt
 
     def settle(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
         """Have all ranks agree on what the loss is over, before weights change (collective where they do).
@@ -190,12 +203,16 @@ class RunLosses:
         if self._probe is None and batch is not None:
             self._probe = batch.probe
         for one in self._watched:
-            one.doubt(batch, self._probe, self._step)
+            if batch is not None and not self._has_gradients:
+                one.compare_values(batch)
+            one.doubt(batch if self._has_gradients else None, self._probe, self._step)
             if one.since or (one.refusal and self._told.get(one) != one.refusal):
                 self._has_doubt = True
 
     def _agree(self) -> None:
         """Hear from all ranks what each has found."""
+        for examined in self._watched:
+            examined.conclude(self._step)
         told = [_Told(**json.loads(text)) for text in gather_texts(self._groups.world, json.dumps(self._mine()))]
         refusal = next((row.refusal for row in told if row.refusal), "")
         self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")

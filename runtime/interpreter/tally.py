@@ -104,7 +104,7 @@ class Tally:
         device: torch.device,
         room: Room | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
-        is_doubted: Callable[[], bool] = lambda: False,
+        is_doubted: Callable[[], bool | Tensor] = lambda: False,
     ) -> None:
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 3
@@ -192,9 +192,12 @@ class Tally:
         if self._num_summed:
             table[-3:-2].fill_(self._num_summed)
             self._num_summed = 0
-        asked = self._wants_stop() + DOUBT * self._is_doubted()
+        doubt = self._is_doubted()
+        asked = self._wants_stop() + (0 if isinstance(doubt, Tensor) else DOUBT * doubt)
         if asked:
             table[-2:-1].fill_(asked)
+        if isinstance(doubt, Tensor):
+            table[-2:-1].add_(doubt * DOUBT)
         return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[Figures] = ()) -> Tensor:

@@ -1,12 +1,12 @@
 """A user's loss, metric, or part of a loss: examined when it is first called, and watched from then on.
 
 first call    experiments: what it is over (`examination`, `stated`, `metrics`)
-each step     before it, whether somebody has changed what it goes by; behind it, whether its own calls have
-some steps    what it is over, compared with the step's own microbatches (`real_batches`): 0, 1, 2, 4, 8, …; such as
-              have unlike shapes; one before which what it goes by has changed; and each, if it asks for numbers in
-              Python, since it may go another way for other data
+each step     before it, whether somebody has changed what it goes by; behind it, whether its own calls have; and
+              what it is over, by values of the step's own microbatches (`values`), as other data may lead elsewhere
+some steps    the same by gradients too (`real_batches`): 0, 1, 2, 4, 8, …; such as have unlike shapes; one before
+              which what it goes by has changed; and evaluations, if it asks for numbers in Python
 
-What this package brings is believed.
+What this package brings is believed; what torch brings is not compared by values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from ..functions_kept import FunctionKept, FunctionState, class_weights, version
 from .divisors import divisor_of
 from .examination import WRITES, LossExamination
 from .metrics import MetricExamination, StatedMetricExamination
-from .real_batches import RealBatch, Unit
+from .real_batches import RealBatch, Unit, Way
 from .rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .stated import StatedExamination
+from .values import Late, compare_values, is_known
 
+_OTHERWISE = "it was found to be {}, but in step {} it is not so: {}"
 _OF_THIS_PACKAGE = __name__.split(".")[0]
 
 
@@ -46,6 +48,7 @@ class Examined:
         since: what it goes by and somebody has changed since the last step; "": nothing.
         refusal: why no weights make its microbatches the batch; "": some do.
         is_blind: whether it has had no gradient so far.
+        late: what values have shown in this step; None: they were not compared.
         of_each: by what it was last seen to be divided for each sample; None: by unlike numbers, or nobody knows.
     """
 
@@ -62,6 +65,9 @@ class Examined:
         self._harmless = set[str]()
         self._num_changes = 0
         self.of_each: float | None = None
+        self.late: Late | None = None
+        self._is_known, self._writes = self._is_ours or is_known(function), False
+        self._way: Way | None = None
         self._old: LossWeight | None = None
 
     @property
@@ -69,6 +75,11 @@ class Examined:
         """Whether nobody asks any more: it is this package's own, and says what it is over, or is a metric."""
         is_known = self._is_ours and self.rule is not None
         return is_known and (not self._is_loss or self.rule == LossWeight(Over.STATED))
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether its values are compared in each step."""
+        return not self._is_known and self._way is not None and not self.refusal
 
     def begin(self) -> None:
         """Begin a step, or an evaluation: look whether somebody has changed what it goes by."""
@@ -95,6 +106,7 @@ class Examined:
             return self.rule
         if self.is_blind and isinstance(found, Tensor) and not _has_gradient(found, output):
             return None
+        self._writes = self._writes or (self._first is not None and self._first.have_drawn())
         finding = self._examine(found, output, targets, samples)
         self._first, self._old, self.is_blind = None, None, finding is WITHOUT_GRADIENT
         if self.is_blind:
@@ -116,6 +128,7 @@ class Examined:
             return
         moved = self._state is not None and self._state.changed()
         if moved:
+            self._writes = True
             assert self._state is not None
             names = {slot.name.partition("[")[0] for slot in self._state.moved()}
             names |= {str(id(tensor)) for tensor in self._state.tensors_moved()}
@@ -124,7 +137,23 @@ class Examined:
             self._harmless |= names
             self._state = FunctionState(self._function, self._name)
         if batch is not None and not self.refusal and (why := self._misfit(batch, self.rule)):
-            self.refusal = f"it was found to be {self.rule}, but in step {step} it is not so: {why}"
+            self.refusal = _OTHERWISE.format(self.rule, step, why)
+
+    def compare_values(self, batch: RealBatch) -> None:
+        """Compare its values of a step's microbatches with what it was found to be over; see `late`."""
+        if self.rule is None or self._way is None or not self.is_compared:
+            return
+        kept = FunctionKept(self._function, batch.device) if self._writes else None
+        late = compare_values(self._function, self.rule, self.tables, batch, self._way)
+        if kept is not None:
+            kept.put_back()
+        self.late = self.late if late is None else late.or_before(self.late)
+
+    def conclude(self, step: int) -> None:
+        """Read what values have shown, which waits for a device."""
+        if self.late is not None and self.late.is_off and self.rule is not None and not self.refusal:
+            why = f"of all together it is {self.late.value:.6g}, and {self.late.right:.6g} would be right"
+            self.refusal = _OTHERWISE.format(self.rule, step, why)
 
     def _require_harmless(self, state: FunctionState, probe: Unit) -> None:
         with versions_kept(self._function):
@@ -168,7 +197,7 @@ class Examined:
     def _misfit(self, batch: RealBatch, rule: LossWeight) -> str:
         with versions_kept(self._function):
             found = batch.misfit(self._kind, self._function, rule, self.tables)
-        self.reads, self.of_each = self.reads or found.reads, found.of_each
+        self.reads, self.of_each, self._way = self.reads or found.reads, found.of_each, found.way or self._way
         return found.why
 
 

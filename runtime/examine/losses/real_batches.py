@@ -68,6 +68,11 @@ class Unit(NamedTuple):
         return all(rows or one is its or torch.equal(one, its) for rows, one, its in alike)
 
     @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.leaves[0].device
+
+    @property
     def leaves(self) -> Sequence[Tensor]:
         """Those of outputs, then of targets."""
         return (*self.outputs, *self.targets)
@@ -81,6 +86,13 @@ class Unit(NamedTuple):
         return self._replace(outputs=outputs, targets=targets)
 
 
+class Way(NamedTuple):
+    """How a loss of samples together could be called: with numbers of which type, and how precise it is then."""
+
+    dtype: torch.dtype | None
+    tolerance: float
+
+
 class Comparison(NamedTuple):
     """What a comparison has shown.
 
@@ -88,11 +100,13 @@ class Comparison(NamedTuple):
         why: why a loss of samples together is not what a rule says, in words; "": it is, or nothing can be told.
         reads: whether it asks for numbers in Python.
         of_each: by what it is divided for each sample; None: by unlike numbers, or nobody knows.
+        way: how it was called; None: it could not be.
     """
 
     why: str = ""
     reads: bool = False
     of_each: float | None = None
+    way: Way | None = None
 
 
 class RealBatch:
@@ -101,14 +115,15 @@ class RealBatch:
     Args:
         units: how many a step has on this rank.
         copies: how many ranks have such.
+        free: so many bytes may be kept of all together.
     """
 
-    def __init__(self, units: int, copies: int = 1) -> None:
+    def __init__(self, units: int, copies: int = 1, free: int = _FREE_BYTES) -> None:
         self._units: list[Unit] = []
         self._latest: Any = None
         self._copies = copies
         self._is_short = False
-        self._free = _FREE_BYTES // max(1, units * copies)
+        self._free = free // max(1, units * copies)
 
     def keep(self, output: Any, targets: Any, samples: int) -> None:
         """Keep some samples of a microbatch."""
@@ -126,6 +141,11 @@ class RealBatch:
             self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
 
     @property
+    def device(self) -> torch.device:
+        """Where its samples are."""
+        return self._units[0].device if self._units else torch.device("cpu")
+
+    @property
     def probe(self) -> Unit | None:
         """A few of them."""
         return self._units[0].cut(0, min(2, self._units[0].samples)) if self._units else None
@@ -138,11 +158,8 @@ class RealBatch:
         tables: Sequence[Tensor],
     ) -> Comparison:
         """Compare a loss of these together with what a rule says."""
-        units = [unit for unit in self._units if unit.fits(self._units[0])]
-        if len(units) == 1 and units[0].samples > 1:
-            half = units[0].samples // 2
-            units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
-        if len(units) < 2 or not all(map(units[0].shares_rest_with, units)):
+        units = self._alike()
+        if not units:
             return Comparison()
         whole = _joined(units * self._copies)
         of = kind(loss, *whole.built(), whole.samples, sliced=False)
@@ -160,8 +177,24 @@ class RealBatch:
                 break
             tolerance = _ROUNDING * of.tolerance(together)
             why = _misfit(rule, tables, parts, each, together, self._copies, tolerance)
-            return Comparison(why, of.reads, self._divisor_of_each(rule, parts, each))
+            return Comparison(why, of.reads, self._divisor_of_each(rule, parts, each), Way(dtype, tolerance))
         return Comparison(reads=of.reads)
+
+    def _alike(self) -> list[Unit]:
+        """Return units that can be joined, or the halves of one; none where there are no two."""
+        units = [unit for unit in self._units if unit.fits(self._units[0])]
+        if len(units) == 1 and units[0].samples > 1:
+            half = units[0].samples // 2
+            units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
+        return units if len(units) > 1 and all(map(units[0].shares_rest_with, units)) else []
+
+    def two_parts(self) -> tuple[Unit, Unit, Unit] | None:
+        """Return one unit, the others joined, and all of them."""
+        units = self._alike()
+        if not units:
+            return None
+        other = _joined(units[1:]) if len(units) > 2 else units[1]
+        return units[0], other, _joined(units)
 
     def _divisor_of_each(self, rule: LossWeight, parts: Sequence[Unit], each: Sequence[Tried]) -> float | None:
         """Return the divisor of a mean over samples, or tokens: on all ranks they have to be alike for each."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.examine.losses.values import is_known
 
 from ...toys import sgd
 
@@ -96,6 +98,47 @@ def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
     for found in step_all(mesh, by_size, large):
         assert len(found) == 4
         assert "in step 3 it is not so" in found[-1]
+
+
+TABLE = torch.arange(200) % CLASSES
+TABLE[CLASSES] = -100
+SETTING = np.zeros(1000)
+
+
+def of_raw_ids(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, TABLE[targets]) + 0.1 * output.square().mean()
+
+
+def of_a_setting(output: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(output, targets) + float(SETTING[500]) * output.var(0, unbiased=False).mean()
+
+
+def of_all_ids(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, TABLE[targets]) * len(targets), len(targets)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
+def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
+    void = LABELS.clone()
+    void[0] = void[4] = 5
+
+    def change(number: int) -> None:
+        SETTING[500] = number == 3
+
+    for loss, usual, late, of in (
+        (of_raw_ids, LABELS, void, lambda _: None),
+        (of_a_setting, NUMBERS, NUMBERS, change),
+        (of_all_ids, LABELS, void, lambda _: None),
+    ):
+        for found in step_all(mesh, loss, [usual, usual, usual, late], of):
+            assert len(found) == 4
+            assert "in step 3 it is not so: of all together it is" in found[-1]
+
+
+def test_torchs_own_losses_are_not_compared_by_values() -> None:
+    assert all(map(is_known, (F.mse_loss, partial(F.cross_entropy, ignore_index=3), nn.CrossEntropyLoss())))
+    assert not any(map(is_known, (of_known, nn.CrossEntropyLoss(weight=torch.ones(5)), Scheduled())))
 
 
 @pytest.mark.sampled(2)

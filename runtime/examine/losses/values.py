@@ -1,0 +1,105 @@
+"""Losses of the user's own code, compared in every step with what they were found to be over: by values alone.
+
+    a few samples of one microbatch, and of the others of this rank     L(all) = Σ wᵢ L(i) / Σ wᵢ     three calls
+
+Nothing is asked of a device: whether it is so rides along with the figures of the step. What torch brings stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functions_kept import class_weights
+from .divisors import divisor_of
+from .real_batches import RealBatch, Unit, Way
+from .rules import LossWeight, Over, named
+
+_KNOWN = ("torch.nn.functional", "torch.nn.modules.loss", "transformers.loss.")
+
+
+class Late(NamedTuple):
+    """What values have shown, 0-dimensional: whether they are no longer as they were found to be, and how far off."""
+
+    is_off: Tensor
+    value: Tensor
+    right: Tensor
+
+    def or_before(self, before: Late | None) -> Late:
+        """Return what is off, of this and of an earlier batch of the same step."""
+        if before is None:
+            return self
+        value = torch.where(self.is_off, self.value, before.value)
+        return Late(self.is_off | before.is_off, value, torch.where(self.is_off, self.right, before.right))
+
+
+def is_known(function: Any) -> bool:
+    """Whether it is torch's or transformers' own, and holds no weights of classes, so that nothing changes it unseen.
+
+    One that is bound to ranks, as for cut logits, would meet the others in every call.
+    """
+    tables = class_weights(function)
+    while isinstance(function, partial):
+        if "vocabulary" in function.keywords:
+            return True
+        function = function.func
+    of = function if isinstance(function, FunctionType) else type(function)
+    return not tables and str(of.__module__).startswith(_KNOWN)
+
+
+def compare_values(
+    function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], batch: RealBatch, way: Way
+) -> Late | None:
+    """Compare what a function gives of samples together with what a rule says; None: it cannot be called with these."""
+    parts = batch.two_parts()
+    if parts is None or rule.over is Over.MICROBATCH:
+        return None
+    try:
+        one, other, whole = (_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in parts)
+    except Exception:  # what a user's code says to what is no batch of its own
+        return None
+    is_something: Tensor | bool = True
+    if rule.over is Over.SUM:
+        a, b = one[0], other[0]
+    elif isinstance(one[1], int) and isinstance(other[1], int):
+        a, b = (value * (count / whole[1]) for value, count in (one, other))
+    else:
+        first, second = (torch.as_tensor(weight, dtype=torch.float64) for _, weight in (one, other))
+        total = first + second
+        a, b = (
+            torch.where(w == 0, 0.0, v * w / total) for w, (v, _) in zip((first, second), (one, other), strict=True)
+        )
+        is_something = total != 0
+    right, value = a + b, whole[0]
+    least = 4 * way.tolerance * (a.abs() + b.abs() + value.abs() + 1e-9)
+    is_off = ((value - right).abs() <= least).logical_not() & value.isfinite()
+    return Late(is_off & is_something, value, right)
+
+
+def _called(
+    function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], unit: Unit
+) -> tuple[Tensor, Tensor | float]:
+    """Return what a function gives of a unit as a mean or a sum, and its weight."""
+    output, targets = unit.built()
+    wants_graph = rule.over is Over.DIVISOR
+    if wants_graph:
+        output = unit.output.build([t.requires_grad_() if t.is_floating_point() else t for t in unit.outputs])
+    with torch.set_grad_enabled(wants_graph):
+        found = function(output, targets)
+    if rule.over is Over.STATED:
+        total, weight = found
+        return torch.as_tensor(total).double() / weight, weight
+    value = torch.as_tensor(found).detach().double()
+    if rule.over in (Over.SUM, Over.SAMPLES, Over.TOKENS):
+        return value, unit.samples
+    if wants_graph:
+        weight = divisor_of(found)
+        assert weight is not None
+        nothing = (value == 0) & torch.as_tensor(weight == 1)
+        return value, torch.where(nothing, 0, weight) if rule.is_clamped else weight
+    return value, rule.of_targets(named(targets), tables)
