@@ -119,6 +119,11 @@ def _shaped(strategy: Strategy) -> Schedule:
     schedule = find_schedule(str(full.schedule))
     if schedule.mode != "train":
         raise UsageError(f"schedule {schedule.name!r} does not train; take another (`quintsched schedules` lists them)")
+    if schedule.routes is not None:
+        raise UsageError(
+            f"schedule {schedule.name!r} has routes of its own, which predictions do not know; compile it, and time "
+            "the plan with `quintsched simulate`"
+        )
     schedule.shape(full.pp, full.microbatches, full.chunks)
     return schedule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.placement import check, resolved
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.user_code import load_schedule
 
 NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 7}, "gpus=7, but the mesh one rank has 1"),
@@ -104,3 +106,9 @@ def test_hardware_without_a_figure_for_the_precision() -> None:
 def test_what_is_left_out_is_filled_in(asked: dict[str, Any], schedule: str, chunks: int) -> None:
     found = resolved(Strategy(**{"gpus": 4, "pp": 4, "batch": 8, "seq": 2048, **asked}))
     assert (found.schedule, found.chunks) == (schedule, chunks)
+
+
+def test_routes_of_a_schedule_of_ones_own_are_not_predicted() -> None:
+    chimera = load_schedule(str(Path(__file__).parents[3] / "examples" / "chimera.py") + ":chimera").name
+    with pytest.raises(UsageError, match="has routes of its own"):
+        check(find_model("gpt3-175b"), None, Strategy(gpus=4, pp=4, batch=8, seq=2048, schedule=chimera))

@@ -14,7 +14,9 @@ TOLERANCE = 0.01
 LARGE, SMALL, MIXED = (find_model(name) for name in ("gpt3-175b", "mpt-1b", "mixtral-8x7b"))
 A100 = find_hardware("a100-80gb")
 SCHEDULES = [
-    one.name for one in all_schedules() if one.mode == "train" and one.max_slices == 1 and one.name != "zb-auto"
+    one.name
+    for one in all_schedules()
+    if one.built_in and one.mode == "train" and one.max_slices == 1 and one.name != "zb-auto"
 ]
 
 

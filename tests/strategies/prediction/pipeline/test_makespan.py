@@ -27,7 +27,9 @@ TOLERANCE = 0.01
 COSTS = 30
 """Of each shape."""
 TRAINING = [
-    one.name for one in all_schedules() if one.mode == "train" and one.max_slices == 1 and one.name != "zb-auto"
+    one.name
+    for one in all_schedules()
+    if one.built_in and one.mode == "train" and one.max_slices == 1 and one.name != "zb-auto"
 ]
 BOUNDED = [name for name in TRAINING if not find_schedule(name).bidirectional]
 
