@@ -10,6 +10,7 @@ No more is kept than a few megabytes, or a sample of two microbatches. What cann
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -236,6 +237,8 @@ def _misfit(
     shares = [weight / total for weight in known]
     values = [share * float(one.value) if share else 0.0 for share, one in zip(shares, each, strict=True)]
     value = float(whole.value)
+    if not math.isfinite(value) and not math.isfinite(sum(values)):
+        return ""  # the step will say so
     if not abs(value - copies * sum(values)) <= 4 * tolerance * (copies * sum(map(abs, values)) + abs(value) + 1e-9):
         return f"of all together it is {value:.6g}, and {copies * sum(values):.6g} would be right"
     pairs, first = list[tuple[Tensor, Tensor]](), 0
