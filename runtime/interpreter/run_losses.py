@@ -154,6 +154,7 @@ class RunLosses:
             if examined.since or (examined.reads and not trains):
                 is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
         self._has_gradients, num_units = is_compared, plan.schedule.num_units
+        self.loss.is_alone = num_units * self._num_shares == 1
         if is_compared:
             self.loss.real = RealBatch(num_units, self._num_shares)
         else:
@@ -217,7 +218,8 @@ class RunLosses:
         refusal = next((row.refusal for row in told if row.refusal), "")
         self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")
         self._of_weights = next((row.of_weights for row in told if row.of_weights), "")
-        found = {row.rule: rank for rank, row in reversed([*enumerate(told)]) if row.rule}
+        rules = _with_nothing([row.rule for row in told])
+        found = {rule: rank for rank, rule in reversed([*enumerate(rules)]) if rule}
         of_each = {row.of_each: rank for rank, row in enumerate(told) if row.of_each is not None}
         if len(found) > 1 and not refusal:
             refusal = "; ".join(
@@ -282,6 +284,21 @@ def _some_numbers(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor)
     return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)
+
+
+def _with_nothing(rules: Sequence[str]) -> list[str]:
+    """Return what ranks have found, all of one rule with what any of them has seen of microbatches of nothing."""
+    seen = ("is_clamped", "is_guarded")
+    read = [json.loads(text) if text else {} for text in rules]
+    bare = [{name: value for name, value in one.items() if name not in seen} for one in read]
+    return [
+        json.dumps(
+            mine | {name: any(o[name] for o, its in zip(read, bare, strict=True) if its == mine) for name in seen}
+        )
+        if mine
+        else ""
+        for mine in bare
+    ]
 
 
 def _rule_of(text: str) -> LossWeight:

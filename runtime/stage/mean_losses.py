@@ -41,6 +41,10 @@ NOT_STATED = (
     "the loss function gives two things, which have to be a sum and what it is over, as microbatches add both up: {}; "
     'return these, such as F.cross_entropy(…, reduction="sum"), (targets != -100).sum(), or a mean alone'
 )
+IN_PLACE = (
+    "the loss function changes its targets or its output in place, which other microbatches and metrics see too; write "
+    "targets = targets.masked_fill(…), or output = output / 2, which are other tensors"
+)
 _BY_SAMPLES, SUMS = (Over.SAMPLES, Over.MICROBATCH), (Over.SUM, Over.STATED)
 
 
@@ -70,6 +74,7 @@ class WeighedLoss:
         has_others: whether blocks have losses of their own beside it.
         supposed: what it is supposed to be over while blocks before it weigh theirs, and nobody has called it.
         has_supposed: whether some of theirs was so weighed that it would be another by another rule.
+        is_alone: whether there is one microbatch alone.
         means: the loss, where it is a sum of means.
         examined: what is known of it, or of its terms; nothing of what is given.
         real: keeps the microbatches of a step, if they are compared with what was found.
@@ -97,7 +102,7 @@ class WeighedLoss:
         self._nothing = [torch.zeros((), dtype=torch.bool)]
         self._totals = torch.zeros(0, dtype=torch.float64)
         self.real: RealBatch | None = None
-        self.is_settled = self.was_called = False
+        self.is_settled = self.was_called = self.is_alone = False
         self.watched: AbstractContextManager[Any] = nullcontext()
         self._refusal, self.is_known = "", over is not None
         self.supposed, self.has_supposed = Over.SAMPLES, False
@@ -125,7 +130,8 @@ class WeighedLoss:
         """Take over what some rank has found."""
         self._weight = rule
         for examined in self.examined:
-            examined.rule = examined.rule or (rule if self.means is None else LossWeight(Over.STATED))
+            if examined.rule is None or (self.means is None and examined.rule.over is rule.over):
+                examined.rule = rule if self.means is None else LossWeight(Over.STATED)
 
     @property
     def is_bare(self) -> bool:
@@ -189,7 +195,10 @@ class WeighedLoss:
         if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
             self._guard(output)
         with self.watched:
-            found = self._loss_fn(output, targets)
+            given = [] if self.is_known or self.is_alone else [(t, t._version) for t in tensors_of((output, targets))]
+        found = self._loss_fn(output, targets)
+        if any(tensor._version != version for tensor, version in given):
+            raise MisfitError(IN_PLACE)
         is_number = isinstance(found, Tensor) and not found.dim()
         if not self.is_known and (is_number or (isinstance(found, tuple) and len(found) == 2)):
             self._find(found, output, targets, samples)

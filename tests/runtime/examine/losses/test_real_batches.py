@@ -136,6 +136,28 @@ def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
             assert "in step 3 it is not so: of all together it is" in found[-1]
 
 
+def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
+    def relabelled(output: Tensor, targets: Tensor) -> Tensor:
+        targets[targets == CLASSES] = -100
+        return F.cross_entropy(output, targets)
+
+    for loss in (relabelled, lambda output, targets: F.cross_entropy(output.div_(2), targets)):
+        for (said,) in step_all("pp=1", loss, [LABELS.clone()]):
+            assert "write targets = targets.masked_fill(…)" in said
+
+
+def test_ranks_of_one_rule_agree_though_one_alone_has_seen_nothing() -> None:
+    def mean_of_positive(output: Tensor, targets: Tensor) -> Tensor:
+        losses = (targets - output).sum(1).relu()
+        return losses.sum() / (losses > 0).sum().clamp(min=1)
+
+    few = 3 + NUMBERS.abs()
+    few[:6] -= 20
+    for losses in step_all("dp=2,pp=2", mean_of_positive, [3 + NUMBERS.abs(), few]):
+        assert len(losses) == 2
+        assert all(isinstance(loss, float) for loss in losses)
+
+
 def test_torchs_own_losses_are_not_compared_by_values() -> None:
     assert all(map(is_known, (F.mse_loss, partial(F.cross_entropy, ignore_index=3), nn.CrossEntropyLoss())))
     assert not any(map(is_known, (of_known, nn.CrossEntropyLoss(weight=torch.ones(5)), Scheduled())))
