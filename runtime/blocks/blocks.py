@@ -11,7 +11,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -85,8 +85,8 @@ class Parcel:
     """Which tensors that the block was given change in place, by it or by a block after it."""
     records: bool = False
     """Whether the block differentiates in its forward what it is given, and has to be run with a graph."""
-    state: tuple[State, ...] = ()
-    """What the block changes, where shapes are found without data."""
+    state: tuple[State, ...] = field(default=(), repr=False)
+    """What the block changes, of which ranks may have run some before, where shapes are found without data."""
 
     @property
     def width(self) -> int:

@@ -45,6 +45,7 @@ _NAMESPACES = (SimpleNamespace, Namespace, UserDict)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _GONE = object()
+_UNNAMED = ("forward", "__call__", "__getattr__", "__getattribute__", "__get__", "__getitem__", "__iter__", "__len__")
 
 
 class _Slot(NamedTuple):
@@ -104,7 +105,7 @@ class HostState:
         self.unseen: str | None = None
         self._inner, self._counts_numbers = inner, numbers
         self._slots: list[_Slot] = []
-        self._names = {"forward", "__call__"}
+        self._names = set(_UNNAMED)
         self._known: dict[int, Any] = {}
         self._holders: list[tuple[str, Any]] = []
         self._looked_up: set[tuple[int, str]] = set()
@@ -195,12 +196,14 @@ class HostState:
             self._enter_container(name, thing)
         elif isinstance(thing, _NAMESPACES):
             self._enter_container(name, _own_attributes(thing))
+        elif isinstance(thing, ModuleType):
+            self._holders += [] if is_library_module(thing.__name__) else [(name, thing)]
         elif (state := state_of(thing)) is not None:
             if self._counts_numbers or not isinstance(thing, torch.Generator):
                 self._watch(name, state)
         elif _of_type(type(thing), "__next__") is not None:
             self.unseen = self.unseen or name
-        elif not isinstance(thing, ModuleType) and not is_of_library(thing if isinstance(thing, type) else type(thing)):
+        elif not is_of_library(thing if isinstance(thing, type) else type(thing)):
             self._holders.append((name, thing))
             self._look_up(name, thing)
             self._watch_attributes(name, thing)
@@ -247,9 +250,8 @@ class HostState:
                 self._look_up(label, module)
                 self._watch_attributes(label, module)
             for key in module._buffers:
-                self._enter(
-                    f"{label}.{key}", self._watch(f"{label}.{key}", functools.partial(module._buffers.get, key, _GONE))
-                )
+                read = functools.partial(module._buffers.get, key, _GONE)
+                self._enter(f"{label}.{key}", self._watch(f"{label}.{key}", read))
 
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
         if not self._counts_numbers and type(module).__module__.startswith("quintsched."):
@@ -320,7 +322,7 @@ class HostState:
                     self._found(f"{name}.{key}", functools.partial(space.get, key, _GONE))
                     if space is not spaces[0]:  # its own would come before it
                         self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, _GONE))
-        for key in self._names:
+        for key in list(self._names):
             slot = None if isinstance(holder, FunctionType | type) else _of_type(type(holder), key)
             if isinstance(slot, MemberDescriptorType) and (id(holder), key) not in self._looked_up:
                 self._looked_up.add((id(holder), key))
@@ -329,14 +331,12 @@ class HostState:
     def _found(self, name: str, read: Callable[[], Any]) -> None:
         value = read()
         if isinstance(value, ModuleType):
-            if not is_library_module(value.__name__) and id(value) not in self._known:
-                self._known[id(value)] = value
-                self._holders.append((name, value))
+            self._enter(name, value)
             return
-        is_code = (
-            isinstance(value, FunctionType | type | staticmethod | classmethod | property) and self._counts_numbers
+        is_code = isinstance(value, FunctionType | type | staticmethod | classmethod | property)
+        self._enter(
+            name, value if is_code and self._counts_numbers and is_of_library(value) else self._watch(name, read)
         )
-        self._enter(name, value if is_code and is_of_library(value) else self._watch(name, read))
 
 
 def _spaces(holder: Any) -> list[Mapping[str, Any]]:

@@ -156,10 +156,12 @@ class Structure:
     Args:
         model: the model; it is not kept alive.
         names: of its modules.
+        forwards: of modules of which classes and forwards count alone.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._model, self._names = weakref.ref(model), tuple(names)
+    def __init__(self, model: nn.Module, names: Iterable[str], forwards: Iterable[str] = ()) -> None:
+        self._model, self._whole = weakref.ref(model), frozenset(names)
+        self._names = (*sorted(self._whole), *sorted({*forwards} - self._whole))
         self._before = list(self._now(model))
 
     def changed(self) -> str | None:
@@ -181,6 +183,9 @@ class Structure:
                 module = nn.Module() if child is None else child
             own = vars(module)
             found = {", its class,": _shown(type(module)), ".forward": own.get("forward")}
+            if name not in self._whole:
+                yield label_of(name), found
+                continue
             found |= {f".{key}": value for kind in ("_modules", "_parameters") for key, value in own[kind].items()}
             hooks = [hook for kind in HOOKS for hook in own[kind].values()]
             yield label_of(name), found | {f", its hook {k}," if k else ", its hook,": h for k, h in enumerate(hooks)}
@@ -206,13 +211,17 @@ class Copies:
 
     def __init__(self, model: nn.Module, blocks: Iterable[tuple[nn.Module, str]], *, is_row: bool = False) -> None:
         own = dict(model.named_modules(remove_duplicate=False))
-        self._structure = Structure(model, [""] if is_row else [])
+        copied: list[str] = []
         self._pairs: list[tuple[nn.Module, Any, dict[str, Any]]] = []
         for block, prefix in blocks:
             for path, module in block.named_modules():
-                its = own.get(f"{prefix}{path}".rstrip("."))
-                if its is not None and isinstance(module, type(its)) and vars(module) is not vars(its):
+                name = f"{prefix}{path}".rstrip(".")
+                if (its := own.get(name)) is None or its is module or not isinstance(module, type(its)):
+                    continue
+                copied.append(name)
+                if vars(module) is not vars(its):
                     self._pairs.append((module, weakref.ref(its), dict(vars(its))))
+        self._structure = Structure(model, [""] if is_row else [], copied)
 
     def follow(self) -> None:
         """Let copies have what the model's own modules have been given; raises `MisfitError` for another row."""

@@ -8,7 +8,6 @@ A block's weights are the model's own modules. The forward that leads to them ru
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
 from .frame import Frame
 from .origin import Origin, as_meta, computable
+from .ties import shallow_copy
 
 
 class _LayerBlock:
@@ -67,7 +67,7 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     """
     span, flow = origin.spans[number], origin.flow
     layer = model.get_submodule(flow.calls[span.calls.start])
-    block = copy.copy(layer)
+    block = shallow_copy(layer)
     if "forward" in vars(layer):
         raise MisfitError(
             f"the forward of {type(layer).__name__} {flow.calls[span.calls.start]!r} was put in place of its class's; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
@@ -33,8 +32,15 @@ def apart(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     seen: set[int] = set()
     made = []
     for block in blocks:
-        made.append(copy.copy(block) if id(block) in seen else block)
+        made.append(shallow_copy(block) if id(block) in seen else block)
         seen.add(id(block))
+    return made
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return another module of the same class and parts; those that are parametrized refuse `copy.copy`."""
+    made: nn.Module = object.__new__(type(module))
+    object.__setattr__(made, "__dict__", dict(vars(module)))
     return made
 
 
@@ -59,8 +65,9 @@ def _give_copy(block: nn.Module, name: str) -> None:
 
 
 def _own_child(module: nn.Module, key: str) -> nn.Module:
-    child = copy.copy(module._modules[key])
-    assert child is not None
+    its = module._modules[key]
+    assert its is not None
+    child = shallow_copy(its)
     child._modules, child._parameters = dict(child._modules), dict(child._parameters)
     module._modules = {**module._modules, key: child}
     return child

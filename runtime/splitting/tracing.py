@@ -121,6 +121,10 @@ class _Unpacked(TraceError):
 class _Symbol(fx.Proxy):
     """A symbol that is changed in place by `+=` and its kind, as tensors are."""
 
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse a hook, which belongs to the tensor of one run."""
+        raise TraceError("the forward registers a hook on a tensor between its layers: register it within a layer")
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("data", "grad", "requires_grad"):
             raise TraceError(f"the forward sets .{name} of a tensor")

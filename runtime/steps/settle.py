@@ -172,16 +172,22 @@ class StepSettler:
         require_planned_skips(plan, model.cuts, parcels, blocks)
         require_own_memory(model.cuts, parcels, blocks)
         model.shared_state.require_one_stage(parcels)
-        run = partial(trace_shapes, model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
-        model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
-        line = microbatch_warning(blocks, parcels, batch.microbatches) if plan.mode == "train" else None
-        if line and self._groups.world.index == 0 and not self._has_warned:
-            _logger.warning("%s", line)
-        self._has_warned = self._has_warned or line is not None
+        if self._latest is None:
+            self._look_at_state(plan, spec, batch, parcels)
         cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
         context = model.sequences.context_of(samples)
         tokens = samples.shape[1] if len(samples.shape) > 1 else 0
         return UnitShape(spec, parcels, cargo, context, tokens, _structure(parcels))
+
+    def _look_at_state(self, plan: Plan, spec: UnitSpec, batch: Batch, parcels: Sequence[Parcel]) -> None:
+        """Raise `MisfitError` where stages hand on values through objects; say once what goes by microbatches."""
+        model = self._model
+        run = partial(trace_shapes, model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+        model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
+        line = microbatch_warning(list(map(on_meta, model.outlines)), parcels, batch.microbatches)
+        if line and plan.mode == "train" and self._groups.world.index == 0 and not self._has_warned:
+            self._has_warned = True
+            _logger.warning("%s", line)
 
     def _first_of_each_size(self, sizes: Sizes, slices: int) -> dict[int, int]:
         """Return the first unit of each size that is computed."""

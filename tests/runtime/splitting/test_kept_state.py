@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import chain
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -304,3 +305,50 @@ def test_copies_around_shared_weights_follow_the_models_own_modules():
     model[1] = nn.Identity()
     with pytest.raises(MisfitError, match=r"model\.1 is no longer what it was"):
         blocks.copies[0].follow()
+
+
+class Scheduled:
+    """A descriptor that keeps the value itself."""
+
+    def __init__(self):
+        self.values = {}
+
+    def __get__(self, owner, kind):
+        return self.values.get("now", 1.0)
+
+    def __set__(self, owner, value):
+        self.values["now"] = value
+
+
+def delegating(settings):
+    class Delegating(Traced):
+        scheduled = Scheduled()
+
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(rate=1.0)
+
+        def __getattr__(self, name):
+            return self.__dict__["config"].rate if name == "rate" else super().__getattr__(name)
+
+        def middle(self, x):
+            return x * self.rate * self.scheduled * settings.rate
+
+    return Delegating()
+
+
+@pytest.mark.parametrize("change", ["config", "descriptor", "module"])
+def test_what_code_of_a_trace_leads_to_is_followed(change):
+    settings = ModuleType("settings_of_a_user")
+    settings.rate = 1.0
+    model = delegating(settings)
+    blocks, x = split(model), inputs().float()
+    if change == "descriptor":
+        model.scheduled = 0.5
+    else:
+        (settings if change == "module" else model.config).rate = 0.5
+    blocks[0]._origin.follow()
+    expected = model(x)
+    for block in blocks:
+        x = block(x)
+    assert torch.equal(x, expected)

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import quintsched as qs
+from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local, split
 
 WIDTH = 4
@@ -119,3 +121,41 @@ def test_copies_of_shared_weights_leave_the_model_as_it_is():
     assert found.tied
     assert model.layers[1].fc.weight is model.layers[0].fc.weight
     assert found[2].fc.weight is not found[1].fc.weight
+
+
+class Other(Layer):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(("name", "value"), [("__class__", Other), ("forward", torch.tanh)])
+@pytest.mark.parametrize("kind", [Model, Tied])
+def test_another_class_or_forward_of_a_layer_is_refused(kind, name, value):
+    model = kind()
+    found = split(model, example=torch.ones(2, 3))
+    setattr(model.layers[1], name, value)
+    with pytest.raises(MisfitError, match=r"model\.layers\.1.* is no longer what it was when the model was split"):
+        found.copies[0].follow()
+
+
+class Twice(Model):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            weight_norm(layer.fc)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_parametrized_layer_may_be_called_twice():
+    model, x = Twice().double(), torch.ones(2, 3, dtype=torch.float64)
+    found = split(model, example=x)
+    assert len(found.tied) == 3
+    expected = model(x)
+    for block in found:
+        x = block(x)
+    assert torch.allclose(x, expected)
