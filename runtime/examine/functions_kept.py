@@ -20,6 +20,7 @@ from ..blocks.host_state import HostState
 from ..blocks.untouched import Kept
 from ..data.reachable import parts_of, reachable
 
+_HOOKS = ", its hooks"
 _LARGEST_ID = 10**7
 _MOST_NUMBERS = 32
 
@@ -60,10 +61,16 @@ class FunctionState:
         self._state.let_go()
 
     def changed(self) -> str | None:
-        """Return the name of something that is another now; None where all is as it was."""
+        """Return the name of something that is another now; None where all is as it was.
+
+        Hooks of modules that it names come and go in the first step, which watches these.
+        """
         if any(tensor._version != version for tensor, version in self._tensors):
             return f"a tensor that {self._name} goes by"
-        return self._state.changed()
+        name = self._state.changed()
+        if name is None or _HOOKS not in name:
+            return name
+        return next((slot.name for slot in self._state.moved() if _HOOKS not in slot.name), None)
 
     def tensors_moved(self) -> list[Tensor]:
         """Return the tensors that were changed in place."""
@@ -71,7 +78,7 @@ class FunctionState:
 
     def moved(self) -> list[Any]:
         """Return the places where something else is now, see `HostState`."""
-        return list(self._state.moved())
+        return [slot for slot in self._state.moved() if _HOOKS not in slot.name]
 
 
 def class_weights(function: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...blocks.host_state import HOOKS
 from ..functions_kept import class_weights
 from .divisors import divisor_of
 from .real_batches import RealBatch, Unit, Way
@@ -49,7 +50,8 @@ def is_known(function: Any) -> bool:
             return True
         function = function.func
     of = function if isinstance(function, FunctionType) else type(function)
-    return not tables and str(of.__module__).startswith(_KNOWN)
+    is_hooked = any(getattr(function, name, None) for name in HOOKS)
+    return not (tables or is_hooked) and str(of.__module__).startswith(_KNOWN)
 
 
 def compare_values(

@@ -16,6 +16,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.examine.functions_kept import FunctionState
 from quintsched.runtime.examine.losses.values import is_known
 
 from ...toys import sgd
@@ -156,6 +157,17 @@ def test_ranks_of_one_rule_agree_though_one_alone_has_seen_nothing() -> None:
     for losses in step_all("dp=2,pp=2", mean_of_positive, [3 + NUMBERS.abs(), few]):
         assert len(losses) == 2
         assert all(isinstance(loss, float) for loss in losses)
+
+
+def test_hooks_of_the_first_step_are_no_change_of_a_loss() -> None:
+    head = nn.Linear(8, CLASSES, dtype=torch.float64)
+    loss = lambda output, targets: F.cross_entropy(output, targets) + 0.1 * head.weight.square().sum()  # noqa: E731
+    state = FunctionState(loss)
+    handle = head.register_forward_hook(lambda *_: None)
+    assert state.changed() is None
+    handle.remove()
+    head.training = False
+    assert "training" in str(state.changed())
 
 
 def test_torchs_own_losses_are_not_compared_by_values() -> None:
