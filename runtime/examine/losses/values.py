@@ -71,7 +71,9 @@ def compare_values(
     elif isinstance(one[1], int) and isinstance(other[1], int):
         a, b = (value * (count / whole[1]) for value, count in (one, other))
     else:
-        first, second = (torch.as_tensor(weight, dtype=torch.float64) for _, weight in (one, other))
+        first, second = (
+            torch.as_tensor(weight, dtype=value.dtype, device=value.device) for value, weight in (one, other)
+        )
         total = first + second
         a, b = (
             torch.where(w == 0, 0.0, v * w / total) for w, (v, _) in zip((first, second), (one, other), strict=True)
