@@ -74,6 +74,15 @@ def describe_module(module: nn.Module) -> Described:
     return Described(f"{kind.__name__}{found.code()}", found.values)
 
 
+def names_read(module: nn.Module) -> set[str]:
+    """Return the names that the code of a module looks up, and of the functions that it reads, up to libraries."""
+    found = _Reading()
+    found.read_class(type(module))
+    if not is_of_library(type(module)):
+        found.read_object("", module)
+    return found.names
+
+
 def attributes_of(holder: object) -> str:
     """Return the plain public attributes of an object in words."""
     found = {
@@ -115,6 +124,7 @@ class _Reading:
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
+        self.names: set[str] = set()
         self._codes: list[str] = []
         self._seen: set[int] = set()
 
@@ -148,6 +158,7 @@ class _Reading:
     def read(self, name: str, value: Any) -> None:
         """Read something that code finds under a name."""
         if isinstance(value, MethodType):
+            self.names.add(value.__name__)
             value = value.__func__
         if isinstance(value, PLAIN):
             self._note(name, value)
@@ -178,6 +189,7 @@ class _Reading:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if not _is_of_rank(name):
                 self.read(name, _content(cell))
+        self.names.update(names_of(code))
         for name in names_of(code):
             if name in function.__globals__ and not _is_of_rank(name):
                 self.read(name, function.__globals__[name])

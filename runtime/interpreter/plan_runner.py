@@ -157,18 +157,18 @@ class PlanRunner:
         refuse_together(problem, world, self._alike, plan.mesh)
         agree("how many steps the loaded state has behind it", str(self.steps.total), world)
         compare()
-        shape = self._settler.any_shape()
-        spec, shapes = shape.spec, shape.parcels
+        spec, shapes = (shape := self._settler.any_shape()).spec, shape.parcels
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         agree("the inputs and extras of a step", given, self._alike)
         agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
         if not self.interpreters:
             self.usual_samples = self.usual_samples or self._most(max(map(len, units.samples), default=0))
             self.losses.expect_others(plan, batch, units.samples, self.usual_samples, shapes)
-        if plan.mode == "train":
-            require_planned_losses(plan.layout, model.cuts, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
         first = FirstUnits(spec.inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
+        if plan.mode == "train":
+            require_planned_losses(plan.layout, model.cuts, shapes)
+            self.losses.examine_backwards(first, shapes, self._state.weights.gathered)
         model.prover.prove(first, model.outlines, shapes, world, model.masks)
         return units
 

@@ -9,9 +9,10 @@ other steps       nothing is asked but whether what it goes by is as it was; whe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,13 @@ from quintsched.plan import Plan
 from ..blocks.blocks import Parcel
 from ..blocks.trees import map_tensors
 from ..comm.control import gather_texts
+from ..examine.backwards import Unlinear, drawing, suspects, why_unlinear
 from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch, Unit
 from ..examine.losses.rules import LossWeight, Over
 from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.proof.arrivals import Arrival, Arrivals, FirstUnits
 from ..stage.batches.microbatches import Batch
 from ..stage.losses import cuts_sequences
 from ..stage.mean_losses import NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
@@ -34,6 +37,8 @@ from ..stage.rank_model import RankModel
 from ..stage.weighed_metrics import WeighedMetric
 from .rank_state import RunOptions
 from .tally import Figures
+
+Gathered = Callable[[int], AbstractContextManager[None]]
 
 _FREE_BYTES = 2 << 20
 """So much of outputs is kept in steps whose values alone are compared."""
@@ -44,6 +49,10 @@ _MOST_SHAPES = 64
 _UNLIKE_FIRST = (
     "blocks have losses of their own beside it, which were weighed before it was called first; give a first step whose "
     "microbatches are alike, since these are"
+)
+UNLINEAR = (
+    "{}: the gradients there are those of a microbatch, times what its loss weighs, and not of the batch; clip "
+    "in the optimizer, Engine(…, clip=…), return an auxiliary loss beside the output, (output, loss)"
 )
 _MEANT = (
     ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
@@ -80,6 +89,7 @@ class RunLosses:
         functions: dict[str, WeighedLoss | WeighedMetric] = {"the loss function": self.loss}
         functions |= {f"metric {name!r}": m for name, m in self.metrics.items()}
         self._reads = [(of, ReadsElsewhere(model.elsewhere, what)) for what, of in functions.items()]
+        self._unlinear, self._of_backwards = Unlinear(), ""
         self._probe: Unit | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
@@ -128,6 +138,30 @@ class RunLosses:
     def _says_any(self, here: bool) -> bool:
         """Whether it is so on any rank (collective)."""
         return any(gather_texts(self._groups.world, "yes" if here else ""))
+
+    def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+        """Find out which blocks are not linear in gradients (collective over those who have the same).
+
+        Args:
+            units: the first microbatch.
+            parcels: what blocks leave of one unit.
+            gathered: makes the weights of a stage resident.
+        """
+        model = self._model
+        for stage, held in sorted(model.stages.items()):
+            blocks = suspects({int(number): block for number, block in held.blocks.items()})
+            if blocks and not self._unlinear.why:
+                options = self._groups.context, model.plan.schedule.slices, model.options.dtype
+                arrivals = Arrivals(units, model.outlines, parcels, *options)
+                given = {number: arrivals.at(number, model.outlines[number]) for number in blocks}
+                with gathered(stage):
+                    found = [self._why_unlinear(n, block, given[n]) for n, block in blocks.items()]
+                self._unlinear = next((one for one in found if one.why), Unlinear())
+
+    def _why_unlinear(self, number: int, block: torch.nn.Module, given: Arrival) -> Unlinear:
+        model = self._model
+        alike = partial(drawing, model.masks, number, block, given.samples, model.tensor.tokens.group_of)
+        return why_unlinear(model.tensor.run_whole, number, block, given, alike)
 
     def watch(self, plan: Plan, units: object, number: int) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
@@ -180,11 +214,12 @@ class RunLosses:
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
-        elif not (self._refusal or self._of_metrics or self._of_weights):
+        elif not (self._refusal or self._of_metrics or self._of_weights or self._of_backwards):
             return
-        if self._of_weights:
-            raise MisfitError(self._of_weights)
-        if plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier:
+        is_alone = plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier
+        if why := self._of_weights or ("" if is_alone and self.loss.is_bare else self._of_backwards):
+            raise MisfitError(why)
+        if is_alone:
             return
         if self._of_metrics:
             raise MisfitError(self._of_metrics)
@@ -235,6 +270,11 @@ class RunLosses:
             self.loss.take_over(rule)
             if any(row.is_blind for row in told) and rule != LossWeight(Over.SAMPLES):
                 refusal = "some microbatches of a step have a gradient, and others have none"
+        is_meant = self.loss.rule == LossWeight(Over.MICROBATCH)
+        is_sum, is_bare = self.loss.rule == LossWeight(Over.SUM), self.loss.is_bare
+        wrong = (row for row in told if not ((row.adds and is_bare) or (row.is_of_each and is_sum)))
+        why = "" if is_meant else next((row.unlinear for row in wrong if row.unlinear), "")
+        self._of_backwards = why and UNLINEAR.format(why) + _MEANT
         words = NOT_STATED if any(_rule_of(text).over is Over.STATED for text in found) else NO_WEIGHT
         self._refusal = refusal and words.format(refusal) + _MEANT
         self.loss.is_settled = self.loss.is_settled or bool(found)
@@ -256,6 +296,9 @@ class RunLosses:
             "rule": rule,
             "refusal": loss.refusal and since + loss.refusal,
             "of_metrics": next((metric.refusal for metric in self.metrics.values() if metric.refusal), ""),
+            "unlinear": self._unlinear.why,
+            "adds": self._unlinear.adds,
+            "is_of_each": self._unlinear.is_of_each,
             "of_weights": next((reads.refusal for _, reads in self._reads if reads.refusal), ""),
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
@@ -272,6 +315,9 @@ class _Told(NamedTuple):
     refusal: str
     of_metrics: str
     of_weights: str
+    unlinear: str
+    adds: bool
+    is_of_each: bool
     is_blind: bool
     of_each: float | None
     is_watched: bool

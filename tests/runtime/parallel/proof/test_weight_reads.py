@@ -64,8 +64,9 @@ def test_layers_with_hooks_on_their_weights_are_whole(hook: Callable[[Any], Any]
     def block() -> nn.Module:
         return Hooked()
 
-    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block))
-    losses, said = run_local(2, lambda transport: train(transport, "tp=2", block))[0]
+    meant = {"loss_over": "microbatch"}  # one of the hooks divides by a norm
+    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block, **meant))
+    losses, said = run_local(2, lambda transport: train(transport, "tp=2", block, **meant))[0]
     assert losses == pytest.approx(alone, rel=1e-8)
     assert "whole: 0.fc1, 0.fc2; whole for hooks on their weights: 0.fc" in said
     with pytest.raises(MisfitError, match="a plain Linear without hooks, also on its weights"):

@@ -1,0 +1,222 @@
+"""Backwards of blocks that are not linear in the gradient: what is right for a batch is wrong for its microbatches.
+
+    gradients in flight belong to one microbatch, times the weight of its loss; the total divides their sums
+
+    g * mask, -g, straight-through              linear                 as in one process
+    x.register_hook(lambda g: g.clamp(…))       clamps, clips, signs   another threshold for each way to cut a batch
+    backward: return g, torch.ones(())          adds a constant        right where each microbatch weighs 1
+    backward: return g.clamp(…)                 for each sample alone  right where the loss is a sum
+
+Blocks whose code can do so are run on a few samples before the first step, backwards from gradients of several sizes,
+and of some samples alone. Hooks on weights count as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..agreement.user_code import is_of_library, names_read
+from ..blocks.blocks import accepted_extras, split_result
+from ..blocks.trees import DIFFERENTIABLE, TensorSpec, tensors_of
+from ..blocks.untouched import untouched
+from ..comm import Group
+from ..data.snapshot import Snapshot
+from ..parallel.draws.mode import KeyedDraws
+from ..parallel.dropout import Masks, Unit
+from ..parallel.proof.arrivals import Arrival, Given, draw
+from ..parallel.proof.kinds import kind_of
+
+_NAMES = frozenset({"apply", "register_hook", "register_multi_grad_hook", "register_prehook"}) | {
+    *("register_full_backward_hook", "register_full_backward_pre_hook", "register_post_accumulate_grad_hook"),
+}
+"""What code names that calls a Function of autograd, or registers a hook while it runs."""
+
+_SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
+_TINY = 2.0**-60
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+Gradients = Sequence[Tensor]
+Sliced = Callable[[int], Group | None]
+RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]
+
+
+class Unlinear(NamedTuple):
+    """Why the backward of a block is not linear, in words; "": it is.
+
+    `adds`: but for what it adds to gradients. `is_of_each`: each sample has the gradient that it has alone.
+    """
+
+    why: str = ""
+    adds: bool = False
+    is_of_each: bool = False
+
+
+def suspects(blocks: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """Return the blocks whose code, or hooks, may change gradients, one of each kind."""
+    found: dict[str, tuple[int, nn.Module]] = {}
+    for number, block in blocks.items():
+        hooks = _hooks(block)
+        if hooks or any(not _NAMES.isdisjoint(names_read(module)) for module in _with_code(block)):
+            own = number if hasattr(block, "_origin") else ""
+            key = f"{own}{[getattr(hook, '__qualname__', '') for hook in hooks]}{kind_of(block, (), str(number))}"
+            found.setdefault(key, (number, block))
+    return dict(found.values())
+
+
+@contextmanager
+def drawing(masks: Masks, number: int, block: nn.Module, samples: int, sliced: Sliced) -> Iterator[None]:
+    """Have a block draw the same each time, and on all ranks, in its forward and its backward."""
+    unit = Unit(0, range(samples))
+    with masks.of(unit), masks.again(unit), KeyedDraws(masks, {number: block}, sliced):
+        yield
+
+
+def why_unlinear(
+    run: RunBlock,
+    number: int,
+    block: nn.Module,
+    arrival: Arrival,
+    alike: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Unlinear:
+    """Return why a block's gradients are not proportional to those that it is given; it is as it was.
+
+    Args:
+        run: runs a block on what it is given.
+        number: of the block.
+        block: its weights are resident.
+        arrival: what it is given.
+        alike: a context in which it draws the same each time.
+    """
+    is_short = any(p.dtype is torch.float16 for p in block.parameters())
+    scales = _SHORT_SCALES if is_short else _SCALES
+    hooks = Snapshot({f"hook {k}": hook for k, hook in enumerate(_hooks(block))})
+
+    def backward(scale: float, only: int | None = None) -> Gradients:
+        with alike():
+            found = _gradients(run, number, block, arrival, scale, only)
+        if all(bool(gradient.isfinite().all()) for gradient in found):
+            return found
+        with alike():
+            return _gradients(run, number, block, arrival, scale, only, rest=_TINY)  # 0 / 0
+
+    try:
+        one, none, others = backward(1.0), backward(0.0), [(scale, backward(scale)) for scale in scales]
+        halves = [backward(1.0, only=sample) for sample in range(arrival.samples)]
+    except Exception:  # what a user's code says to numbers that no block has given
+        return Unlinear()
+    finally:
+        hooks.put_back()
+    zeros = [torch.zeros_like(gradient) for gradient in none]
+    if _is_linear(none, one, others, zeros) and _adds_up(one, halves, zeros):
+        return Unlinear()
+    adds = _is_linear(none, one, others, none) and _adds_up(one, halves, none)
+    what = "adds to gradients" if adds else "changes gradients by more than a factor, as a clamp does,"
+    said = f"block {number} ({type(block).__name__}) {what} in its backward, or by a hook"
+    return Unlinear(said, adds, is_of_each=_adds_up(one, halves, zeros))
+
+
+def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gradients]], added: Gradients) -> bool:
+    """Whether gradients are proportional to what they come from, but for what is `added`."""
+    return all(
+        _is_close(found - more, (whole - more) * scale, zero, (scale, whole))
+        for scale, its in [*others, (0.0, none)]
+        for zero, whole, found, more in zip(none, one, its, added, strict=True)
+    )
+
+
+def _adds_up(one: Gradients, halves: Sequence[Gradients], added: Gradients) -> bool:
+    """Whether gradients are the sums of those of some samples alone, but for what is `added`."""
+    return all(
+        _is_close(sum(half - more for half in its), whole - more, more, (1.0, whole))
+        for whole, more, *its in zip(one, added, *halves, strict=True)
+    )
+
+
+def _is_close(found: Tensor | int, wanted: Tensor, added: Tensor, sizes: tuple[float, Tensor]) -> bool:
+    scale, whole = sizes
+    size, of_added = float(whole.abs().amax()), float(added.abs().amax())
+    least = _TOLERANCE.get(whole.dtype, 3e-2) * (scale * size + of_added) + 1e-12 * size
+    return float((found - wanted).abs().amax()) <= least + 1e-30
+
+
+def _gradients(
+    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, scale: float, only: int | None, rest: float = 0.0
+) -> list[Tensor]:
+    """Return gradients of what a block is given and of its weights, from drawn ones, times `scale`.
+
+    `only` one sample has such; others, or all without a scale, have `rest` of them.
+    """
+    accepts, short = accepted_extras(block), next((p.dtype for p in block.parameters() if p.dtype.itemsize < 4), None)
+
+    def leaf(given: Given) -> Tensor:
+        tensor = given.tensor.detach()
+        tensor = tensor.to(short) if short is not None and tensor.is_floating_point() else tensor
+        return tensor.clone().requires_grad_(tensor.dtype in DIFFERENTIABLE)
+
+    with torch.enable_grad(), untouched(block):
+        activation = arrival.activation.build(leaf)
+        riders = {name: leaf(rider) for name, rider in arrival.riders.items()}
+        extras = {name: tree.build(lambda given: leaf(given).detach()) for name, tree in arrival.extras.items()}
+        taken = {name: value for name, value in {**extras, **riders}.items() if accepts(name)}
+        weights = [p for p in block.parameters() if p.requires_grad]
+        leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
+        output, fresh, _ = split_result(run(number, block, activation, taken))
+        made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
+        seeds = [_seed(t, place, scale, arrival.samples, only, rest) for place, t in enumerate(made)]
+        found = torch.autograd.grad(made, [*leaves, *weights], seeds, allow_unused=True)
+        filled = [torch.zeros_like(t) if g is None else g for t, g in zip([*leaves, *weights], found, strict=True)]
+        after = [_after_hooks(p, g) for p, g in zip(weights, filled[len(leaves) :], strict=True)]
+        return [g.detach().clone() for g in (*filled[: len(leaves)], *after) if g.numel()]
+
+
+def _seed(output: Tensor, place: int, scale: float, samples: int, only: int | None, rest: float) -> Tensor:
+    drawn = draw(TensorSpec(tuple(output.shape), output.dtype), 100 + place, output.device).to(output.dtype)
+    scales = torch.full_like(drawn, scale or rest)
+    if only is not None and drawn.dim() and drawn.shape[0] == samples:
+        scales[:only] = scales[only + 1 :] = rest
+    elif only:
+        scales.fill_(rest)  # of what belongs to no sample all is in the first
+    return drawn * scales
+
+
+def _after_hooks(weight: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return what hooks make of a weight's gradient once it is added up."""
+    hooks = [hook for hook in (weight._post_accumulate_grad_hooks or {}).values() if not is_of_library(_function(hook))]
+    if not hooks:
+        return gradient
+    before, weight.grad = weight.grad, gradient.clone()
+    try:
+        for hook in hooks:
+            hook(weight)
+        return torch.zeros_like(gradient) if weight.grad is None else weight.grad
+    finally:
+        weight.grad = before
+
+
+def _hooks(block: nn.Module) -> list[Any]:
+    """Return hooks of a user's on gradients of modules and weights."""
+    return [hook for module in block.modules() for hook in _hooks_of(module)]
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    weights = module._parameters.values()
+    of_weights = (h for p in weights if p is not None for h in (p._backward_hooks, p._post_accumulate_grad_hooks))
+    for held in (module._backward_hooks, module._backward_pre_hooks, *of_weights):
+        yield from (hook for hook in (held or {}).values() if not is_of_library(_function(hook)))
+
+
+def _function(hook: Any) -> Any:
+    return getattr(hook, "func", hook)
+
+
+def _with_code(block: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a block, and those of the model whose code it has a part of."""
+    yield from block.modules()
+    root = getattr(getattr(getattr(block, "_origin", None), "frame", None), "root", None)
+    if isinstance(root, nn.Module):
+        yield from root.modules()
