@@ -194,9 +194,9 @@ class WeighedLoss:
                 examined.before_call(output)
         if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
             self._guard(output)
+        given = [] if self.is_known or self.is_alone else [(t, t._version) for t in tensors_of((output, targets))]
         with self.watched:
-            given = [] if self.is_known or self.is_alone else [(t, t._version) for t in tensors_of((output, targets))]
-        found = self._loss_fn(output, targets)
+            found = self._loss_fn(output, targets)
         if any(tensor._version != version for tensor, version in given):
             raise MisfitError(IN_PLACE)
         is_number = isinstance(found, Tensor) and not found.dim()
