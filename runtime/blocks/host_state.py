@@ -45,7 +45,7 @@ _NAMESPACES = (SimpleNamespace, Namespace, UserDict)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _GONE = object()
-_UNNAMED = ("forward", "__call__", "__getattr__", "__getattribute__", "__get__", "__getitem__", "__iter__", "__len__")
+_UNNAMED = ("call", "getattr", "getattribute", "get", "getitem", "iter", "len", "bool", "float", "int")
 
 
 class _Slot(NamedTuple):
@@ -105,7 +105,7 @@ class HostState:
         self.unseen: str | None = None
         self._inner, self._counts_numbers = inner, numbers
         self._slots: list[_Slot] = []
-        self._names = set(_UNNAMED)
+        self._names = {"forward", *map("__{}__".format, _UNNAMED)}
         self._known: dict[int, Any] = {}
         self._holders: list[tuple[str, Any]] = []
         self._looked_up: set[tuple[int, str]] = set()
