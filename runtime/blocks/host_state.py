@@ -16,6 +16,7 @@ Anything else of libraries' is not looked into; nothing of a user's is called.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from argparse import Namespace
 from collections import OrderedDict, UserDict, defaultdict, deque
@@ -195,7 +196,7 @@ class HostState:
         elif isinstance(thing, _CONTAINERS):
             self._enter_container(name, thing)
         elif isinstance(thing, _NAMESPACES):
-            self._enter_container(name, _own_attributes(thing))
+            self._enter_container(name, own_attributes(thing))
         elif isinstance(thing, ModuleType):
             self._holders += [] if is_library_module(thing.__name__) else [(name, thing)]
         elif (state := state_of(thing)) is not None:
@@ -207,12 +208,12 @@ class HostState:
             self._holders.append((name, thing))
             self._look_up(name, thing)
             self._watch_attributes(name, thing)
-        elif not self._counts_numbers and not is_of_framework(type(thing)) and isinstance(_own_attributes(thing), dict):
-            self._enter_container(name, _own_attributes(thing))
+        elif not self._counts_numbers and not is_of_framework(type(thing)) and isinstance(own_attributes(thing), dict):
+            self._enter_container(name, own_attributes(thing))
 
     def _watch_attributes(self, name: str, holder: Any) -> None:
         """Watch how many attributes there are, where names that code looks up in vain count."""
-        own = _own_attributes(holder)
+        own = own_attributes(holder)
         if not self._counts_numbers and isinstance(own, dict):
             self._watch(f"{name}, its attributes", functools.partial(dict.__len__, own))
 
@@ -286,7 +287,7 @@ class HostState:
         base: Any = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
         length = functools.partial(base.__len__, container)
         self._watch(name, length)
-        if type(container) is not base and isinstance(own := _own_attributes(container), dict) and own:
+        if type(container) is not base and isinstance(own := own_attributes(container), dict) and own:
             self._enter_container(name, own)
         if length() > _LONGEST:
             return
@@ -347,15 +348,14 @@ def _spaces(holder: Any) -> list[Mapping[str, Any]]:
         return [vars(holder)]
     kind = holder if isinstance(holder, type) else type(holder)
     of_classes: list[Mapping[str, Any]] = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
-    own = _own_attributes(holder)
+    own = own_attributes(holder)
     return of_classes if isinstance(holder, type) or not isinstance(own, dict) else [own, *of_classes]
 
 
-def _own_attributes(holder: Any) -> Any:
-    try:
+def own_attributes(holder: Any) -> Any:
+    """Return the dictionary of an object's attributes, as its class may hide it; None where there is none."""
+    with contextlib.suppress(AttributeError):
         return object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return None
 
 
 def _module_classes(kind: type) -> list[type]:

@@ -22,7 +22,7 @@ from ...blocks.shapes import lengthened, trace_shapes, wants_data
 from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
 from ...comm import Group, ReduceOp, SelfGroup
 from ..context.context import whole_sequences
-from .twins import SEED, at_work
+from .twins import FEW, SEED, at_work, other_numbers
 
 SAMPLES = 2
 _TOKENS = 16
@@ -43,6 +43,13 @@ class Given:
         length = 0 if self.tokens is None else tensor.shape[self.tokens]
         (tensor.narrow(self.tokens or 0, length - length // 4, length // 4) if late else tensor).mul_(factor)
         return Given(tensor, self.tokens)
+
+    def other(self, factor: float) -> Given:
+        """Return it with other numbers where it has a few; whole ones, that may be indices, on a CPU alone."""
+        tensor = self.tensor
+        if tensor.numel() > FEW or (tensor.device.type != "cpu" and not tensor.is_floating_point()):
+            return self
+        return Given(other_numbers(tensor, factor), self.tokens)
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,13 @@ class Arrival:
         return replace(self, activation=activation, riders=riders, extras=dict(zip(self.extras, extras, strict=True)))
 
     def scaled(self, factor: float, *, late: bool = False) -> Arrival:
-        """Return an arrival with other numbers in the activation: see `Given.scaled`."""
+        """Return an arrival with other numbers in the activation, and in extras of a few: see `Given`."""
         parts = [part.scaled(factor, late=late) for part in self.activation.parts]
-        return replace(self, activation=GivenTree(parts, self.activation.tree))
+        extras = {
+            name: extra if late else GivenTree([part.other(factor) for part in extra.parts], extra.tree)
+            for name, extra in self.extras.items()
+        }
+        return replace(self, activation=GivenTree(parts, self.activation.tree), extras=extras)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Bench:
             raise
         except Exception as error:
             kind.trouble = f"it does not run whole: {type(error).__name__}: {error}"
-        if self._most([float(bool(kind.trouble))], setting)[0]:
+        if self.most([float(bool(kind.trouble))], setting)[0]:
             kind.trouble = kind.trouble or "another rank raised an error"
             return None
         return figures
@@ -167,7 +167,7 @@ class Bench:
                 pass
             found = {**reads.found, **found}
         paths = sorted(cut.path for cut in kind.cuts)
-        most = self._most([float(path in found) for path in paths], Setting(tensor=self.group)) if paths else []
+        most = self.most([float(path in found) for path in paths], Setting(tensor=self.group)) if paths else []
         read = (path for path, is_read in zip(paths, most, strict=True) if is_read)
         kind.reads |= {path: found.get(path, "gives weights to functions, as another rank found,") for path in read}
 
@@ -175,17 +175,17 @@ class Bench:
         """Run a kind's twin cut; return what is off, if anything, on any rank."""
         setting = replace(setting, partial=choice.partial)
         found, trouble = self._differences(kind, arrival, setting, whole, choice)
-        failed, most, least = self._most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
+        failed, most, least = self.most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
         scale = setting.scale
         if failed:
             return Finding(off=float("inf"), trouble=trouble or "another rank raised an error", scale=scale)
         if most != -least:
             return Finding(off=float("inf"), trouble="ranks have other outputs and gradients to compare", scale=scale)
-        offs = self._most([difference.off for difference, _ in found], setting)
+        offs = self.most([difference.off for difference, _ in found], setting)
         worst = max(range(len(offs)), key=offs.__getitem__)
         limit = TOLERANCE
         if TOLERANCE < offs[worst] < 1:
-            limit = max(TOLERANCE, _NOISE * self._most([self._noise(kind, arrival, setting, whole)], setting)[0])
+            limit = max(TOLERANCE, _NOISE * self.most([self._noise(kind, arrival, setting, whole)], setting)[0])
         wrong = [number for number, off in enumerate(offs) if off > limit]
         if not wrong:
             return None
@@ -221,7 +221,7 @@ class Bench:
             return None
         setting = Setting(tensor=self.group)
         why = self.why(kind, arrival, choice, is_asked=is_asked)
-        if self._most([float(bool(why))], setting)[0]:
+        if self.most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
         unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
         if unlike is not None or kind.scales.keys() >= {cut.path for cut in pairs}:
@@ -241,7 +241,7 @@ class Bench:
     def unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
         """Return what is off in a setting, if anything. What draws is not compared: ranks draw for their features."""
         whole = self.whole(kind, arrival, setting)
-        if whole is None or self._most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
+        if whole is None or self.most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
             return None
         finding = self.find(kind, arrival, setting, whole, choice)
         usual = "in training" if setting.trains else "as it is given"
@@ -259,7 +259,7 @@ class Bench:
     def unsound_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> Finding | None:
         """Return why sequences may not be cut for a kind where numbers are others, on any rank; None: they may."""
         why = self.why_tokens_meet(kind, arrival, setting)
-        if self._most([float(bool(why))], setting)[0]:
+        if self.most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
         cut = kind.choice if setting.cuts == 1 else Choice()
         setting = replace(setting, tensor=None, slices_tokens=False) if setting.cuts > 1 else setting
@@ -336,7 +336,7 @@ class Bench:
         """Whether a kind draws from Python's generators, and ranks of tp have these in unlike states."""
         text = repr(draws_of_python()).encode()
         state = float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
-        draws, most, least = self._most([float(kind.draws), state, -state], Setting(tensor=self.group))
+        draws, most, least = self.most([float(kind.draws), state, -state], Setting(tensor=self.group))
         return bool(draws) and most != -least
 
     def refusal(self, kind: Kind, why: str) -> str:
@@ -391,7 +391,7 @@ class Bench:
             again = run_whole(block, changed)
         return max(difference.off for difference in differences(whole, again, block, arrival, Setting()))
 
-    def _most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
+    def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the largest of each of the numbers of the ranks that run a block together."""
         found = torch.tensor([min(n, _NOT_FINITE) for n in numbers], dtype=torch.float64, device=self.group.device)
         for group in setting.groups:

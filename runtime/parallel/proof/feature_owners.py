@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...job.choices import TensorSplit
+from ..draws.names import FACTORIES, IN_PLACE
 from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms
 from ..tensor.shard import Shard
@@ -32,6 +33,7 @@ from .owner_rules import HOST, Joined, Unknown, owners_of_results, require_one
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
 _HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
+_DRAWN = FACTORIES | IN_PLACE | {"normal"}
 _EXPORTS = (torch._C._to_dlpack, torch._C._to_dlpack_versioned)
 _PICKLED = "_typed_storage"
 """Torch's function that pickles and files get numbers by."""
@@ -58,6 +60,8 @@ class FeatureOwners(TorchDispatchMode):
         self.conditions: dict[Place, None] = {}
         self.reads = 0
         self._scopes = 0
+        self._cut_dims: dict[tuple[int, int], Tensor] = {}
+        """The owners along dimensions that are cut, by their places from the last and their sizes, up to a row."""
         self._shadows: dict[int, tuple[torch.UntypedStorage, int, Tensor]] = {}
         self._known = 0
         """How many calls deep it is in what takes features of all ranks, or in the bookkeeping."""
@@ -78,7 +82,19 @@ class FeatureOwners(TorchDispatchMode):
             return self._read(result, args[0], is_owned=is_owned)
         if is_owned:
             self._follow(func, args, given, result)
+        if name in _DRAWN and isinstance(result, Tensor):
+            self._own_draws(result)
         return result
+
+    def _own_draws(self, drawn: Tensor) -> None:
+        """Note that ranks draw for their own features, where a draw has a dimension of what is cut by then."""
+        for place, size in enumerate(drawn.shape, -drawn.dim()):
+            layout = self._cut_dims.get((place, size))
+            if layout is None and drawn.dim() == 1:  # of heads, say, which others have in the third last
+                layout = next((its for (_, of_size), its in self._cut_dims.items() if of_size == size), None)
+            if layout is not None:
+                self.note(drawn, layout.view(-1, *[1] * (-1 - place)).expand(drawn.shape))
+                return
 
     def _see(self, name: str, tensor: Tensor) -> None:
         """Raise `Joined`, as Python sees numbers that are followed."""
@@ -117,6 +133,7 @@ class FeatureOwners(TorchDispatchMode):
 
     def note(self, tensor: Tensor, owners: Tensor) -> None:
         """Note the owners of a tensor's numbers."""
+        self._note_cut(tensor.shape, owners)
         storage = tensor.untyped_storage()
         if _key(tensor) not in self._shadows:
             if not owners.any():
@@ -128,6 +145,14 @@ class FeatureOwners(TorchDispatchMode):
         if tensor.is_complex():
             owners = owners[..., None].expand(*owners.shape, 2)
         _places(tensor, unit, shadow).copy_(owners.expand_as(_places(tensor, unit, shadow)))
+
+    def _note_cut(self, shape: torch.Size, owners: Tensor) -> None:
+        """Note along which dimension features of a tensor are cut, counted from the last, and how."""
+        owners = owners.expand(shape)
+        for place in range(-len(shape), 0):
+            layout = owners.movedim(place, -1).flatten(0, -2)[0] if owners.numel() and len(shape) > 1 else owners
+            if layout.dim() and bool((layout != layout[:1]).any()):
+                self._cut_dims[place, shape[place]] = layout
 
     @contextmanager
     def through_pairs(self, cuts: Sequence[Cut], size: int) -> Iterator[None]:
@@ -154,6 +179,7 @@ class FeatureOwners(TorchDispatchMode):
         if self.reads and any(type(leaf) in (int, float) for leaf in tree_leaves((args, kwargs))):
             raise Joined(f"reads numbers on the host, and gives {type(module).__name__} a number that may be one")
         self._scopes += 1
+        self._cut_dims.clear()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self._scopes -= 1
@@ -183,6 +209,8 @@ class FeatureOwners(TorchDispatchMode):
                 if width is not None and isinstance(result, Tensor) and bool(self.of(x).any()):
                     self.note(result, layout.to(result.device))
                 self._known -= 1
+            if width is None:
+                self._cut_dims.clear()
 
         return [module.register_forward_pre_hook(before), module.register_forward_hook(behind)]
 

@@ -97,6 +97,9 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
         with reads.watching(), HostReads(), owners:
             outputs = outputs_of(twin, arrival)
         owners.require_none(outputs)
+        ends = [output for output in outputs.values() if output.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])  # others each time
         states.append(state_of_host({"block": twin}))
     changed = states[0 if owners.reads else -2].changed()
     for why in reads.found.values():
@@ -104,7 +107,9 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
     if draws_of_python() != drawn:
         raise Joined(DRAWS)
     if changed is not None:
-        raise Joined(f"changes {changed!r} in its forward, by which it may do something else in a later step")
+        raise Joined(
+            f"changes {changed!r} in its forward or backward, by which it may do something else in a later step"
+        )
 
 
 def state_of_host(blocks: Mapping[str, nn.Module]) -> HostState:

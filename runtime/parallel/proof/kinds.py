@@ -1,49 +1,228 @@
 """Which blocks are of one kind, so that one proof is enough for all of them.
 
-    80 layers of a model ─▶ one kind          classes, functions, settings, shapes of weights and buffers, how it is cut
+    80 layers of a model ─▶ one kind     classes, code, settings, buffers, shapes of weights, how they are cut: by value
+    layer_idx = 0 … 79   ─▶ places       one kind where all call the same functions on the meta device (`prover`)
 
-What only counts layers (`layer_idx`) and what has no say in how numbers depend on each other (rates, scales: floats) is
-left out.
+What is compared by content: modules, functions with closures and defaults, containers, arrays, objects with attributes.
+Anything else is like itself alone. Of modules of libraries rates and scales other than 0 and 1 are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from quintsched.errors import MisfitError
+
+from ...agreement.host_values import state_of
+from ...agreement.user_code import is_of_framework, is_of_library
+from ...blocks.host_state import own_attributes
 from ..dropout import KeyedDropout
-from ..tensor.cuts import Cut
+from ..tensor.choice import Choice
+from ..tensor.cuts import Cut, has_hooked_weights
+from .bench import Kind
+from .ways import renumbered
 
 _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i", "block_id")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, CodeType)
+_SEQUENCES = (tuple, list, deque)
+_MOST = 100_000
+"""So much of a block is compared by content."""
+
+Content = tuple[object, ...]
+"""What a block is, by value; it can be compared, and looked up."""
 
 
-def kind_of(block: nn.Module, cuts: Sequence[Cut], path: str) -> str:
-    """Return the same text for blocks that are built and cut alike; `path` is the block's name."""
-    cut_as = [f"{cut.path.removeprefix(path)}:{cut.split.value}:{cut.parts}:{cut.is_paired}" for cut in cuts]
-    return "\n".join([*_modules(block), *_tensors(block), *sorted(cut_as)])
+def kind_of(block: nn.Module, cuts: Sequence[Cut], path: str) -> tuple[Content, tuple[int, ...]]:
+    """Return what blocks that are built and cut alike have in common, and a block's places; `path` is its name."""
+    cut_as = sorted(f"{cut.path.removeprefix(path)}:{cut.split.value}:{cut.parts}:{cut.is_paired}" for cut in cuts)
+    content, places = content_of(block)
+    return (*cut_as, *content), places
 
 
-def _modules(block: nn.Module) -> Iterator[str]:
-    for name, module in block.named_modules():
-        own = (
-            KeyedDropout.__annotations__ if isinstance(module, KeyedDropout) else ()
-        )  # which dropout of the model it is
-        settings = [f"{key}={value}" for key, value in vars(module).items() if key not in own and _counts(key, value)]
-        functions = [f"{key}={_name_of(value)}" for key, value in vars(module).items() if callable(value)]
-        yield " ".join([name, _name_of(type(module)), *settings, *functions])
+def content_of(block: nn.Module) -> tuple[Content, tuple[int, ...]]:
+    """Return what a block is by value, and the numbers in it that are by their names its place in the model."""
+    walk = _Walk()
+    walk.enter(block)
+    return tuple(walk.found), tuple(walk.places)
 
 
-def _tensors(block: nn.Module) -> Iterator[str]:
-    for name, tensor in (*block.named_parameters(remove_duplicate=False), *block.named_buffers()):
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+def kinds_apart(kind: Kind, called: Mapping[int, object], cuts: Sequence[Sequence[Cut]]) -> dict[int, Kind]:
+    """Take those blocks out of a kind that do not call what its first does, and return a kind of its own for each.
+
+    `called` says what each does, by its number; None: nobody knows. `cuts` are those of all blocks of the model.
+    Raises `MisfitError` where such a block cannot be copied.
+    """
+    found: dict[int, Kind] = {}
+    blocks, kind.blocks = dict(zip(called, kind.blocks, strict=True)), []
+    for number, block in blocks.items():
+        if number == kind.number or (called[number] is not None and called[number] == called[kind.number]):
+            kind.blocks.append(block)
+            continue
+        try:
+            blueprint = kind.blueprint.renewed(block)
+        except Exception as error:
+            raise MisfitError(
+                f"{kind.name} and block {number} may do other things by their places in the model, and the latter "
+                f"cannot be copied: {error}; let copy.deepcopy copy it"
+            ) from error
+        found[number] = Kind(number, blueprint, cuts[number], choice_for(kind.choice, number), [block])
+        found[number].hooked = {renumbered(path, number): rule for path, rule in kind.hooked.items()}
+        found[number].is_parted = kind.is_parted
+    return found
 
 
-def _counts(key: str, value: object) -> bool:
-    is_plain = value is None or isinstance(value, bool | int | str)
-    return is_plain and key.strip("_") not in _COUNTERS and not key.endswith(("_idx", "_index", "layer_id"))
+def choice_for(choice: Choice, number: int) -> Choice:
+    """Return a kind's choice for another of its blocks."""
+    return replace(choice, rules={renumbered(path, number): rule for path, rule in choice.rules.items()})
 
 
-def _name_of(thing: object) -> str:
-    line = getattr(getattr(thing, "__code__", None), "co_firstlineno", "")
-    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}{line}"
+class _Itself:
+    """Something that is like nothing but itself."""
+
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._thing is other._thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+
+class _Walk:
+    """Notes all that is in a block, in one order."""
+
+    def __init__(self) -> None:
+        self.found: list[object] = []
+        self.places: list[int] = []
+        self._known: dict[int, tuple[int, object]] = {}
+
+    def enter(self, thing: Any) -> None:
+        """Note something: its kind, and what is in it."""
+        note = self.found.append
+        if isinstance(thing, _PLAIN):
+            return note((type(thing), repr(thing) if isinstance(thing, float | complex | range | slice) else thing))
+        if id(thing) in self._known:
+            return note(f"no. {self._known[id(thing)][0]}")
+        self._known[id(thing)] = len(self._known), thing  # held, so that no other gets its id
+        if len(self.found) > _MOST or isinstance(thing, type | ModuleType):
+            return note(_Itself(thing))
+        note(type(thing))
+        if isinstance(thing, nn.Module):
+            return self._enter_module(thing)
+        if isinstance(thing, Tensor | np.ndarray | array | bytearray | memoryview):
+            return note(_digest(thing))
+        if isinstance(thing, FunctionType):
+            cells = [_cell(cell) for cell in thing.__closure__ or ()]
+            parts = thing.__code__, *cells, thing.__defaults__, thing.__kwdefaults__, vars(thing)
+            note(_Itself(thing.__globals__))
+            return self._enter_all(parts)
+        if isinstance(thing, MethodType):
+            return self._enter_all((thing.__func__, thing.__self__))
+        if isinstance(thing, partial):
+            return self._enter_all((thing.func, thing.args, thing.keywords, vars(thing)))
+        return self._enter_object(thing)
+
+    def _enter_object(self, thing: Any) -> None:
+        own = dict(_attributes(thing))
+        if isinstance(thing, torch.Generator):
+            pass
+        elif isinstance(thing, set | frozenset):
+            plain = all(isinstance(entry, _PLAIN) for entry in thing)
+            self.found.append(frozenset((type(entry), entry) for entry in thing) if plain else _Itself(thing))
+        elif isinstance(thing, Mapping):
+            self._enter_all((*thing.keys(), *thing.values()))
+        elif isinstance(thing, _SEQUENCES):
+            self._enter_all(thing)
+        elif (state := state_of(thing)) is not None:
+            self.found.append(state())
+        elif not own:
+            self.found.append(_Itself(thing))
+        for key, value in own.items():
+            self.found.append(key)
+            self.enter(value)
+
+    def _enter_all(self, things: Any) -> None:
+        self.found.append(len(things))
+        for thing in things:
+            self.enter(thing)
+
+    def _enter_module(self, module: nn.Module) -> None:
+        # which dropout of the model it is, is no setting
+        own = KeyedDropout.__annotations__ if isinstance(module, KeyedDropout) else ()
+        is_of_torch, is_foreign = is_of_framework(type(module)), is_of_library(type(module))
+        self.found.append(has_hooked_weights(module))
+        for key, value in vars(module).items():
+            if key in own:
+                continue
+            self.found.append(key)
+            if type(value) is int and _is_place(key):
+                self.places.append(value)
+            elif isinstance(value, float) and is_foreign:
+                self.found.append(value if value in (0.0, 1.0) else float)
+            elif key.endswith("_hooks") and isinstance(value, Mapping):
+                self._enter_all(list(value.values()))  # their numbers are counted over all modules
+            elif "_hooks_" in key:
+                self.found.append(len(value))
+            elif key == "_buffers" and is_of_torch:  # such as statistics, that are numbers as weights are
+                self.found += [(name, *_outline(buffer)) for name, buffer in value.items() if buffer is not None]
+            elif key == "_parameters":
+                for name, parameter in value.items():
+                    self.found.append(name)
+                    self.enter(parameter)
+            else:
+                self.enter(value)
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object of a class of Python's."""
+    own = own_attributes(thing)
+    if isinstance(own, dict):
+        yield from own.items()
+    for base in type(thing).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            if key not in ("__dict__", "__weakref__") and hasattr(thing, key):
+                yield key, getattr(thing, key)
+
+
+def _is_place(key: str) -> bool:
+    return key.strip("_") in _COUNTERS or key.endswith(("_idx", "_index", "layer_id"))
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _outline(tensor: Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def _digest(numbers: Any) -> object:
+    """Return what an array or tensor has in it; of weights, and where there are no numbers yet, the outline alone."""
+    if isinstance(numbers, Tensor):
+        if isinstance(numbers, nn.Parameter) or numbers.is_meta or type(numbers) is not Tensor:
+            return _outline(numbers)
+        flat = numbers.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
+        return *_outline(numbers), hashlib.blake2b(flat.view(torch.uint8).numpy().data).hexdigest()
+    if isinstance(numbers, np.ndarray):
+        return str(numbers.dtype), numbers.shape, repr(numbers.tolist()) if numbers.dtype.hasobject else _sum(numbers)
+    return str(getattr(numbers, "typecode", "")), _sum(numbers)
+
+
+def _sum(numbers: Any) -> str:
+    return hashlib.blake2b(bytes(numbers.tobytes() if hasattr(numbers, "tobytes") else numbers)).hexdigest()

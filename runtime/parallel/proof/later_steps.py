@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
@@ -28,10 +30,33 @@ from .arrivals import Arrival, Arrivals, FirstUnits, specs_of
 from .bench import Kind
 from .bench_here import BenchHere
 from .features_apart import state_of_host
+from .kinds import content_of
 from .trial import Setting
 
-Called = tuple[str, ...]
-"""Which functions a block calls, in words."""
+
+@dataclass(frozen=True)
+class Called:
+    """Which functions a block calls, in words and whole numbers, and the sizes of what it is given then."""
+
+    words: tuple[str | int, ...]
+    sizes: tuple[int, ...]
+
+    def is_like(self, known: Called) -> bool:
+        """Whether it is what is known, but for numbers that are what multiples of sizes became, or next to them."""
+        sizes = [(was, now) for was, now in zip(known.sizes, self.sizes, strict=False) if was and was != now]
+        return len(self.words) == len(known.words) and all(
+            now == was or (type(was) is type(now) is int and _is_of_sizes(was, now, sizes))
+            for was, now in zip(known.words, self.words, strict=True)
+        )
+
+
+def _is_of_sizes(was: int, now: int, sizes: Sequence[tuple[int, int]]) -> bool:
+    """Whether a number is a multiple of a size, but for one more or less, and was the same multiple."""
+    return any(
+        was > off and (was - off) % size == 0 and now - off == (was - off) // size * by_now
+        for size, by_now in sizes
+        for off in (0, 1, -1)
+    )
 
 
 @dataclass
@@ -46,7 +71,7 @@ class Followed:
     arrival: Arrival
     setting: Setting
     in_pairs: bool
-    known: set[Called] = field(default_factory=set)
+    known: list[Called] = field(default_factory=list)
 
     @property
     def cuts_tokens(self) -> bool:
@@ -93,7 +118,7 @@ class LaterSteps:
         for followed in (one for one in self._followed if one.in_pairs):
             number = followed.kind.number
             called = self.called(number, *specs_of(number, units.spec, units.extra_specs, parcels))
-            if called is not None and called in followed.known:
+            if called is not None and any(map(called.is_like, followed.known)):
                 continue
             if arrivals is None:
                 alone = SelfGroup(0, self._bench.group.device)
@@ -102,7 +127,7 @@ class LaterSteps:
             if why:
                 return self._bench.refusal(followed.kind, f"given {units.spec}, {why}")
             if called is not None:
-                followed.known.add(called)
+                followed.known.append(called)
         return ""
 
     def _why_no_pair(self, followed: Followed, arrival: Arrival) -> str:
@@ -147,9 +172,9 @@ class LaterSteps:
 
     def _as_they_are(self, followed: Followed, changed: str) -> list[Followed]:
         """Return what is followed of blocks of a kind as they are by now, once for those that are alike."""
-        kind, alike = followed.kind, dict[tuple[str, ...], list[nn.Module]]()
+        kind, alike = followed.kind, dict[object, list[nn.Module]]()
         for block in kind.blocks:
-            alike.setdefault(state_of_host({"block": block}).words(), []).append(block)
+            alike.setdefault(content_of(block), []).append(block)
         try:
             kinds = [replace(kind, blueprint=kind.blueprint.renewed(some[0]), blocks=some) for some in alike.values()]
         except Exception as error:
@@ -157,7 +182,7 @@ class LaterSteps:
                 f"{kind.name}: {changed!r} was set, and whether it may be cut as it is now cannot be proved: {error}; "
                 "build the engine again"
             ) from error
-        return [replace(followed, kind=kind, known=set()) for kind in kinds]
+        return [replace(followed, kind=kind, known=[]) for kind in kinds]
 
     def called(self, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
         """Return which functions a block calls for units of these shapes, in both modes; None: only data can tell."""
@@ -171,26 +196,24 @@ class LaterSteps:
                     trace_shapes([copy.deepcopy(block).train(trains)], given, beside, self._dtype)
         except Exception:
             return None
-        return *(f"{name} {spec.tree}" for name, spec in beside.items()), *calls.found
+        words = *(f"{name} {spec.tree}" for name, spec in beside.items()), *calls.found
+        shapes = [tensor.shape for tensor in given.tensors]
+        return Called(
+            words, tuple(prod(shape[i:j]) for shape in shapes for i, j in combinations(range(len(shape) + 1), 2))
+        )
 
 
 class _Calls(TorchDispatchMode):
-    """Notes which functions are called, with all arguments but sizes."""
+    """Notes which functions are called, with all arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.found: list[str | int] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        arguments = {argument.name: argument for argument in func._schema.arguments}
-        given = dict(zip(arguments, args, strict=False)) | dict(kwargs or {})
-        makes = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
-        self.found.append(str(func))
-        for name, value in given.items():
-            is_size = makes or (not name.startswith("dim") and "int" in str(arguments[name].real_type))
-            self.found += [_word(leaf, is_size=is_size) for leaf in tree_leaves(value)]
+        self.found += [str(func), *map(_word, tree_leaves((args, kwargs)))]
         return func(*args, **(kwargs or {}))
 
 
@@ -198,7 +221,7 @@ def _shapes_of(units: FirstUnits) -> str:
     return f"{units.spec} {units.extra_specs}"
 
 
-def _word(leaf: object, *, is_size: bool) -> str:
+def _word(leaf: object) -> str | int:
     if isinstance(leaf, Tensor):
         return f"{leaf.dim()} {leaf.dtype}"
-    return "int" if type(leaf) is int and is_size else repr(leaf)
+    return leaf if type(leaf) is int else repr(leaf)

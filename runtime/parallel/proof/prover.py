@@ -30,19 +30,20 @@ from ...job.choices import Proofs, TensorSplit
 from ..context.context import ContextParallel
 from ..dropout import Masks
 from ..tensor.choice import Choice
+from ..tensor.consistency import require_no_hooks, shards_of
 from ..tensor.cuts import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
 from ..tensor.rules import is_built_in
-from .arrivals import SAMPLES, Arrival, Arrivals, FirstUnits
+from .arrivals import SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .bench import Bench, Finding, Kind
 from .bench_here import BenchHere
 from .chooser import Chooser
-from .kinds import kind_of
+from .kinds import Content, choice_for, kind_of, kinds_apart
 from .later_steps import Called, Followed, LaterSteps
 from .trial import Figures, Setting
 from .twins import Blueprint
-from .ways import Way, alone, everywhere, paired_ways, renumbered, replicated
+from .ways import Way, alone, everywhere, paired_ways, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -81,11 +82,15 @@ class Prover:
         self._group, self._context = group, context
         self._bench = Bench(group, tensor.rules)
         self._chooser = Chooser(self._bench, tensor, outlines, dtype)
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: list[Kind] = []
+        self._contents: dict[Content, int] = {}
+        self._places: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[int, Kind] = {}
         self._here = BenchHere(group, tensor.rules)
         self._later = LaterSteps(self._here, outlines, dtype)
         self._is_done = which == "none"
+        self._blocks: dict[int, nn.Module] = {}
+        self._shards: list[tuple[str, nn.Parameter]] | None = None
 
     def choose(self, number: int, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> Choice:
         """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this.
@@ -95,21 +100,28 @@ class Prover:
         cuts = self._tensor.cuts[number]
         if not self._wants(number, block, cuts):
             return Choice()
-        name = kind_of(block, cuts, str(number))
-        if name not in self._kinds:
+        content, self._places[number] = kind_of(block, cuts, str(number))
+        known = self._agreed(self._contents.get(content, -1))
+        if known is None:
             try:
                 blueprint = Blueprint(block, builder)
             except Exception as error:
                 return self._unproved(number, block, cuts, error)
             hooked = (join(str(number), n) for n, module in block.named_modules() if has_hooked_weights(module))
             whole: Way = dict.fromkeys(hooked, TensorSplit.REPLICATE.value)
-            kind = self._kinds[name] = Kind(number, blueprint, cuts, hooked=whole)
+            kind = Kind(number, blueprint, cuts, hooked=whole)
+            known = self._contents[content] = len(self._kinds)
+            self._kinds.append(kind)
             if self._setting.tensor is not None:
                 with attributes_untouched(blueprint.bare):  # what copies share with it
                     kind.choice = self._chooser.choose(kind)
-        kind = self._numbers[number] = self._kinds[name]
-        rules = {renumbered(path, number): rule for path, rule in kind.choice.rules.items()}
-        return replace(kind.choice, rules=rules)
+        kind = self._numbers[number] = self._kinds[known]
+        return choice_for(kind.choice, number)
+
+    def _agreed(self, known: int) -> int | None:
+        """Return which kind a block is of, where all ranks that run it together find the same; None: a new one."""
+        most, least = self._bench.most([known, -known], self._setting)
+        return known if most == -least and known >= 0 else None
 
     def _unproved(self, number: int, block: nn.Module, cuts: Sequence[Cut], error: Exception) -> Choice:
         """Return how a block is cut that cannot be copied: not at all, unless a rule wants it."""
@@ -127,6 +139,7 @@ class Prover:
 
     def note(self, number: int, block: nn.Module) -> None:
         """Take note of a block as it is cut."""
+        self._blocks[number] = block
         if number in self._numbers:
             self._numbers[number].blocks.append(block)
 
@@ -160,25 +173,40 @@ class Prover:
             return
         self._is_done = True
         with ExitStack() as shared:  # what copies have in common with blocks
-            for kind in self._kinds.values():
+            for kind in self._kinds:
                 shared.enter_context(attributes_untouched(kind.blueprint.bare))
-            refusal = self._why_refused(units, outlines, parcels, masks) if self._kinds else ""
+            try:
+                refusal = self._why_refused(units, outlines, parcels, masks) if self._kinds else ""
+            except MisfitError as error:
+                refusal = str(error)
         self._kinds.clear()
+        self._contents.clear()
         self._numbers.clear()
-        said = first_said(refusal, world)
-        if said:
+        if said := first_said(refusal, world):
             raise MisfitError(said)
 
     def _why_refused(
         self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], masks: Masks
     ) -> str:
         """Prove all kinds, and follow them from now on; return why one cannot be run, in words."""
+        self._part_places(units.first, parcels)
         proved = self._given(units, outlines, parcels)
         refusal = next((text for kind, arrival, _ in proved if (text := self._refusal(kind, arrival))), "")
         followed = [self._followed(*kind_and_given) for kind_and_given in proved]
         refusal = refusal or next(filter(None, (self._note_draws(one, masks) for one in followed)), "")
         self._later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
         return refusal or self._later.why_unsound(units.first, parcels)
+
+    def _part_places(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
+        """Let blocks be kinds of their own that do not call what others of their kind do, by their place."""
+        for kind in list(self._kinds):
+            numbers = [number for number, its in self._numbers.items() if its is kind]
+            if len({self._places[number] for number in numbers}) < 2:
+                continue
+            given = {n: specs_of(n, units.spec, units.extra_specs, parcels) for n in numbers}
+            apart = kinds_apart(kind, {n: self._later.called(n, *given[n]) for n in numbers}, self._tensor.cuts)
+            self._numbers |= apart
+            self._kinds += apart.values()
 
     def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
         """Look again at pairs before units of other shapes, without a message: others may be given other units.
@@ -189,12 +217,15 @@ class Prover:
             raise MisfitError(why)
 
     def require_sound_state(self) -> None:
-        """Raise `MisfitError` where something was set since the last step by which pairs are none any more."""
+        """Raise `MisfitError` where something was set since the last step by which blocks may not be cut."""
+        if self._shards is None:
+            self._shards = [shard for number, block in self._blocks.items() for shard in shards_of(block, str(number))]
+        require_no_hooks(self._shards)
         self._later.require_sound_state()
 
     def _given(
         self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel]
-    ) -> list[tuple[Kind, Arrival, set[Called]]]:
+    ) -> list[tuple[Kind, Arrival, list[Called]]]:
         """Return each kind with what it is given, and the functions that it calls then.
 
         That is a few samples; as many as there are where it calls others for these.
@@ -204,14 +235,14 @@ class Prover:
         if (samples := units.spec.samples.shape[0]) > SAMPLES:
             every = Arrivals(*given, samples=samples)
         proved = []
-        for kind in self._kinds.values():
+        for kind in self._kinds:
             called = [self._later.called(kind.number, *some.specs_at(kind.number)) for some in (few, every)]
-            arrivals = few if called[0] == called[1] else every
+            arrivals = few if called[0] and called[1] and called[1].is_like(called[0]) else every
             arrival = arrivals.at(kind.number, outlines[kind.number])
-            proved.append((kind, arrival, {words for words in called[1:] if words is not None}))
+            proved.append((kind, arrival, [found for found in called[1:] if found is not None]))
         return proved
 
-    def _followed(self, kind: Kind, arrival: Arrival, called: set[Called]) -> Followed:
+    def _followed(self, kind: Kind, arrival: Arrival, called: list[Called]) -> Followed:
         setting = replace(self._setting, slices_tokens=self._tensor.tokens.inside(kind.number))
         is_paired = setting.tensor is not None and not kind.is_parted
         is_paired = is_paired and self._tensor.has_pairs(kind.number, kind.choice)

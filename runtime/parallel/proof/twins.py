@@ -24,6 +24,9 @@ from ..tensor.pairs import restore_sizes
 
 SEED = 20_240_229
 
+FEW = 4
+"""So few numbers may steer what a block does with others, by which they are of no size."""
+
 _OURS = "quintsched.runtime.parallel."
 _CUT = (f"{_OURS}tensor.", f"{_OURS}expert.")
 _HOOKS = (
@@ -171,4 +174,17 @@ def _counted(tensor: Tensor, scale: float) -> Tensor:
     """Return other counts and flags than these; one that is no index by then raises an error, which a GPU cannot."""
     if tensor.dtype is torch.bool:
         return ~tensor if (scale < 0) == bool(tensor.dim()) else tensor
+    if scale < 0 and tensor.numel() <= FEW:
+        return other_numbers(tensor, 0.0)
     return tensor + (int(scale < 0) if tensor.dim() else round(scale))
+
+
+def other_numbers(tensor: Tensor, factor: float) -> Tensor:
+    """Return numbers that are none of the usual, by a factor: 1 or 0, next to them, or between; flags turned."""
+    if tensor.dtype is torch.bool:
+        return ~tensor if factor < 1 else tensor
+    if factor < 1:
+        return (tensor != 1).to(tensor.dtype)
+    if tensor.is_floating_point():
+        return torch.full_like(tensor, -0.5) if factor < 100 else tensor + 1
+    return tensor + (1 if factor < 100 else -1)

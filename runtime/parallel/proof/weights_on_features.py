@@ -39,7 +39,7 @@ class WeightsOnFeatures(Bench):
         except Exception:  # it is run besides, and its error is told
             pass
         names = [name for name, _ in kind.blueprint.bare.named_parameters()]
-        missing = self._most([float(name not in found) for name in names], setting)
+        missing = self.most([float(name not in found) for name in names], setting)
         return frozenset(name for name, is_missing in zip(names, missing, strict=True) if not is_missing)
 
 

@@ -7,14 +7,16 @@ of the partial sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
 from ...comm import Group, ReduceOp
+from .cuts import join
+from .shard import shard_of
 
 _PARAMETER_TOLERANCE = 1e-9
 _GRADIENT_TOLERANCE = 1e-2
@@ -62,3 +64,24 @@ def _differing(tensors: list[Tensor], group: Group, tolerance: float) -> list[in
     for work in (group.all_reduce(high, ReduceOp.MAX), group.all_reduce(low, ReduceOp.MIN)):
         work.wait()
     return torch.nonzero(high - low > tolerance * high).flatten().tolist()
+
+
+def shards_of(block: nn.Module, path: str) -> list[tuple[str, nn.Parameter]]:
+    """Return the weights of a block, named `path`, of which this rank has a shard."""
+    return [(join(path, name), p) for name, p in block.named_parameters() if shard_of(p) is not None]
+
+
+def require_no_hooks(shards: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise `MisfitError` where a user registered a hook on a weight of which ranks have shards."""
+    name = next((name for name, parameter in shards if _has_users_hook(parameter)), None)
+    if name is not None:
+        raise MisfitError(
+            f"a hook was registered on the weight {name!r}, of which a rank of tp has a shard: register it before the "
+            "engine is built, which then keeps the layer whole; build the engine again"
+        )
+
+
+def _has_users_hook(parameter: nn.Parameter) -> bool:
+    held = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    hooks = (getattr(hook, "func", hook) for hooks in held for hook in (hooks or {}).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("quintsched.") for hook in hooks)

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
@@ -183,6 +184,11 @@ def _open_modules(
     if id(module) in seen:
         return
     seen.add(id(module))
+    if isinstance(module, ScriptModule):
+        raise MisfitError(
+            f"{path!r} is a module of torch.jit.script, whose code and state cannot be followed over tp; leave out "
+            "torch.jit.script, and give the module itself"
+        )
     if isinstance(module, _OPAQUE):
         _refuse_rules_within(path, module, rules)
         return

@@ -203,3 +203,13 @@ def test_rules_and_extras_that_match_nothing_are_refused() -> None:
     shift = torch.randn(SAMPLES, TOKENS, dtype=torch.float64)
     with pytest.raises(UsageError, match="no block takes 'shif', which the step is given; did you mean 'shift'"):
         train("pp=1", [Biased], extras={"shift": shift, "shif": shift})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_block_with_a_module_of_torch_script_is_refused() -> None:
+    class Scripted(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = torch.jit.script(nn.Tanh())
+
+    assert "'0.act' is a module of torch.jit.script" in refusal("tp=2", [Scripted])

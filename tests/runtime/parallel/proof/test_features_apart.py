@@ -129,6 +129,12 @@ def multiplied(self: Any, y: Tensor) -> Tensor:
     return y / ((y * y) @ torch.ones(y.shape[-1], 1, dtype=y.dtype) / 400).clamp(min=1)
 
 
+def written_in_the_backward(self: Any, y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda gradient: setattr(self, "count", float(gradient.norm())))
+    return y
+
+
 JOINED: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
     (lambda self, y: y / (y.norm(dim=-1, keepdim=True) / 20).clamp(min=1), "linalg_vector_norm"),
     (lambda self, y: y.softmax(-1) if self.training else F.gelu(y), "softmax"),
@@ -143,6 +149,12 @@ JOINED: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
     (complex_norm, "sum"),
     (written_in_place, "linalg_vector_norm"),
     (multiplied, "mm"),
+    (lambda self, y: y * F.normalize(torch.rand_like(y), dim=-1), "linalg_vector_norm"),
+    (lambda self, y: y / (0.1 + torch.rand(y.shape[-1], dtype=y.dtype).mean()), "mean"),
+    (
+        written_in_the_backward,
+        "changes \"block (Between).count\"|changes 'block (Between).count' in its forward or backward",
+    ),
 ]
 APART: list[Callable[[Any, Tensor], Tensor]] = [
     lambda self, y: y / (y.abs().amax(1, keepdim=True) / 30).clamp(min=1),

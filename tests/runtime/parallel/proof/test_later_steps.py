@@ -82,6 +82,10 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
     "a mode": (lambda self, y: places(y) if self.act.training != self.training else y, lambda block: block.act.eval()),
     "an extra": (lambda self, y: y * (1 + self.k * torch.arange(y.shape[-1])), lambda block: None),
     "a length": (lambda self, y: places(y) if y.shape[1] > TOKENS else y, lambda block: None),
+    "a group": (
+        lambda self, y: y.reshape(-1, 4 if y.shape[1] == TOKENS else y.shape[-1]).softmax(-1).view_as(y),
+        lambda block: None,
+    ),
     "a width": (lambda self, y: y * (y.shape[-1] if y.shape[1] > TOKENS else 1), lambda block: None),
 }
 STILL: dict[str, tuple[Step, Callable[[Any], object]]] = {
@@ -105,7 +109,7 @@ def train(transport: Transport, mesh: str, between: Step, change: Callable[[Any]
     engine = Engine(plan, [lambda: Later(between)], loss, sgd, dtype=torch.float64, transport=transport)
     generator, losses = torch.Generator().manual_seed(1), []
     for step in range(3):
-        length = 2 * TOKENS if step and what in ("a length", "a width") else TOKENS
+        length = 2 * TOKENS if step and what in ("a length", "a group", "a width") else TOKENS
         x, y = (torch.randn(2, length, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
         if step == 1:
             for stage in engine.stages.values():
@@ -122,6 +126,14 @@ def test_what_is_no_pair_any_more_is_refused_before_the_step(what: str) -> None:
         MisfitError, match=r"block 0 \(Later\) over tp=2 is cut in pairs, .* (was set, and now|given) .*"
     ):
         run_local(2, lambda transport: train(transport, "tp=2", *NONE[what], what))
+
+
+def test_a_hook_on_a_weight_of_which_ranks_have_shards_is_refused() -> None:
+    def change(block: nn.Module) -> None:
+        layer(block, "fc1").get_parameter("weight").register_hook(lambda gradient: gradient - gradient.mean(0))
+
+    with pytest.raises(MisfitError, match=r"a hook was registered on the weight '0\.fc1\.weight', .* engine again"):
+        run_local(2, lambda transport: train(transport, "tp=2", lambda self, y: y, change, ""))
 
 
 @pytest.mark.sampled(4)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.parallel.context.context import Context
 from quintsched.runtime.parallel.proof import bench
+from quintsched.runtime.parallel.proof.kinds import kind_of
 
 from ...toys import ids_task, sgd, train_on
 from .user_blocks import (
@@ -263,3 +267,54 @@ def test_what_nobody_can_prove_is_parted(caplog: pytest.LogCaptureFixture) -> No
     require_equal(weights, trained_alone([Mlp, Alone], {}))
     assert "1.fc1.weight" in cut
     assert "block 1 (Alone) over tp=2: its layers are cut one by one, for it is not proved" in caplog.text
+
+
+class Told(Mlp):
+    """A block that is told something."""
+
+    def __init__(self, told: Any, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.told, self.layer_idx = told, layer_idx
+
+
+def bound(number: int) -> Callable[[], int]:
+    return lambda: number
+
+
+TOLD: dict[str, Callable[[int], Any]] = {
+    "a float": float,
+    "a dictionary": lambda i: {"n": [i]},
+    "a namespace": lambda i: SimpleNamespace(n=i),
+    "a closure": bound,
+    "a partial": lambda i: functools.partial(max, 0, i),
+    "an array": lambda i: np.array([i]),
+    "a tensor": lambda i: torch.tensor(i),
+    "bytes": lambda i: bytearray([i]),
+    "a set": lambda i: {i},
+    "a module": lambda i: [nn.Dropout(i), nn.Softmax(i)],
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_blocks_are_of_one_kind_where_all_that_they_are_told_is_equal(what: str) -> None:
+    first, again, other = (kind_of(Told(TOLD[what](i), k), [], str(k)) for k, i in enumerate((0, 0, 1)))
+    assert first[0] == again[0] != other[0]
+    assert (first[1], again[1]) == ((0,), (1,))
+
+
+def test_blocks_that_do_something_else_by_their_place_are_proved_apart() -> None:
+    class Placed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc1(x)
+            return x + self.fc2(y.softmax(-1) if self.layer_idx else F.gelu(y))
+
+    def placed(place: int) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            block = Placed()
+            block.layer_idx = place
+            return block
+
+        return build
+
+    blocks = [placed(0), placed(1)]
+    require_equal(train("tp=2", blocks)[0], trained_alone(blocks, {}))
