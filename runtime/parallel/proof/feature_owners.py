@@ -82,7 +82,7 @@ class FeatureOwners(TorchDispatchMode):
             return self._read(result, args[0], is_owned=is_owned)
         if is_owned:
             self._follow(func, args, given, result)
-        if name in _DRAWN and isinstance(result, Tensor):
+        if self._scopes and name in _DRAWN and isinstance(result, Tensor):
             self._own_draws(result)
         return result
 

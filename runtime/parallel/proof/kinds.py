@@ -10,6 +10,7 @@ Anything else is like itself alone. Of modules of libraries rates and scales oth
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,9 @@ from .ways import renumbered
 _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i", "block_id")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, CodeType)
 _SEQUENCES = (tuple, list, deque)
+_OBSERVERS = ("quintsched.runtime.examine.", "quintsched.runtime.splitting.")
+"""What this package has modules' attributes watched by is no part of what they do."""
+
 _MOST = 100_000
 """So much of a block is compared by content."""
 
@@ -118,9 +122,11 @@ class _Walk:
         self._known[id(thing)] = len(self._known), thing  # held, so that no other gets its id
         if len(self.found) > _MOST or isinstance(thing, type | ModuleType):
             return note(_Itself(thing))
-        note(type(thing))
+        self._enter_class(type(thing))
         if isinstance(thing, nn.Module):
             return self._enter_module(thing)
+        if str(getattr(thing, "__module__", "")).startswith(_OBSERVERS):
+            return note(getattr(thing, "__code__", None))
         if isinstance(thing, Tensor | np.ndarray | array | bytearray | memoryview):
             return note(_digest(thing))
         if isinstance(thing, FunctionType):
@@ -133,6 +139,27 @@ class _Walk:
         if isinstance(thing, partial):
             return self._enter_all((thing.func, thing.args, thing.keywords, vars(thing)))
         return self._enter_object(thing)
+
+    def _enter_class(self, kind: type) -> None:
+        """Note a class: one that was made for each block, as nobody finds it by its name, by what is in it."""
+        home: Any = sys.modules.get(kind.__module__)
+        for name in kind.__qualname__.split("."):
+            home = getattr(home, name, None)
+        if home is kind or is_of_framework(kind) or id(kind) in self._known:
+            return self.found.append(_Itself(kind))
+        self._known[id(kind)] = len(self._known), kind
+        self.found.append(kind.__qualname__)
+        for base in kind.__bases__:
+            self._enter_class(base)
+        for key, value in vars(kind).items():
+            if key not in ("__dict__", "__weakref__"):
+                held = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                self.found.append(key)
+                if type(held) is int and _is_place(key):
+                    self.places.append(held)
+                else:
+                    self.enter(held)
+        return None
 
     def _enter_object(self, thing: Any) -> None:
         own = dict(_attributes(thing))
