@@ -29,7 +29,6 @@ from ..data.snapshot import Snapshot
 from ..parallel.draws.mode import KeyedDraws
 from ..parallel.dropout import Masks, Unit
 from ..parallel.proof.arrivals import Arrival, Given, draw
-from ..parallel.proof.kinds import kind_of
 
 _NAMES = frozenset({"apply", "register_hook", "register_multi_grad_hook", "register_prehook"}) | {
     *("register_full_backward_hook", "register_full_backward_pre_hook", "register_post_accumulate_grad_hook"),
@@ -57,14 +56,11 @@ class Unlinear(NamedTuple):
 
 
 def suspects(blocks: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
-    """Return the blocks whose code, or hooks, may change gradients, one of each kind."""
-    found: dict[str, tuple[int, nn.Module]] = {}
+    """Return the blocks whose code, or hooks, may change gradients, each module once."""
+    found: dict[int, tuple[int, nn.Module]] = {}
     for number, block in blocks.items():
-        hooks = _hooks(block)
-        if hooks or any(not _NAMES.isdisjoint(names_read(module)) for module in _with_code(block)):
-            own = number if hasattr(block, "_origin") else ""
-            key = f"{own}{[getattr(hook, '__qualname__', '') for hook in hooks]}{kind_of(block, (), str(number))}"
-            found.setdefault(key, (number, block))
+        if _hooks(block) or any(not _NAMES.isdisjoint(names_read(module)) for module in _with_code(block)):
+            found.setdefault(id(block), (number, block))
     return dict(found.values())
 
 

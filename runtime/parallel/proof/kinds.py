@@ -240,9 +240,9 @@ def _outline(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _digest(numbers: Any) -> object:
-    """Return what an array or tensor has in it; of weights, and where there are no numbers yet, the outline alone."""
+    """Return what an array or tensor has in it; of weights, and where no numbers are, the outline alone."""
     if isinstance(numbers, Tensor):
-        if isinstance(numbers, nn.Parameter) or numbers.is_meta or type(numbers) is not Tensor:
+        if type(numbers) is not Tensor or numbers.is_meta or not numbers.untyped_storage().nbytes():
             return _outline(numbers)
         flat = numbers.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
         return *_outline(numbers), hashlib.blake2b(flat.view(torch.uint8).numpy().data).hexdigest()
