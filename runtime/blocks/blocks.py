@@ -227,12 +227,6 @@ def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
     return lambda name: name in parameters or (takes_all and name != TARGETS)
 
 
-def required_parameters(block: nn.Module) -> int:
-    """Return how many arguments a block's `forward` must be given."""
-    parameters = inspect.signature(block.forward).parameters.values()
-    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-
-
 def needed_extras(block: nn.Module) -> list[str]:
     """Return the names that a block's `forward` has to be given beside its input: parameters without defaults."""
     parameters = list(inspect.signature(block.forward).parameters.values())

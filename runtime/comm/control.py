@@ -83,13 +83,6 @@ class ControlGroup:
         """Return a number below 2^56 that no two runs have, the same on every rank; no generator is drawn from."""
         return self.first_says(int.from_bytes(os.urandom(7)))
 
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Return every rank's bytes, all of the same length, in the order of ranks."""
-        sent = torch.tensor(list(mine), dtype=torch.uint8, device=self._world.device)
-        gathered = sent.new_empty((self._world.size * len(mine),))
-        self._world.all_gather(gathered, sent).wait()
-        return [bytes(row.tolist()) for row in gathered.split(len(mine))]
-
     def share_bytes(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, of whatever length, in the order of ranks."""
         return share_bytes(self._world, mine)

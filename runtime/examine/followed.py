@@ -257,11 +257,6 @@ def line_of(kind: type, attribute: str) -> str:
     return next((f" ({place})" for _, place in sorted(found, reverse=True)), "")
 
 
-def attributes_set(kind: type) -> set[str]:
-    """Return the names of the attributes that the code of a class sets."""
-    return {name for name, is_set, _ in _attributes(kind) if is_set}
-
-
 def _attributes(kind: type) -> Iterator[tuple[str, bool, str]]:
     """Yield the attributes that the methods of a class name, its start apart: whether they set them, and where."""
     for base in kind.__mro__:

@@ -39,6 +39,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _SEQUENCES = (tuple, list, deque)
 _OBSERVERS = ("quintsched.runtime.examine.", "quintsched.runtime.splitting.")
 """What this package has modules' attributes watched by is no part of what they do."""
+_OURS, _MODELS = "quintsched.", "quintsched.runtime.models."
+"""Objects of this package, to which hooks may lead, are no part of a block, but for the options of its models."""
 
 _MOST = 100_000
 """So much of a block is compared by content."""
@@ -125,6 +127,8 @@ class _Walk:
         self._enter_class(type(thing))
         if isinstance(thing, nn.Module):
             return self._enter_module(thing)
+        if type(thing).__module__.startswith(_OURS) and not type(thing).__module__.startswith(_MODELS):
+            return note(_Itself(thing))
         if str(getattr(thing, "__module__", "")).startswith(_OBSERVERS):
             return note(getattr(thing, "__code__", None))
         if isinstance(thing, Tensor | np.ndarray | array | bytearray | memoryview):
