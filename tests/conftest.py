@@ -8,7 +8,9 @@ test leaves out is taken by others. Likewise every day has some of hypothesis' e
 from __future__ import annotations
 
 import gc
+import random
 import signal
+import sys
 from collections import Counter
 from zlib import crc32
 
@@ -46,11 +48,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
 
 
+def pytest_collectstart() -> None:
+    """Have what a test file makes when it is imported be the same, whatever was imported before it."""
+    seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Have a test draw the same, whatever ran before it."""
+    seed()
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: it need not be looked through whenever garbage is collected."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def seed() -> None:
+    """Seed the generators of Python, and of torch where that is imported."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def _try_fewer_examples(items: list[pytest.Item]) -> None:

@@ -37,11 +37,25 @@ _NAMES = frozenset({"apply", "register_hook", "register_multi_grad_hook", "regis
 
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
 _TINY = 2.0**-60
+_DRAWS, _OF_ONE = 4, 2.0**4
+"""How often gradients are drawn; after the first time, how many times larger those of one sample are."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 Gradients = Sequence[Tensor]
 Sliced = Callable[[int], Group | None]
 RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]
+
+
+class _Begin(NamedTuple):
+    """What gradients a trial backward begins with: those drawn from a seed, times `scale`.
+
+    `only` one sample has such; others, or all without a scale, have `rest` of them.
+    """
+
+    seed: int
+    scale: float
+    only: int | None = None
+    rest: float = 0.0
 
 
 class Unlinear(NamedTuple):
@@ -92,28 +106,34 @@ def why_unlinear(
     scales = _SHORT_SCALES if is_short else _SCALES
     hooks = Snapshot({f"hook {k}": hook for k, hook in enumerate(_hooks(block))})
 
-    def backward(scale: float, only: int | None = None) -> Gradients:
-        with alike():
-            found = _gradients(run, number, block, arrival, scale, only)
-        if all(bool(gradient.isfinite().all()) for gradient in found):
-            return found
-        with alike():
-            return _gradients(run, number, block, arrival, scale, only, rest=_TINY)  # 0 / 0
+    def backward(seed: int, scale: float, only: int | None = None) -> Gradients:
+        for rest in (0.0, _TINY):  # of nothing, 0 / 0
+            with alike():
+                found = _gradients(run, number, block, arrival, _Begin(seed, scale, only, rest))
+            if all(bool(gradient.isfinite().all()) for gradient in found):
+                break
+        return found
 
     try:
-        one, none, others = backward(1.0), backward(0.0), [(scale, backward(scale)) for scale in scales]
-        halves = [backward(1.0, only=sample) for sample in range(arrival.samples)]
+        none, others = backward(0, 0.0), [(scale, backward(0, scale)) for scale in scales]
+        ones = [backward(seed, 1.0) for seed in range(_DRAWS)]
+        halves = [[backward(seed, 1.0, only=sample) for sample in range(arrival.samples)] for seed in range(_DRAWS)]
     except Exception:  # what a user's code says to numbers that no block has given
         return Unlinear()
     finally:
         hooks.put_back()
+
+    def adds_up(added: Gradients) -> bool:
+        return all(_adds_up(one, parts, added) for one, parts in zip(ones, halves, strict=True))
+
     zeros = [torch.zeros_like(gradient) for gradient in none]
-    if _is_linear(none, one, others, zeros) and _adds_up(one, halves, zeros):
+    is_of_each = adds_up(zeros)
+    if is_of_each and _is_linear(none, ones[0], others, zeros):
         return Unlinear()
-    adds = _is_linear(none, one, others, none) and _adds_up(one, halves, none)
+    adds = _is_linear(none, ones[0], others, none) and adds_up(none)
     what = "adds to gradients" if adds else "changes gradients by more than a factor, as a clamp does,"
     said = f"block {number} ({type(block).__name__}) {what} in its backward, or by a hook"
-    return Unlinear(said, adds, is_of_each=_adds_up(one, halves, zeros))
+    return Unlinear(said, adds, is_of_each)
 
 
 def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gradients]], added: Gradients) -> bool:
@@ -140,13 +160,8 @@ def _is_close(found: Tensor | int, wanted: Tensor, added: Tensor, sizes: tuple[f
     return float((found - wanted).abs().amax()) <= least + 1e-30
 
 
-def _gradients(
-    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, scale: float, only: int | None, rest: float = 0.0
-) -> list[Tensor]:
-    """Return gradients of what a block is given and of its weights, from drawn ones, times `scale`.
-
-    `only` one sample has such; others, or all without a scale, have `rest` of them.
-    """
+def _gradients(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: _Begin) -> list[Tensor]:
+    """Return gradients of what a block is given and of its weights."""
     accepts, short = accepted_extras(block), next((p.dtype for p in block.parameters() if p.dtype.itemsize < 4), None)
 
     def leaf(given: Given) -> Tensor:
@@ -163,20 +178,24 @@ def _gradients(
         leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
         output, fresh, _ = split_result(run(number, block, activation, taken))
         made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
-        seeds = [_seed(t, place, scale, arrival.samples, only, rest) for place, t in enumerate(made)]
-        found = torch.autograd.grad(made, [*leaves, *weights], seeds, allow_unused=True)
+        begun = [_begun(t, place, arrival.samples, begin) for place, t in enumerate(made)]
+        found = torch.autograd.grad(made, [*leaves, *weights], begun, allow_unused=True)
         filled = [torch.zeros_like(t) if g is None else g for t, g in zip([*leaves, *weights], found, strict=True)]
         after = [_after_hooks(p, g) for p, g in zip(weights, filled[len(leaves) :], strict=True)]
         return [g.detach().clone() for g in (*filled[: len(leaves)], *after) if g.numel()]
 
 
-def _seed(output: Tensor, place: int, scale: float, samples: int, only: int | None, rest: float) -> Tensor:
-    drawn = draw(TensorSpec(tuple(output.shape), output.dtype), 100 + place, output.device).to(output.dtype)
-    scales = torch.full_like(drawn, scale or rest)
-    if only is not None and drawn.dim() and drawn.shape[0] == samples:
-        scales[:only] = scales[only + 1 :] = rest
-    elif only:
-        scales.fill_(rest)  # of what belongs to no sample all is in the first
+def _begun(output: Tensor, place: int, samples: int, begin: _Begin) -> Tensor:
+    number = 100 * (1 + begin.seed) + place
+    drawn = draw(TensorSpec(tuple(output.shape), output.dtype), number, output.device).to(output.dtype)
+    scales = torch.full_like(drawn, begin.scale or begin.rest)
+    has_samples = bool(drawn.dim()) and drawn.shape[0] == samples
+    if begin.seed and has_samples:
+        drawn[begin.seed % samples] *= _OF_ONE
+    if begin.only is not None and has_samples:
+        scales[: begin.only] = scales[begin.only + 1 :] = begin.rest
+    elif begin.only:
+        scales.fill_(begin.rest)  # of what belongs to no sample all is in the first
     return drawn * scales
 
 
