@@ -7,17 +7,16 @@
 A graph holds a step up to its gradient's norm. What needs the host stays with it: whether the step is skipped, whether
 gradients are scaled, the optimizer with its learning rates. There is a graph for each shape of a batch.
 
-All that the host knows is in the graph as it was when that was captured. So before each replay, what the code of blocks
-and of the loss goes by (`blocks.host_state`), weights' places in memory, modes of modules and of torch must be as they
-were; else the step is captured anew. What changes in every step, or draws, is never captured: these steps run by their
-instructions, with a warning. And as nobody sees all that code may ask, replays are compared with the instructions: the
-first, and then ever more rarely, at odd moments.
+All that the host knows is in the graph as it was when that was captured. What changes in every step, or draws, is never
+captured: these steps run by their instructions, with a warning. What is set between steps has the step captured anew:
+what code names (`blocks.host_state`), where weights lie, modes. And as nobody sees all that code may ask, replays are
+compared with the instructions.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +35,8 @@ from ...state.training_state import TrainingState
 from ...steps.units import Latest, Units
 from ..clock import Clock
 from ..interpreter import Interpreter, PreparedStep
-from .captured_step import CapturedStep, Held
-from .static_batch import taken_apart
+from .captured_step import CapturedStep
+from .static_batch import shape_of, tensors_in
 
 _logger = logging.getLogger(__name__)
 
@@ -46,9 +45,6 @@ WARM_UP = 2
 
 MOST_GRAPHS = 8
 """So many shapes are remembered."""
-
-LONG, MOST_CAPTURES = 16, 8
-"""A graph that was replayed less often was not worth its capture; after so many such, a shape has none any more."""
 
 
 def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> None:
@@ -112,30 +108,34 @@ class StepGraphs:
 
         Raises `UsageError` where it cannot be captured, or where its graph no longer does what its instructions do.
         """
-        key, given = taken_apart(step.batch)
+        key = shape_of(step.batch)
         shape = self._shapes.get((id(step.interpreter), id(step.units), key), lambda: self._new_shape(step, key))
-        if shape.graph is not None and (stale := shape.graph.stale(self._held())):
-            shape.captures = shape.captures + 1 if shape.graph.replays < LONG else 0
+        if shape.graph is not None and (changed := self._changed(shape)):
+            _logger.info("step %d: %s changed; the step is captured again", number, changed)
             shape.graph, shape.seen = None, 0
-            _logger.info("step %d: %s has changed; the step is captured again", number, stale)
-            if shape.captures >= MOST_CAPTURES:
-                shape.excuse = f"{stale} has changed, and so often that a graph is not worth its capture"
+        shape.seen += 1
         if shape.excuse or shape.seen < WARM_UP:
             watch()
-            shape.seen += 1
-            if not shape.excuse and shape.seen == WARM_UP:
-                shape.excuse, shape.changing = self._warm_up(step, given)
-            else:
-                step.interpreter.run(step.batch, -1)
-            shape.tell()
-            return
-        if shape.graph is None:
-            host = HostState(self._blocks(), self._functions)
-            shape.graph = CapturedStep(
-                step, self._state.gradients, self._clock, self._new_graph(), shape.changing, self._held(), host, number
-            )
-        shape.excuse = shape.graph.run(step, given, number)
+            step.interpreter.run(step.batch, -1)
+        elif shape.seen == WARM_UP:
+            watch()
+            shape.excuse, shape.changing = self._warm_up(step)
+        else:
+            shape.graph = shape.graph or self._capture(shape, step, number)
+            shape.excuse = shape.graph.run(tensors_in(step.batch), number)
         shape.tell()
+
+    def _capture(self, shape: _Shape, step: PreparedStep, number: int) -> CapturedStep:
+        shape.host, shape.held = HostState(self._blocks(), self._functions), self._held()
+        graph, gradients = self._new_graph(), self._state.gradients
+        return CapturedStep(step, gradients, self._clock, graph, shape.changing, number)
+
+    def _changed(self, shape: _Shape) -> str | None:
+        """Return what has changed of what a graph relies on, in words."""
+        held = self._held()
+        if held != shape.held:
+            return next(words for words, was in shape.held.items() if held[words] != was)
+        return None if shape.host is None else shape.host.changed()
 
     def _new_shape(self, step: PreparedStep, key: Hashable) -> _Shape:
         self._num_shapes += 1
@@ -144,31 +144,29 @@ class StepGraphs:
         excuse = "" if key is not None else "an extra, or a target, is an object that nothing is known of"
         return _Shape(step.interpreter, step.units, excuse)
 
-    def _warm_up(self, step: PreparedStep, given: Sequence[Tensor]) -> tuple[str, list[Tensor]]:
+    def _warm_up(self, step: PreparedStep) -> tuple[str, list[Tensor]]:
         """Run a step by its instructions; return why it is not to be captured, and the tensors that it changes."""
         try:
             host, generators = HostState(self._blocks(), self._functions), AllGenerators(self._device)
         except Exception as error:  # what a user's objects do when they are looked at
             step.interpreter.run(step.batch, -1)
             return f"what the host keeps cannot be looked into: {type(error).__name__}: {error}", []
-        stages = self._model.stages.values()
-        buffers = [buffer for stage in stages for buffer in stage.buffers()]
-        parameters = [parameter for stage in stages for parameter in stage.parameters()]
-        versions = [(parameter, parameter._version) for parameter in parameters]
-        of_batch = [tensor._version for tensor in given]
+        parameters, buffers = self._weights()
+        given = tensors_in(step.batch)
+        versions = [tensor._version for tensor in (*parameters, *given)]
         figures = step.interpreter.lead(step.batch)
+        moved = [t for t, was in zip((*parameters, *given), versions, strict=True) if t._version != was]
         excuse, changed = "", host.changed()
         if changed is not None:
             excuse = f"it changes {changed} on the host, which would stand still; hold it in a tensor that stays"
         elif generators.have_moved() or self._draws(step):
             excuse = "blocks, the loss or a metric draw random numbers, which follow the number of the step"
-        elif of_batch != [tensor._version for tensor in given]:
+        elif any(tensor is one for one in moved for tensor in given):
             excuse = "a block changes the batch in place, which a graph would do to its own copy"
         elif host.unseen is not None:
             excuse = f"{host.unseen} is an iterator, of which nobody can tell where it is"
         elif not host.is_whole:
             excuse = "there is more on the host than can be watched"
-        moved = [parameter for parameter, version in versions if parameter._version != version]
         step.interpreter.conclude(figures)
         return excuse, list({id(tensor): tensor for tensor in (*buffers, *host.tensors(), *moved)}.values())
 
@@ -181,17 +179,22 @@ class StepGraphs:
         stages = self._model.stages.values()
         return {f"block {number}": block for stage in stages for number, block in stage.blocks.items()}
 
-    def _held(self) -> Held:
-        """Return what a graph relies on beside the batch and what code goes by."""
-        modules = self._modules
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-        buffers = [b for module in modules for b in module._buffers.values() if b is not None]
-        return Held(
-            memory=tuple([tensor.data_ptr() for tensor in (*parameters, *buffers)]),
-            frozen=tuple([(p.requires_grad, tuple(p._backward_hooks or ())) for p in parameters]),
-            modes=tuple([module.training for module in modules]),
-            torch_modes=settings_of_torch(self._device),
-        )
+    def _weights(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Return this rank's weights and buffers."""
+        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return parameters, [b for module in self._modules for b in module._buffers.values() if b is not None]
+
+    def _held(self) -> dict[str, Hashable]:
+        """Return what a graph relies on beside the batch and what code goes by, each in words."""
+        parameters, buffers = self._weights()
+        return {
+            "where weights are in memory": tuple([tensor.data_ptr() for tensor in (*parameters, *buffers)]),
+            "which weights are trained, or have hooks": tuple(
+                [(p.requires_grad, tuple(p._backward_hooks or ())) for p in parameters]
+            ),
+            "which modules train": tuple([module.training for module in self._modules]),
+            "a mode of torch": settings_of_torch(self._device),
+        }
 
 
 @dataclass(eq=False)
@@ -205,8 +208,9 @@ class _Shape:
     units: Units
     excuse: str = ""
     seen: int = 0
-    captures: int = 0
     graph: CapturedStep | None = None
+    host: HostState | None = None
+    held: dict[str, Hashable] = field(default_factory=dict)
     changing: list[Tensor] = field(default_factory=list)
     is_told: bool = False
 

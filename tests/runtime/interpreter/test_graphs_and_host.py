@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import UsageError
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.interpreter.graphs.numbers import next_moment
+from quintsched.runtime.interpreter.graphs.captured_step import next_moment
 from quintsched.runtime.train.losses import cross_entropy_sum
 from tests.runtime.toys import ids_task, tiny_gpt
 
