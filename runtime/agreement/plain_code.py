@@ -1,0 +1,206 @@
+"""Plain code: what a user's code does follows from its arguments, and from what is compared by value.
+
+    with asking_elsewhere() as found:        found: "os.environ (model.py, line 12)", "time.time (model.py, line 20)"
+        block(x)                             nothing: what it does can change only with what `has_known_content`
+
+Asking elsewhere is each call, from a frame of a user's code or of the plain part of the standard library that it calls,
+of anything else than torch's functions of tensors, numpy, plain builtins and installed packages. These are not looked
+into; what prints, logs or warns only tells. Calls by syntax (`array[0]`, `reference()`) raise no event: objects whose
+content nobody knows are found where they are named, by their kinds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from logging import Logger
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from .user_code import is_library_module
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PLAIN_MODULES = _names("""
+    __future__ _collections _collections_abc _functools _operator _random _sre _struct abc bisect builtins cmath
+    collections contextlib copy copyreg dataclasses enum fractions functools heapq inspect itertools keyword
+    math numbers numpy operator random re reprlib statistics string struct textwrap types typing
+""")
+"""Modules of the standard library, and numpy, that ask nothing; what their code calls is heard too."""
+
+_TELLING = _names("""
+    _warnings _weakrefset codecs linecache logging pprint traceback warnings weakref
+""")
+"""Those that only tell, and those by which memory is freed at any time."""
+
+_NOT_PLAIN = _names("breakpoint compile eval exec input open")
+
+_TORCH = _names("""
+    _C._autograd _C._fft _C._functions _C._functorch _C._linalg _C._nested _C._nn _C._sparse _C._special _decomp
+    _dynamo _functorch _higher_order_ops _jit_internal _library _lowrank _ops _prims _prims_common _refs
+    _subclasses _tensor _tensor_str _utils _VF _compile amp autograd autocast_mode compiler cuda.amp
+    distributions fft func functional fx jit library linalg masked nested nn overrides profiler return_types
+    sparse special storage types utils._contextlib utils._device utils._pytree utils._python_dispatch
+    utils.checkpoint utils.hooks utils.weak
+""")
+"""Modules of torch that take and give tensors, and contexts."""
+
+_OF_TORCH = _names("""
+    _check _check_is_size _check_index _check_value _check_type _check_tensor_all _get_tracing_state
+    _has_torch_function _has_torch_function_unary _has_torch_function_variadic _is_tracing _log_api_usage_once
+    _set_grad_enabled compile is_available is_grad_enabled is_storage is_tensor sym_float sym_int sym_ite
+    sym_max sym_min sym_not sym_sum typename vmap wait
+""")
+"""Functions of torch itself that do; modes of gradients are followed."""
+
+_KNOWN_KINDS: frozenset[Any] = frozenset((
+    *(type, bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice),
+    *(tuple, list, dict, set, frozenset, deque, OrderedDict, defaultdict, partial, itertools.count, BaseException),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, types.CodeType),
+    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.CellType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ModuleType, types.MappingProxyType),
+    *(types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super, re.Pattern, re.Match),
+    *(random.Random, random.Random.__base__, torch._C.TensorBase, torch.Generator, torch.Size, torch.dtype),
+    *(torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.finfo.__base__),
+    *(torch._C._FunctionBase, types.SimpleNamespace),
+    *(np.ndarray, np.generic, np.dtype, np.ufunc, np.random.RandomState, np.random.Generator),
+))  # fmt: skip
+_OWN = ("__dict__", "__weakref__")
+_SLOTS_OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType)
+
+
+class _Side(Enum):
+    """Whose code a frame runs: it is a user's, does what that asks for, or is not looked into."""
+
+    USER = "user"
+    PASSES = "passes"
+    KEPT = "kept"
+
+
+@contextmanager
+def asking_elsewhere() -> Iterator[list[str]]:
+    """A context that gives what users' code calls on this thread that is not plain, and where, each once.
+
+    The profile function of this thread is put back afterwards; a context in another hears alone.
+    """
+    before, heard = sys.getprofile(), _Calls()
+    sys.setprofile(heard)
+    try:
+        yield heard.found
+    finally:
+        sys.setprofile(before)
+
+
+def has_known_content(thing: object) -> bool:
+    """Whether what is in an object can be compared: by its kind alone, not by what is in it.
+
+    It can of plain values, containers, functions, tensors, arrays, generators of numbers, modules, and of objects of
+    classes of Python that hold nothing else; not of iterators, weak references, buffers, locks, or compiled functions.
+    """
+    return isinstance(thing, type) or _is_known(type(thing))
+
+
+def only_tells(thing: object) -> bool:
+    """Whether an object is there to tell something, so that what is in it steers nothing."""
+    return isinstance(thing, Logger)
+
+
+def _is_known(kind: type) -> bool:
+    of_c = (base for base in kind.__mro__ if _is_of_c(base) and base is not object)
+    return all(not _KNOWN_KINDS.isdisjoint(base.__mro__[:-1]) for base in of_c)
+
+
+def _is_of_c(kind: type) -> bool:
+    """Whether a class is written in C: it has functions of C that are its own."""
+    return any(
+        isinstance(held, _SLOTS_OF_C) and held.__objclass__ is kind
+        for key, held in vars(kind).items()
+        if key not in _OWN
+    )
+
+
+class _Calls:
+    """A profile function that notes what is asked elsewhere."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._sides: dict[str, _Side] = {}
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call":
+            name, caller = _asked_of_c(called), frame
+        elif event == "call" and frame.f_back is not None:
+            name, caller = _asked_of_python(frame), frame.f_back
+        else:
+            return
+        if name and (user := self._user(caller)) is not None:
+            text = f"{name} ({Path(user.f_code.co_filename).name}, line {user.f_lineno})"
+            self.found += [] if text in self.found else [text]
+
+    def _user(self, frame: FrameType | None) -> FrameType | None:
+        """Return the frame of a user's code that a frame does something for; None: nobody's."""
+        while frame is not None and (side := self._side(_module_of(frame))) is not _Side.KEPT:
+            if side is _Side.USER:
+                return frame
+            frame = frame.f_back
+        return None
+
+    def _side(self, module: str) -> _Side:
+        if module not in self._sides:
+            library = _Side.PASSES if _top(module) in _PLAIN_MODULES else _Side.KEPT
+            self._sides[module] = library if is_library_module(module) else _Side.USER
+        return self._sides[module]
+
+
+def _asked_of_python(frame: FrameType) -> str:
+    """Return what is called that is not plain, in words, where a function of Python begins; empty: it is plain."""
+    module, name = _module_of(frame), frame.f_code.co_name
+    if not _is_judged(module, name) or name == "__del__" or module.startswith("importlib._bootstrap"):
+        return ""
+    called = f"{module}.{frame.f_code.co_qualname}".replace("os._Environ", "os.environ")
+    return called.rpartition(".")[0] if name.startswith("__") else called
+
+
+def _asked_of_c(function: Any) -> str:
+    """Return what is called that is not plain, in words, where a function of C is called; empty: it is plain."""
+    module, name, owner = function.__module__, function.__qualname__, function.__self__
+    if module is None:
+        kind = owner if isinstance(owner, type) else type(owner)
+        return "" if _is_known(kind) else f"{kind.__module__}.{name}"
+    if module == "builtins":
+        return name if name in _NOT_PLAIN else ""
+    is_users = not is_library_module(module)
+    is_asked = _is_judged(module, name.rpartition(".")[2]) and not name.startswith("_VariableFunctionsClass.")
+    return f"{module}.{name}" if is_users or is_asked else ""
+
+
+def _is_judged(module: str, name: str) -> bool:
+    """Whether a function of a library is none that is plain; those of installed packages are."""
+    top, _, inner = module.partition(".")
+    if top != "torch":
+        return top in sys.stdlib_module_names and top not in _PLAIN_MODULES and top not in _TELLING
+    parts = inner.split(".")
+    return name not in _OF_TORCH and not any(".".join(parts[:count]) in _TORCH for count in range(1, len(parts) + 1))
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
