@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -344,10 +345,10 @@ class Transport(ABC):
         return 0
 
     def _sender(self, peer: int, tag: int, label: Label) -> Callable[[Tensor], Work]:
-        return lambda tensor: self._send(tensor, peer, tag, label)
+        return partial(self._send, peer=peer, tag=tag, label=label)
 
     def _receiver(self, buffer: Tensor, peer: int, tag: int, label: Label, room: Tensor | None) -> Callable[[], Work]:
-        return lambda: self._recv(buffer, peer, tag, label)
+        return partial(self._recv, buffer, peer, tag, label)
 
     def host_link(self) -> HostLink:
         """Return the link between the memory of this rank's device and its host's."""

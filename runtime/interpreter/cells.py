@@ -212,7 +212,11 @@ class Cells:
             works, cell.sent = cell.sent[0], None
             said = self._waits.cell
             said.memory[said.at] = cell.send_said
-            self._waits.wait(works, index)
+            if self._waits.recorder is None:
+                for work in works:
+                    work.wait()
+            else:
+                self._waits.wait(works, index)
             said.memory[said.at] = NOTHING
 
     def settle(self) -> None:

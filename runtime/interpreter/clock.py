@@ -7,7 +7,7 @@ has a time only when the work before it is done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,56 +21,59 @@ Stamp = Any
 
 
 class Clock:
-    """Adds up the time a rank computes, in seconds."""
+    """Adds up the time a rank computes, in seconds: who computes notes the moments before and after.
+
+        note, now = clock.note, clock.now
+        note(now()); …; note(now())
+
+    Attributes:
+        now: gives a moment.
+        note: notes one, before and after each stretch of computation.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: deque[tuple[torch.Event, torch.Event]] | None = deque() if is_accelerator(device) else None
+        self._device, self._is_on_host, self._is_off = device, not is_accelerator(device), False
+        self._moments: list[Any] = []
+        self._events: deque[tuple[torch.Event, torch.Event]] = deque()
         self._seconds = 0.0
-        self._since = 0.0
-        self._began: torch.Event | None = None
-        self._is_off = False
+        self.note: Callable[[Any], object] = self._moments.append
+        self.now: Callable[[], Any] = now_s if self._is_on_host else self._event
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """A context in which nothing counts, and no event is made."""
-        self._is_off = True
+        noted, self._is_off = len(self._moments), True
         try:
             yield
         finally:
             self._is_off = False
+            del self._moments[noted:]
 
-    def start(self) -> None:
-        """Begin a stretch of computation."""
-        if self._is_off:
-            return
-        if self._events is None:
-            self._since = now_s()
+    def add_up(self) -> None:
+        """Add up what was noted; of a stretch that ended in an error there is only the beginning, which goes."""
+        moments = self._moments
+        if self._is_on_host:
+            self._seconds += sum(moments[1::2]) - sum(moments[: len(moments) // 2 * 2 : 2])
         else:
-            self._began = timing_event(self._device)
-
-    def stop(self) -> None:
-        """End the stretch that `start` began."""
-        if self._is_off:
-            return
-        if self._events is None:
-            self._seconds += now_s() - self._since
-        elif self._began is not None:
-            self._events.append((self._began, timing_event(self._device)))
+            self._events.extend(zip(moments[::2], moments[1::2], strict=False))
             while self._events and self._events[0][1].query():
-                self._add_oldest(self._events)
+                self._add_oldest()
+        moments.clear()
 
     def read_s(self) -> float:
         """Return the seconds since the last reading; on a GPU this waits for the work to end."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            while self._events:
-                self._add_oldest(self._events)
+        self.add_up()
+        while self._events:
+            self._events[0][1].synchronize()
+            self._add_oldest()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _add_oldest(self, events: deque[tuple[torch.Event, torch.Event]]) -> None:
-        begin, end = events.popleft()
+    def _event(self) -> torch.Event | None:
+        return None if self._is_off else timing_event(self._device)
+
+    def _add_oldest(self) -> None:
+        begin, end = self._events.popleft()
         self._seconds += begin.elapsed_time(end) / 1000
 
 
@@ -79,12 +82,7 @@ class NoClock(Clock):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-
-    def start(self) -> None:
-        """Leave it to the other clock."""
-
-    def stop(self) -> None:
-        """Leave it to the other clock."""
+        self.note = deque[Any](maxlen=0).append
 
 
 class TraceClock(Protocol):

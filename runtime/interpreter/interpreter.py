@@ -123,6 +123,7 @@ class Interpreter:
         self._marks = [place for place, _, _, _ in places]
         self._publisher = state.messages.transport.publisher
         self._calls = [call for _, _, _, call in places]
+        self._calls_of_full = [getattr(call, "if_none_is_empty", call) for call in self._calls]
         if recorder is not None:
             recorder.forget_calls()
         self._recorded = self.watched(recorder) if recorder else []
@@ -161,7 +162,7 @@ class Interpreter:
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
-        self._walk(calls or self._calls)
+        self._walk(calls or (self._calls if self.state.current.units.empty else self._calls_of_full))
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = None

@@ -117,7 +117,7 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
     tags, buffers, transport = _tags(state, value), state.buffers, state.transport
     labels = _labels(state, value, posting.index)
     cell.comes_by(posting.index)
-    places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
+    places, index, is_one = list(zip(kinds, posting.slots, strict=True)), posting.index, len(tags) == 1
 
     def bind(shape: UnitShape) -> BoundReceive:
         specs = shape.cargo.specs(value)
@@ -138,7 +138,7 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
         if bound is None or bound.shape is not shape or bound.generation != buffers.generation:
             bound = bind(shape)
         cell.value = bound.tensors
-        cell.works = [post() for post in bound.posts]
+        cell.works = (bound.posts[0](),) if is_one else [post() for post in bound.posts]
 
     bind(state.shape)
     return run

@@ -73,6 +73,10 @@ class RunOptions:
         return {"the loss function": self.loss_fn, **{f"metric {name!r}": m for name, m in self.metrics.items()}}
 
 
+ONLY = (0,)
+"""The numbers of a backward's outputs, where there is one."""
+
+
 class Start(NamedTuple):
     """Where a backward starts: the edges of outputs, whose gradients come from elsewhere, then those of losses.
 
@@ -85,7 +89,9 @@ class Start(NamedTuple):
 
     def gradients(self, of_outputs: Outputs) -> Outputs:
         """Return the gradients of all roots, of which those of outputs have come."""
-        return (*[of_outputs[number] for number in self.numbers], *self.ones)
+        if not self.ones and self.numbers == ONLY:
+            return of_outputs[:1]
+        return (*[of_outputs[number] for number in self.numbers], *self.ones) if self.numbers else self.ones
 
     def with_loss(self, loss: Tensor, scale: float) -> Start:
         """Return a start at `loss` as well, times `scale`, if it has a gradient."""
@@ -249,6 +255,7 @@ class RankState:
 
     def begin(self, batch: Batch) -> None:
         """Start a step on `batch`."""
+        self.compute.clock.add_up()
         self.cells.settle()
         self.current.batch = batch
         accumulates = self.flows.trains and not self.current.last

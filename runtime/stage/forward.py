@@ -68,13 +68,21 @@ class Chain:
             given, extras = self._copied.of(given, extras)
         first = given[0] if self._tree is None else self._tree().build(given[:width])
         beside = {**extras, **dict(zip(self._arriving, given[width:], strict=True))} if self._arriving else extras
-        output, riders, total = self._through(first, beside)
+        outputs, total = self._through((first,), beside)
         if self._leaves_tree:
+            output, *riders = outputs
             return (*self._tensors_of(output), *riders), total
-        return (output, *riders), total
+        return outputs, total
 
-    def _run(self, activation: Any, beside: Extras) -> tuple[Any, Sequence[Tensor], Tensor | None]:
-        """Return the last block's output, what rides along behind it, and the sum of the auxiliary losses."""
+    @property
+    def direct(self) -> Run:
+        """What does the same as the chain, without its preparations where there is nothing to prepare."""
+        prepares = self._copied is not None or self._tree is not None or self._arriving or self._leaves_tree
+        return self if prepares else self._through
+
+    def _run(self, given: Outputs, beside: Extras) -> tuple[Outputs, Tensor | None]:
+        """Return the last block's output and what rides along behind it, and the sum of the auxiliary losses."""
+        activation: Any = given[0]
         total: Tensor | None = None
         for block, accepts in self._blocks:
             if beside:
@@ -88,7 +96,7 @@ class Chain:
             beside = {**beside, **fresh} if fresh else beside
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
-        return activation, [beside[name] for name in self._names] if self._names else (), total
+        return (activation, *[beside[name] for name in self._names]) if self._names else (activation,), total
 
     def _tensors_of(self, output: object) -> Tensors:
         """Return the tensors of what leaves; raises `MisfitError` unless it is built as the ranks agreed."""
@@ -182,7 +190,8 @@ class StageForward:
                 None if end == len(parcels) else parcels[end - 1],
                 copied=copied_in(range(first, end), parcels, arriving, skips),
             )
-            made = self.draws.keyed(chain_of(compiled=False), chain_of(compiled=True) if compiled else None)
+            plain = chain_of(compiled=False).direct
+            made = self.draws.keyed(plain, chain_of(compiled=True).direct if compiled else None)
             if any(parcels[number].records for number in some):
                 made = partial(_run_recorded, made)
             if dropped and end == len(parcels):
@@ -192,6 +201,8 @@ class StageForward:
         self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
         """What runs the stage, where nothing of it is recomputed."""
+        self.plain: Run | None = getattr(self.whole, "plain", None)
+        """The same, where blocks draw nothing."""
 
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
         """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""

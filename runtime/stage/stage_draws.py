@@ -49,6 +49,10 @@ class StageDraws:
         blocks: by number.
         sliced: block number → the ranks over which the tokens are sliced that it is given, if they are.
         beside: another mode that the blocks always run in, and are not compiled for.
+
+    Attributes:
+        may_draw: whether blocks draw, or may, by what is known of the steps so far.
+        alarms: how many the masks had then: blocks want their unit, too, where there have been others since.
     """
 
     def __init__(
@@ -58,22 +62,17 @@ class StageDraws:
         sliced: Callable[[int], Group | None],
         beside: TorchFunctionMode | None = None,
     ) -> None:
-        self._beside = beside
-        self._masks, self._blocks, self._sliced = masks, blocks, sliced
+        self.beside, self.masks = beside, masks
+        self._blocks, self._sliced = blocks, sliced
         self._drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         self._mode = None if all(map(is_built_in, blocks.values())) else self._watch()
         self._since: int | None = None
         self._is_compiled = False
-        self._alarms = masks.alarms
+        self.alarms, self.may_draw = masks.alarms, self._drops or self._mode is not None
 
     def _watch(self) -> KeyedDraws:
         apart = [layer.experts for block in self._blocks.values() for layer in mixtures(block).values()]
-        return KeyedDraws(self._masks, self._blocks, self._sliced, apart)
-
-    @property
-    def want_unit(self) -> bool:
-        """Whether blocks draw, or may."""
-        return self._drops or self._mode is not None or self._alarms != self._masks.alarms
+        return KeyedDraws(self.masks, self._blocks, self._sliced, apart)
 
     @property
     def have_drawn(self) -> bool:
@@ -88,9 +87,11 @@ class StageDraws:
         return self._mode is not None and self._mode.has_drawn
 
     def keyed(self, run: Run, compiled: Run | None) -> Run:
-        """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing."""
+        """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing.
 
-        fast, beside = run if compiled is None or self._beside is not None else compiled, self._beside
+        Its attribute `plain` runs them where they are given no unit.
+        """
+        fast, beside = run if compiled is None or self.beside is not None else compiled, self.beside
         self._is_compiled = self._is_compiled or compiled is not None
 
         def keyed(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
@@ -102,45 +103,48 @@ class StageDraws:
                     return fast(given, extras)
                 self._settle(unit)
                 extras = {name: extra for name, extra in extras.items() if name != UNIT}
-                with self._masks.of(unit):
+                with self.masks.of(unit):
                     if self._mode is None:
                         return fast(given, extras)
                     with self._mode:
                         return run(given, extras)
 
+        keyed.plain = fast if beside is None else None  # type: ignore[attr-defined]
         return keyed
 
     def again(self, unit: Unit | None) -> AbstractContextManager[object] | None:
         """Return the context, if any, for the backward of a unit, which may run parts of the forward again."""
         if unit is None:
-            return self._beside
-        if self._beside is None and self._mode is None:
-            return self._masks.again(unit)
+            return self.beside
+        if self.beside is None and self._mode is None:
+            return self.masks.again(unit)
         return self._again_in_modes(unit)
 
     @contextmanager
     def _again_in_modes(self, unit: Unit) -> Iterator[None]:
-        with self._beside or _NOTHING, self._masks.again(unit), self._mode or _NOTHING:
+        with self.beside or _NOTHING, self.masks.again(unit), self._mode or _NOTHING:
             yield
 
     def _settle(self, unit: Unit) -> None:
         """Stop watching where nothing was drawn in the first step; begin again where something was drawn since."""
-        if self._alarms != self._masks.alarms:
-            self._alarms, self._since = self._masks.alarms, None
+        if self.alarms != self.masks.alarms:
+            self.alarms, self._since = self.masks.alarms, None
             self._mode = self._mode or self._watch()
+            self.may_draw = True
         if self._mode is None:
             return
         if self._since is None:
             self._since = unit.step
         elif self._since != unit.step and not self._mode.has_drawn:
             self._mode = None
+            self.may_draw = self._drops
         elif self._since == unit.step - 1 and self._is_compiled:
             _logger.warning(
                 "blocks %s draw random numbers other than by nn.Dropout, and are not compiled",
                 ", ".join(map(str, self._blocks)),
             )
             self._since = -1
-        elif self._since == unit.step - 1 and self._alarms:
+        elif self._since == unit.step - 1 and self.alarms:
             numbers = ", ".join(map(str, self._blocks))
             _logger.warning(
                 "blocks %s draw random numbers since step %d, and did not in the first; those of that step had no key "

@@ -7,7 +7,7 @@ saved ──▶ autograd ──▶ ∂input ──▶ cells: the stage before
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -25,19 +25,21 @@ from .forward import bind_fwd, parts_of, unless_empty
 
 Call = Callable[[], None]
 
+_NOTHING = nullcontext()
+
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
     """Run again what the forward dropped."""
     (checkpoint,) = state.flows.taken(instruction, Kind.CHECKPOINT)
     (made,) = state.flows.made(instruction, Kind.SAVED)
-    clock, saved = state.clock, state.saved
+    note, now, saved = state.clock.note, state.clock.now, state.saved
 
     def run() -> None:
-        clock.start()
+        note(now())
         kept = saved[made] = saved.pop(checkpoint)
         for rerun in kept.reruns:
             rerun.again()
-        clock.stop()
+        note(now())
 
     return unless_empty(state, instruction, run)
 
@@ -63,18 +65,19 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
     waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
     sides = bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward)
     both = state.overlaps.pair(*sides, (forward.stage, backward.stage))
-    clock, current, units = state.clock, state.current, {forward.microbatch, backward.microbatch}
+    note, now = state.clock.note, state.clock.now
+    current, units = state.current, {forward.microbatch, backward.microbatch}
 
     def run() -> None:
         for wait in waits:
             wait()
-        clock.start()
+        note(now())
         if current.units.empty.isdisjoint(units):
             both()
         else:
             for side in sides:
                 side()
-        clock.stop()
+        note(now())
 
     return run
 
@@ -115,15 +118,16 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
     """Compute what was put off, and add it up; in the stage's last one, gradients start to be reduced."""
     (taken,) = state.flows.taken(instruction, Kind.PENDING)
-    hooks, clock, pending, stage = state.gradients.hooks, state.clock, state.pending, instruction.stage
+    hooks, pending, stage = state.gradients.hooks, state.pending, instruction.stage
+    note, now = state.clock.note, state.clock.now
     drain = hooks.drain
     if state.flows.is_last_backward(instruction) and not state.flows.plan.layout.twins(stage):
         drain = partial(hooks.drain_last, stage)
 
     def run() -> None:
-        clock.start()
+        note(now())
         drain(pending.pop(taken))
-        clock.stop()
+        note(now())
 
     return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
 
@@ -145,27 +149,24 @@ def _backward(
     back = parts_of(state, made, forward.arriving)
     give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
-    clock, saved, again = state.clock, state.saved, forward.draws.again
+    note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
 
     def run(around: AbstractContextManager[object] | None) -> None:
         gradients = () if take is None else take()
         if arrive is not None:
             arrive()
-        clock.start()
+        note(now())
         given, start, _, unit = saved.pop(kept_as)
-        contexts = [context for context in (around, again(unit)) if context is not None]
-        if not contexts:
+        if around is None and unit is None and draws.beside is None:
             run_backward(start.roots, start.gradients(gradients))
         else:
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
+            with around or _NOTHING, draws.again(unit) or _NOTHING:
                 run_backward(start.roots, start.gradients(gradients))
         if give is not None:
             give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
         if forget is not None:
             forget()
-        clock.stop()
+        note(now())
 
     return run
 

@@ -32,23 +32,24 @@ from ...stage.cargo import TakenSkips
 from ...stage.forward import UNIT, Extras, Outputs, apart
 from ...steps.explain import called
 from ..cells import Cell, Parts
-from ..rank_state import ComputeState, Saved, Start
+from ..rank_state import ONLY, ComputeState, Saved, Start
 
 _logger = logging.getLogger(__name__)
 
 Call = Callable[[], None]
 
-ONLY, NOWHERE = (0,), Start()
+NOWHERE = Start()
 
 
 def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call) -> Call:
-    """Return `call` so that a unit without samples is passed over."""
+    """Return `call` so that a unit without samples is passed over; in a step without such, `call` will do."""
     current, unit = state.current, instruction.microbatch
 
     def run() -> None:
         if unit not in current.units.empty:
             call()
 
+    run.if_none_is_empty = call  # type: ignore[attr-defined]
     return run
 
 
@@ -75,8 +76,9 @@ def _bind_training(
 ) -> Call:
     """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
-    clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
+    take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
+    with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
+    saved, losses, whole, plain = state.saved, state.tally.auxiliary, forward.whole, forward.plain
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
     place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
@@ -88,13 +90,20 @@ def _bind_training(
 
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
-        clock.start()
+        note(now())
         if take is not None:
             given = tuple(map(leaf, given))
         reruns: list[Rerun] = []
-        versions, extras = skips and skips.versions(given), extras_of(given)
+        extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
+        want_unit = draws.may_draw or draws.alarms != draws.masks.alarms
+        if want_unit:
+            extras = with_unit(extras)
+        versions = skips and skips.versions(given)
         activations = host.activations(stores.get(store)) if moves else None
-        if activations is None:
+        if activations is None and plain is not None and not want_unit:
+            outputs, auxiliary = plain(given, extras)
+            start = finish(outputs)
+        elif activations is None:
             start, auxiliary = compute(given, extras, reruns)
         else:
             with activations.saving():
@@ -109,7 +118,7 @@ def _bind_training(
             start = start.with_loss(auxiliary, state.scale.value)
             losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
-        clock.stop()
+        note(now())
         if activations is not None:
             host.leave(kept, activations, given if take is not None else ())
 
@@ -154,9 +163,9 @@ def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
     """Run a forward of which nothing is kept."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
-    clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
-
+    take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
+    with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
+    losses, place = state.tally.auxiliary, _place_of_loss(state, instruction)
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
 
     def conclude(output: Any, given: Outputs) -> None:
@@ -167,9 +176,11 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
-        clock.start()
+        note(now())
         versions = skips and skips.versions(given)
-        outputs, auxiliary = forward(given, extras_of(given), [])
+        extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
+        extras = with_unit(extras) if draws.may_draw or draws.alarms != draws.masks.alarms else extras
+        outputs, auxiliary = forward(given, extras, [])
         if skips and versions:
             skips.require_unchanged(given, versions)
         if auxiliary is not None:
@@ -178,7 +189,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
             finish(tuple([apart(output.detach(), given) for output in outputs]))
         else:
             conclude(outputs[0], given)
-        clock.stop()
+        note(now())
 
     return run
 
@@ -213,16 +224,19 @@ def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts
     return [(value, state.cargo.places(value, row)) for value in values]
 
 
-def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
-    """Return what gives a stage its extras: of the unit, keys and values before its slice, its context, targets."""
+def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras] | None:
+    """Return what gives a stage its extras: of the unit, keys and values before its slice, its context, targets.
+
+    None where they are those of the unit alone.
+    """
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
     if state.forwards[stage].takes_targets:
-        extras_of = _extras_of_unit(state, instruction)
+        extras_of = _extras_of_unit(state, instruction) or (lambda given: current.batch.extras[unit])
         return lambda given: {**extras_of(given), TARGETS: current.batch.targets[unit]}
     return _extras_of_unit(state, instruction)
 
 
-def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
+def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras] | None:
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
     slices, stores = state.flows.plan.schedule.slices, state.stores
     if state.shape.context is not None:
@@ -234,7 +248,7 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 
         return with_context
     if slices == 1:
-        return lambda given: current.batch.extras[unit]
+        return None
     microbatch, number = divmod(unit, slices)
     key, token_shards = (stage, microbatch), state.token_shards.get(stage, 1)
 
@@ -247,25 +261,21 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
     return extras
 
 
-def _with_unit(
-    state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
-) -> Callable[[Outputs], Extras]:
-    """Return what adds to the extras which unit it is, where blocks draw; an evaluation has numbers of its own."""
-    draws, current, trains = state.forwards[instruction.stage].draws, state.current, state.flows.trains
+def _with_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], Extras]:
+    """Return what adds to the extras which unit it is, for blocks that draw; an evaluation has numbers of its own."""
+    current, trains = state.current, state.flows.trains
     slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device
 
-    def extras(given: Outputs) -> Extras:
-        if not draws.want_unit:
-            return extras_of(given)
+    def with_unit(extras: Extras) -> Extras:
         shape, samples = current.units.shapes[unit], current.units.samples[unit]
         assert shape is not None
         step = current.number if trains else -1 - current.number
         positions = shape.positions(unit % slices, slices, device)
         before = current.samples_before
         samples = range(before + samples.start, before + samples.stop)
-        return {**extras_of(given), UNIT: Unit(step, samples, positions)}
+        return {**extras, UNIT: Unit(step, samples, positions)}
 
-    return extras
+    return with_unit
 
 
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
@@ -274,6 +284,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(parts_of(state, made, parcel))
     only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
+    known, agreed = state.shape, state.shape.cargo.outputs_of(stage)
 
     def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.of(output) for output in outputs]
@@ -285,9 +296,11 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
             )
 
     def hand_on(outputs: Outputs) -> Start:
+        nonlocal known, agreed
         output, shape = outputs[0], current.units.shapes[unit]
-        assert shape is not None
-        agreed = shape.cargo.outputs_of(stage)
+        if shape is not known:
+            assert shape is not None
+            known, agreed = shape, shape.cargo.outputs_of(stage)
         spec = agreed.output.tensors[0]
         if only_one and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
             cell.value = (output.detach(),)

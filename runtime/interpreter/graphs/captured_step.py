@@ -77,9 +77,9 @@ class CapturedStep:
         is_compared = self._replays in (1, next_moment(self._compared))
         before = [tensor.detach().clone() for tensor in self._changing] if is_compared else []
         self._interpreter.announce()
-        self._clock.start()
+        self._clock.note(self._clock.now())
         self._graph.replay()
-        self._clock.stop()
+        self._clock.note(self._clock.now())
         figures, table, excuse = self._figures.clone(), self._table.clone(), ""
         if is_compared:
             found = self._numbers(figures, table)

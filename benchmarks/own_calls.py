@@ -1,0 +1,108 @@
+"""Calls of this package's own functions in one steady training step, by file: what the software of a step is made of.
+
+quintsched   one step of 1F1B on rank 0 of pp=2,dp=2, four microbatches, four linear blocks, clipping, AdamW
+counted      call events of `sys.setprofile` in files of the package, in all threads of the rank
+before, between, after    the first instruction that computes, up to the last, and from there on
+
+python benchmarks/own_calls.py            the sums
+python benchmarks/own_calls.py --files    and how many are in each file
+python benchmarks/own_calls.py --order    every call, in order
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.runtime import Engine, run_local
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN = tuple(f"{ROOT / name}{os.sep}" for name in ("quintsched", "runtime"))
+STEPS, WIDTH, SAMPLES, MICROBATCHES = 4, 8, 16, 4
+
+Call = tuple[str, str]
+"""The file, from the root, and the name of a function."""
+
+
+@contextmanager
+def counting(calls: list[Call]) -> Iterator[None]:
+    """Note the calls of own functions of this thread, and of threads that it starts."""
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OWN):
+            path = Path(os.path.realpath(frame.f_code.co_filename)).relative_to(ROOT)
+            calls.append((str(path), frame.f_code.co_qualname))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def calls_of_a_step(steps: int = STEPS, **more: Any) -> list[Call]:
+    """Return the own calls of the last of some steps, in order."""
+    plan = qs.compile("1f1b", mesh="pp=2,dp=2", microbatches=MICROBATCHES)
+    calls: list[Call] = []
+
+    def rank(transport: Any) -> None:
+        blocks = [lambda: nn.Linear(WIDTH, WIDTH)] * 4
+        adam = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
+        engine = Engine(plan, blocks, F.mse_loss, adam, clip=1.0, transport=transport, **more)
+        for step in range(steps):
+            inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
+            if step == steps - 1 and transport.rank == 0:
+                with counting(calls):
+                    engine.step(inputs, targets)
+            else:
+                engine.step(inputs, targets)
+
+    run_local(plan.mesh.size, rank)
+    return calls
+
+
+def parts_of(calls: list[Call]) -> tuple[int, int, int]:
+    """Return how many calls are before the first instruction that computes, up to the last one, and after it."""
+    computing = [place for place, (_, name) in enumerate(calls) if name.startswith(FIRST)]
+    last = max(place for place, (_, name) in enumerate(calls) if name.startswith(LAST))
+    return computing[0], last - computing[0], len(calls) - last
+
+
+FIRST, LAST = "ForwardPass.", "BackwardPass."
+"""How the names of the functions begin that compute instructions."""
+
+
+def main() -> None:
+    """Print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", action="store_true", help="how many calls are in each file")
+    parser.add_argument("--order", action="store_true", help="every call, in order")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    calls = calls_of_a_step()
+    if arguments.order:
+        for path, name in calls:
+            print(f"{path:<60}{name}")
+    if arguments.files:
+        for path, number in Counter(path for path, _ in calls).most_common():
+            print(f"{number:>6}  {path}")
+    print(f"{len(calls)} own calls in {len({path for path, _ in calls})} files")
+
+
+if __name__ == "__main__":
+    main()
