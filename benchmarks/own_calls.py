@@ -77,14 +77,9 @@ def calls_of_a_step(steps: int = STEPS, **more: Any) -> list[Call]:
 
 
 def parts_of(calls: list[Call]) -> tuple[int, int, int]:
-    """Return how many calls are before the first instruction that computes, up to the last one, and after it."""
-    computing = [place for place, (_, name) in enumerate(calls) if name.startswith(FIRST)]
-    last = max(place for place, (_, name) in enumerate(calls) if name.startswith(LAST))
-    return computing[0], last - computing[0], len(calls) - last
-
-
-FIRST, LAST = "ForwardPass.", "BackwardPass."
-"""How the names of the functions begin that compute instructions."""
+    """Return how many calls are before the first forward, from there to the last backward, and after it."""
+    computing = [place for place, (path, _) in enumerate(calls) if path.startswith("runtime/interpreter/compute")]
+    return computing[0], computing[-1] - computing[0], len(calls) - computing[-1]
 
 
 def main() -> None:
@@ -101,6 +96,8 @@ def main() -> None:
     if arguments.files:
         for path, number in Counter(path for path, _ in calls).most_common():
             print(f"{number:>6}  {path}")
+    before, between, after = parts_of(calls)
+    print(f"{before} before the first forward, {between} to the last backward, {after} after it")
     print(f"{len(calls)} own calls in {len({path for path, _ in calls})} files")
 
 

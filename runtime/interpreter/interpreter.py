@@ -225,4 +225,6 @@ class PreparedStep:
     @property
     def given_targets(self) -> list[Any]:
         """The targets of the units that have samples, as far as the rank has them."""
+        if not self.units.empty:
+            return list(self.batch.targets)
         return [some for unit, some in enumerate(self.batch.targets) if unit not in self.units.empty]

@@ -76,9 +76,10 @@ class Stage(nn.Module):
         """Whether a module or a parameter is another one than when all were looked through; cheap, for every step."""
         if not self._approved:
             return True
-        return any(
-            len(found) != len(before) or not all(map(is_, found.values(), before)) for found, before in self._approved
-        )
+        for found, before in self._approved:
+            if len(found) != len(before) or not all(map(is_, found.values(), before)):
+                return True
+        return False
 
     def _look_through(self, known: Container[nn.Parameter]) -> None:
         for name, parameter in self.named_parameters():

@@ -212,7 +212,7 @@ class RankModel:
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
             self.marks.note(given, needed, extras)
-            self._publish({kind: tree for kind, tree in given.items() if self.marks.has_noted(kind)})
+            self._publish(*[tree if self.marks.has_noted(kind) else None for kind, tree in given.items()])
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
             self.same_data.require(compared, extras)
@@ -224,14 +224,14 @@ class RankModel:
         if it is no place holder.
         """
         self._transport.publisher.begin_batch()
-        self._publish({"inputs": inputs} if self.needs_inputs else {})
-        self._publish({"targets": targets} if self.needs_targets else {})
+        self._publish(inputs if self.needs_inputs else None, targets if self.needs_targets else None)
         return partial(self.compare, plan, inputs, targets, extras)
 
-    def _publish(self, given: Mapping[str, Any]) -> None:
-        samples, length = shape_of(given.get("inputs"))
-        rows, _ = shape_of(given.get("targets"))
-        self._transport.publisher.note_given(samples, length, rows)
+    def _publish(self, inputs: Any, targets: Any) -> None:
+        samples, length = (0, 0) if inputs is None else shape_of(inputs)
+        rows = 0 if targets is None else shape_of(targets)[0]
+        if samples or length or rows:
+            self._transport.publisher.note_given(samples, length, rows)
 
     @property
     def expert_shares(self) -> str | None:

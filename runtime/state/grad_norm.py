@@ -76,7 +76,7 @@ class GradNorm:
             if not self._sharded:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
-        figures = torch.stack([square, *(n.to(square.device, non_blocking=True) for n in beside)])
+        figures = torch.stack([square, *[n.to(square.device, non_blocking=True) for n in beside]])
         if row is not None:
             figures = torch.cat([figures, row])
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
@@ -136,9 +136,9 @@ class AbsentGradients:
 
     def suspects(self) -> Tensor:
         """Return how many parameters look as if no gradient had come: 0-dimensional, float64."""
-        lacking = (bucket for bucket in self._buckets if bucket.may_lack and len(bucket.firsts))
-        firsts = [bucket.shard.index_select(0, bucket.firsts) for bucket in lacking]
-        self.forget()
+        lacking = [bucket for bucket in self._buckets if bucket.may_lack and len(bucket.firsts)]
+        firsts = [bucket.shard.index_select(0, bucket.firsts) for bucket in lacking] if lacking else ()
+        self._found.clear()
         return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
 
     def find(self) -> None:

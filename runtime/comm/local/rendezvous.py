@@ -18,7 +18,7 @@ wait for each other is refused as soon as it closes, be it through two groups or
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -46,11 +46,14 @@ class Collective:
 
     def fits(self, other: Collective) -> bool:
         """Say whether these two can meet."""
-        return self._is_alike() == other._is_alike()
-
-    def _is_alike(self) -> tuple[object, ...]:
-        shape = self.tensor.shape[1:] if self.sent else self.tensor.shape
-        return self.kind, self.detail, len(self.sent), shape, self.tensor.dtype
+        mine, theirs, since = self.tensor, other.tensor, 1 if self.sent else 0
+        return (
+            self.kind == other.kind
+            and self.detail == other.detail
+            and len(self.sent) == len(other.sent)
+            and mine.shape[since:] == theirs.shape[since:]
+            and mine.dtype == theirs.dtype
+        )
 
     def __str__(self) -> str:
         detail = self.detail.value if isinstance(self.detail, ReduceOp) else self.detail
@@ -77,17 +80,10 @@ class Meeting:
     then: dict[int, Meeting] = field(default_factory=dict)
     arrival_s: float | None = None
 
-    @property
-    def may_be_held(self) -> bool:
-        """Whether all members are there, and none has another meeting before this one."""
-        return len(self.brought) == len(self.group[1]) and not self.after
-
     def hold(self, arrival_s: float) -> None:
         """Combine what all members brought and give each its result, which is there at a time of `now_s`."""
-        members = [self.brought[rank] for rank in self.group[1]]
-        for (_, output), result in zip(
-            members, self.distribute([collective for collective, _ in members]), strict=True
-        ):
+        collectives, outputs = zip(*map(self.brought.__getitem__, self.group[1]), strict=True)
+        for output, result in zip(outputs, self.distribute(list(collectives)), strict=True):
             output.copy_(result)
         self.brought.clear()
         self.arrival_s = arrival_s
@@ -148,7 +144,8 @@ class Meetings:
             self._queue(rank, meeting)
         issued[group] = number + 1
         meeting.brought[rank] = (collective, output)
-        return meeting, list(self._hold(meeting))
+        is_complete = len(meeting.brought) == len(group[1]) and not meeting.after
+        return meeting, self._hold(meeting) if is_complete else []
 
     def _queue(self, rank: int, meeting: Meeting) -> None:
         """Put a meeting behind the latest of the rank that is not held yet; raises `MisfitError` for a circle."""
@@ -160,23 +157,21 @@ class Meetings:
             steps = [f"rank {step} issued {earlier.name} before {later.name}" for step, earlier, later in circle]
             raise MisfitError(f"{'; '.join(steps)}; NCCL wants one launch order on all ranks")
 
-    def _hold(self, meeting: Meeting) -> Iterator[Meeting]:
-        """Hold a meeting, if that may be, and those that wait for it alone."""
-        ready = [meeting]
-        for held in ready:
-            if held.may_be_held:
-                del self._open[held.group, held.number]
-                held.hold(self._arrival_s(held.group))
-                for rank, following in held.then.items():
-                    del following.after[rank]
-                ready += held.then.values()
-                held.then.clear()
-                yield held
+    def _hold(self, meeting: Meeting) -> list[Meeting]:
+        """Hold a meeting whose members are all there, and none before it, and those that waited for it alone."""
+        held = [meeting]
+        for one in held:
+            del self._open[one.group, one.number]
+            one.hold(self._arrival_s(one.group) if self._collective_s else 0.0)
+            for rank, following in one.then.items():
+                del following.after[rank]
+                if not following.after and len(following.brought) == len(following.group[1]):
+                    held.append(following)
+            one.then.clear()
+        return held
 
     def _arrival_s(self, group: GroupKey) -> float:
-        """Return when a collective is done that begins now; 0 where that takes no time."""
-        if not self._collective_s:
-            return 0.0
+        """Return when a collective is done that begins now, which takes time."""
         self._free_s[group] = max(now_s(), self._free_s.get(group, 0.0)) + self._collective_s
         return self._free_s[group]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import TypeVar
 
 import torch
@@ -108,7 +108,7 @@ class LocalGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         collective = Collective("all_reduce", op, tensor)
-        return self._meet(collective, tensor, lambda brought: [reduce(_COMBINE[op], _tensors(brought))] * len(brought))
+        return self._meet(collective, tensor, partial(_reduced, _COMBINE[op]))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         collective = Collective("all_gather", None, tensor)
@@ -132,9 +132,16 @@ class LocalGroup(Group):
     def _meet(self, collective: Collective, output: Tensor, distribute: Distribute) -> Work:
         with self._world.lock:
             meeting, held = self._world.meetings.join(self._rank, self._key, collective, output, distribute)
-            for rank in (rank for other in held for rank in other.group[1]):
-                self._world.wake(rank)
+            for other in held:
+                self._world.wake_all(other.group[1])
         return _LocalWork(self._world, self._rank, meeting, self.wait_cell, self.wait_code)
+
+
+def _reduced(combine: Callable[[Tensor, Tensor], Tensor], brought: list[Collective]) -> list[Tensor]:
+    total = brought[0].tensor
+    for collective in brought[1:]:
+        total = combine(total, collective.tensor)
+    return [total] * len(brought)
 
 
 def _tensors(brought: list[Collective]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from time import sleep
 from typing import NoReturn, Protocol, get_args
 
@@ -114,6 +114,12 @@ class LocalWorld:
         """With the lock held, let `rank` look again whether what it waits for has come."""
         if rank in self._waits:
             self._bells[rank].notify()
+
+    def wake_all(self, ranks: Iterable[int]) -> None:
+        """With the lock held, let some ranks look again."""
+        for rank in ranks:
+            if rank in self._waits:
+                self._bells[rank].notify()
 
     def wait_for(self, rank: int, awaited: Awaited) -> None:
         """Return when `awaited` is there and finished.

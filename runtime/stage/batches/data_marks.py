@@ -97,9 +97,10 @@ class DataMarks:
         """
         if not self._compares:
             return
-        found = [mark_of(given[kind], is_needed=needed[kind], turn=self._noted) for kind in ("inputs", "targets")]
-        of_extras = {name: extras[name] for name in sorted(extras)}
-        found.append(mark_of(of_extras, is_needed=True, turn=self._noted) if extras else _NO_EXTRAS)
+        turn = self._noted
+        of_extras = mark_of(dict(sorted(extras.items())), is_needed=True, turn=turn) if extras else _NO_EXTRAS
+        of_inputs = mark_of(given["inputs"], is_needed=needed["inputs"], turn=turn)
+        found = [of_inputs, mark_of(given["targets"], is_needed=needed["targets"], turn=turn), of_extras]
         self._noted += 1
         if self._marks is not None:
             found = [_folded(before, now) for before, now in zip(self._marks, found, strict=True)]
@@ -161,7 +162,9 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
     built, tensors = flatten(tree)
     if not is_needed and not (tensors and all(map(has_numbers, tensors))):
         return None
-    samples = [numbers for tensor in tensors if tensor.numel() for numbers in samples_of(tensor, turn)]
+    samples = list[Tensor]()
+    for tensor in tensors:
+        samples += samples_of(tensor, turn) if tensor.numel() else ()
     is_given = 1 if is_needed else differ(samples)
     if isinstance(is_given, int) and not is_given:
         return None

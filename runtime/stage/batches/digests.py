@@ -32,7 +32,7 @@ _AT_ONCE = 64
 
 def structure_of(tree: Tree, tensors: Sequence[Tensor]) -> str:
     """Return how a tree is built, with its plain values, and the types and shapes of its tensors, in words."""
-    if tree.is_tensor:
+    if tree.root is Place.TENSOR:
         return _tensor_words(tensors[0].shape, tensors[0].dtype)
     return _words(tree.root, iter(tensors))
 
@@ -73,16 +73,16 @@ def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor]:
 
 def differ(samples: Sequence[Tensor]) -> Number:
     """Return whether not all numbers of each sample are one: 1 or 0, as a tensor on an accelerator."""
-    on_host = [numbers for numbers in samples if numbers.device.type == "cpu"]
-    if not all(_is_constant(numbers, _AT_ONCE) and _is_constant(numbers) for numbers in on_host):
-        return 1
-    found = [(numbers != numbers[0]).any() for numbers in samples if numbers.device.type != "cpu"]
+    found = []
+    for numbers in samples:
+        if numbers.device.type != "cpu":
+            found.append((numbers != numbers[0]).any())
+        else:
+            for some in (numbers[:_AT_ONCE], numbers):
+                raw = some.view(torch.uint8).numpy().tobytes()
+                if raw != raw[: some.itemsize] * (len(raw) // some.itemsize):
+                    return 1
     return torch.stack(found).any().to(torch.int64) if found else 0
-
-
-def _is_constant(numbers: Tensor, most: int | None = None) -> bool:
-    raw = numbers[:most].view(torch.uint8).numpy().tobytes()
-    return raw == raw[: numbers.itemsize] * (len(raw) // numbers.itemsize)
 
 
 @lru_cache(maxsize=1024)

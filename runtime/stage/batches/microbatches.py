@@ -149,8 +149,10 @@ class BatchCutter:
         into = Division(samples, sizes_of(samples or 0, min(count, spec.microbatches), spec.microbatches), spec.slices)
         length = _length(inputs) if self._needs_inputs else None
         tree, rows = self._rows(into, "inputs", inputs) if self._needs_inputs else (PLAIN, ())
-        of_extras = {name: self._extra_units(into, name, extra, length) for name, extra in extras.items()}
         units = range(spec.num_units)
+        of_extras = dict[str, Sequence[Any]]()
+        for name, extra in extras.items():
+            of_extras[name] = self._extra_units(into, name, extra, length)
         return Batch(
             inputs=rows,
             targets=self._targets(into, targets) if self._needs_targets else (),
@@ -168,7 +170,7 @@ class BatchCutter:
             if given is None:
                 raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
         for name, given in needed.items():
-            if name == "targets" and not flatten(given)[1]:
+            if name == "targets" and not isinstance(given, Tensor) and not flatten(given)[1]:
                 continue
             samples = most_rows(given)
             if samples is None or (samples == 0 and self._replicas == 1):
@@ -191,9 +193,9 @@ class BatchCutter:
 
     def _rows(self, into: Division, name: str, given: Any) -> tuple[Tree, Sequence[Tensors]]:
         """Return how a tree is built, and the tensors of each of its units."""
+        if isinstance(given, Tensor):
+            return PLAIN, [(unit,) for unit in self._units(into, name, given)]
         tree, tensors = flatten(given)
-        if tree.is_tensor:
-            return tree, [(unit,) for unit in self._units(into, name, given)]
         require_known(name, tree)
         _require_as_many_samples(name, tree, tensors)
         length = _length(given)
@@ -264,6 +266,8 @@ def without_samples(tree: Any) -> Any:
 
 def most_rows(tree: Any) -> int | None:
     """Return how many rows the tensor of a tree has that has most; None where no tensor has any dimension."""
+    if isinstance(tree, Tensor):
+        return len(tree) if tree.dim() else None
     return max((len(tensor) for tensor in flatten(tree)[1] if tensor.dim()), default=None)
 
 
@@ -282,6 +286,8 @@ def _fewest_rows(trees: Sequence[Any], most: int) -> int:
 
 def _length(inputs: Any) -> int | None:
     """Return how long the sequences of inputs are: dimension 1 of the first tensor that has one."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[1] if inputs.dim() > 1 else None
     return next((tensor.shape[1] for tensor in flatten(inputs)[1] if tensor.dim() > 1), None)
 
 
