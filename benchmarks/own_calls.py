@@ -31,6 +31,7 @@ from quintsched.runtime import Engine, run_local
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = tuple(f"{ROOT / name}{os.sep}" for name in ("quintsched", "runtime"))
+WIRE = os.path.join("runtime", "comm", "local")
 STEPS, WIDTH, SAMPLES, MICROBATCHES = 4, 8, 16, 4
 
 Call = tuple[str, str]
@@ -43,8 +44,9 @@ def counting(calls: list[Call]) -> Iterator[None]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OWN):
-            path = Path(os.path.realpath(frame.f_code.co_filename)).relative_to(ROOT)
-            calls.append((str(path), frame.f_code.co_qualname))
+            path = str(Path(os.path.realpath(frame.f_code.co_filename)).relative_to(ROOT))
+            if not path.startswith(WIRE):
+                calls.append((path, frame.f_code.co_qualname))
 
     threading.setprofile(note)
     sys.setprofile(note)
