@@ -73,7 +73,7 @@ class MutedGroup(Group):
         return DONE
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._real.all_gather(output, tensor)
+        return self._give(("all_gather", output.numel()), output, lambda: self._real.all_gather(output, tensor))
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         return self._real.reduce_scatter(output, tensor)
