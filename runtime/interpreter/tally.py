@@ -41,15 +41,23 @@ class Figures:
     how many units were computed on last stages.
     """
 
-    __slots__ = ("_sums", "num_rows", "num_units", "table", "work")
+    __slots__ = ("_sums", "_total", "num_rows", "num_units", "table", "work")
 
     def __init__(self, table: Tensor, num_rows: int, num_units: int, work: Work) -> None:
         self.table, self.num_rows, self.num_units, self.work = table, num_rows, num_units, work
         self._sums: Tensor | None = None
+        self._total: Tensor | None = None
 
     def weight(self) -> Tensor:
         """Wait until it is known; return the loss weight, 0-dimensional, which nobody may change."""
-        return added([self])[1]
+        return self.total()[1]
+
+    def total(self) -> Tensor:
+        """Wait until it is known; return the sums of a step that is this batch alone, never to be changed."""
+        if self._total is None:
+            self._total = self.sums().clone()
+            self._total[1].add_(self.num_summed() > 0)
+        return self._total
 
     def sums(self) -> Tensor:
         """Wait until they are known; return loss, weight, sums of metrics and their weights, never to be changed."""
@@ -78,6 +86,8 @@ class Figures:
 
 def added(steps: Sequence[Figures]) -> Tensor:
     """Return the sums of several batches that are one step: where their losses are sums, the loss weighs 1."""
+    if len(steps) == 1:
+        return steps[0].total()
     total = sum((figures.sums() for figures in steps[1:]), start=steps[0].sums().clone())
     total[1].add_(sum((figures.num_summed() for figures in steps[1:]), start=steps[0].num_summed()) > 0)
     return total
