@@ -14,21 +14,18 @@ and of some samples alone. Hooks on weights count as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..agreement.user_code import is_of_library, names_read
-from ..blocks.blocks import accepted_extras, split_result
-from ..blocks.trees import DIFFERENTIABLE, TensorSpec, tensors_of
+from ..blocks.trees import TensorSpec
 from ..blocks.untouched import untouched
-from ..comm import Group
 from ..data.snapshot import Snapshot
-from ..parallel.draws.mode import KeyedDraws
-from ..parallel.dropout import Masks, Unit
-from ..parallel.proof.arrivals import Arrival, Given, draw
+from ..parallel.proof.arrivals import Arrival, draw
+from .block_runs import RunBlock, run_with_graph
 
 _NAMES = frozenset({"apply", "register_hook", "register_multi_grad_hook", "register_prehook"}) | {
     *("register_full_backward_hook", "register_full_backward_pre_hook", "register_post_accumulate_grad_hook"),
@@ -42,8 +39,6 @@ _DRAWS, _OF_ONE = 4, 2.0**4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 Gradients = Sequence[Tensor]
-Sliced = Callable[[int], Group | None]
-RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]
 
 
 class _Begin(NamedTuple):
@@ -76,14 +71,6 @@ def suspects(blocks: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
         if _hooks(block) or any(not _NAMES.isdisjoint(names_read(module)) for module in _with_code(block)):
             found.setdefault(id(block), (number, block))
     return dict(found.values())
-
-
-@contextmanager
-def drawing(masks: Masks, number: int, block: nn.Module, samples: int, sliced: Sliced) -> Iterator[None]:
-    """Have a block draw the same each time, and on all ranks, in its forward and its backward."""
-    unit = Unit(0, range(samples))
-    with masks.of(unit), masks.again(unit), KeyedDraws(masks, {number: block}, sliced):
-        yield
 
 
 def why_unlinear(
@@ -162,22 +149,8 @@ def _is_close(found: Tensor | int, wanted: Tensor, added: Tensor, sizes: tuple[f
 
 def _gradients(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: _Begin) -> list[Tensor]:
     """Return gradients of what a block is given and of its weights."""
-    accepts, short = accepted_extras(block), next((p.dtype for p in block.parameters() if p.dtype.itemsize < 4), None)
-
-    def leaf(given: Given) -> Tensor:
-        tensor = given.tensor.detach()
-        tensor = tensor.to(short) if short is not None and tensor.is_floating_point() else tensor
-        return tensor.clone().requires_grad_(tensor.dtype in DIFFERENTIABLE)
-
     with torch.enable_grad(), untouched(block):
-        activation = arrival.activation.build(leaf)
-        riders = {name: leaf(rider) for name, rider in arrival.riders.items()}
-        extras = {name: tree.build(lambda given: leaf(given).detach()) for name, tree in arrival.extras.items()}
-        taken = {name: value for name, value in {**extras, **riders}.items() if accepts(name)}
-        weights = [p for p in block.parameters() if p.requires_grad]
-        leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
-        output, fresh, _ = split_result(run(number, block, activation, taken))
-        made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
+        leaves, weights, made, _ = run_with_graph(run, number, block, arrival)
         begun = [_begun(t, place, arrival.samples, begin) for place, t in enumerate(made)]
         found = torch.autograd.grad(made, [*leaves, *weights], begun, allow_unused=True)
         filled = [torch.zeros_like(t) if g is None else g for t, g in zip([*leaves, *weights], found, strict=True)]

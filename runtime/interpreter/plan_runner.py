@@ -168,7 +168,7 @@ class PlanRunner:
         first = FirstUnits(spec.inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
-            self.losses.examine_backwards(first, shapes, self._state.weights.gathered)
+            self.losses.examine_blocks(first, shapes, self._state.weights.gathered)
         model.prover.prove(first, model.outlines, shapes, world, model.masks)
         return units
 

@@ -9,10 +9,9 @@ other steps       nothing is asked but whether what it goes by is as it was; whe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,22 +22,20 @@ from quintsched.plan import Plan
 from ..blocks.blocks import Parcel
 from ..blocks.trees import map_tensors
 from ..comm.control import gather_texts
-from ..examine.backwards import Unlinear, drawing, suspects, why_unlinear
 from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch, Unit
 from ..examine.losses.rules import LossWeight, Over
 from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
-from ..parallel.proof.arrivals import Arrival, Arrivals, FirstUnits
+from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
 from ..stage.losses import cuts_sequences
 from ..stage.mean_losses import NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..stage.rank_model import RankModel
 from ..stage.weighed_metrics import WeighedMetric
+from ..steps.block_examinations import BlockExaminations, Gathered
 from .rank_state import RunOptions
 from .tally import Figures
-
-Gathered = Callable[[int], AbstractContextManager[None]]
 
 _FREE_BYTES = 2 << 20
 """So much of outputs is kept in steps whose values alone are compared."""
@@ -89,7 +86,8 @@ class RunLosses:
         functions: dict[str, WeighedLoss | WeighedMetric] = {"the loss function": self.loss}
         functions |= {f"metric {name!r}": m for name, m in self.metrics.items()}
         self._reads = [(of, ReadsElsewhere(model.elsewhere, what)) for what, of in functions.items()]
-        self._unlinear, self._of_backwards = Unlinear(), ""
+        self._blocks = BlockExaminations(model, groups)
+        self._of_blocks = ""
         self._probe: Unit | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
@@ -139,29 +137,12 @@ class RunLosses:
         """Whether it is so on any rank (collective)."""
         return any(gather_texts(self._groups.world, "yes" if here else ""))
 
-    def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
-        """Find out which blocks are not linear in gradients (collective over those who have the same).
-
-        Args:
-            units: the first microbatch.
-            parcels: what blocks leave of one unit.
-            gathered: makes the weights of a stage resident.
-        """
-        model = self._model
-        for stage, held in sorted(model.stages.items()):
-            blocks = suspects({int(number): block for number, block in held.blocks.items()})
-            if blocks and not self._unlinear.why:
-                options = self._groups.context, model.plan.schedule.slices, model.options.dtype
-                arrivals = Arrivals(units, model.outlines, parcels, *options)
-                given = {number: arrivals.at(number, model.outlines[number]) for number in blocks}
-                with gathered(stage):
-                    found = [self._why_unlinear(n, block, given[n]) for n, block in blocks.items()]
-                self._unlinear = next((one for one in found if one.why), Unlinear())
-
-    def _why_unlinear(self, number: int, block: torch.nn.Module, given: Arrival) -> Unlinear:
-        model = self._model
-        alike = partial(drawing, model.masks, number, block, given.samples, model.tensor.tokens.group_of)
-        return why_unlinear(model.tensor.run_whole, number, block, given, alike)
+    def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+        """Find out what blocks are, before the first step (collective); see `BlockExaminations`."""
+        self._blocks.examine_backwards(units, parcels, gathered)
+        self._blocks.examine_losses(units, parcels, gathered)
+        if any(parcel.has_loss for parcel in parcels):
+            self.loss.expect_others(self._blocks.over_targets())
 
     def watch(self, plan: Plan, units: object, number: int) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
@@ -172,6 +153,8 @@ class RunLosses:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
         self._is_due = is_compared = self._is_watched and not number & (number - 1)
+        if plan.mode == "train":
+            self._blocks.begin()
         for examined in self._watched:
             examined.begin()
         is_new = self._is_due or any(examined.since for examined in self._watched)
@@ -201,6 +184,8 @@ class RunLosses:
         What values have shown is known to the device alone.
         """
         self._look()
+        self._blocks.end()
+        self._has_doubt = self._has_doubt or self.loss.is_uneven or bool(self._blocks.since)
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]
         return sum(late[1:], late[0]) if late and not self._has_doubt else self._has_doubt
 
@@ -214,10 +199,10 @@ class RunLosses:
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
-        elif not (self._refusal or self._of_metrics or self._of_weights or self._of_backwards):
+        elif not (self._refusal or self._of_metrics or self._of_weights or self._of_blocks):
             return
         is_alone = plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier
-        if why := self._of_weights or ("" if is_alone and self.loss.is_bare else self._of_backwards):
+        if why := self._of_weights or ("" if is_alone and self.loss.is_bare else self._of_blocks):
             raise MisfitError(why)
         if is_alone:
             return
@@ -250,6 +235,9 @@ class RunLosses:
         for examined in self._watched:
             examined.conclude(self._step)
         told = [_Told(**json.loads(text)) for text in gather_texts(self._groups.world, json.dumps(self._mine()))]
+        since = next((row.since for row in told if row.since), "")
+        if since:
+            self._blocks.examine_again()
         refusal = next((row.refusal for row in told if row.refusal), "")
         self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")
         self._of_weights = next((row.of_weights for row in told if row.of_weights), "")
@@ -274,7 +262,11 @@ class RunLosses:
         is_sum, is_bare = self.loss.rule == LossWeight(Over.SUM), self.loss.is_bare
         wrong = (row for row in told if not ((row.adds and is_bare) or (row.is_of_each and is_sum)))
         why = "" if is_meant else next((row.unlinear for row in wrong if row.unlinear), "")
-        self._of_backwards = why and UNLINEAR.format(why) + _MEANT
+        of_losses = self._blocks.why_wrong(self.loss.rule)
+        self._of_blocks = why and UNLINEAR.format(why) + _MEANT
+        self._of_blocks = self._of_blocks or (
+            of_losses and (since and f"since {since} has changed, ") + of_losses + _MEANT
+        )
         words = NOT_STATED if any(_rule_of(text).over is Over.STATED for text in found) else NO_WEIGHT
         self._refusal = refusal and words.format(refusal) + _MEANT
         self.loss.is_settled = self.loss.is_settled or bool(found)
@@ -296,9 +288,10 @@ class RunLosses:
             "rule": rule,
             "refusal": loss.refusal and since + loss.refusal,
             "of_metrics": next((metric.refusal for metric in self.metrics.values() if metric.refusal), ""),
-            "unlinear": self._unlinear.why,
-            "adds": self._unlinear.adds,
-            "is_of_each": self._unlinear.is_of_each,
+            "since": self._blocks.since,
+            "unlinear": self._blocks.unlinear.why,
+            "adds": self._blocks.unlinear.adds,
+            "is_of_each": self._blocks.unlinear.is_of_each,
             "of_weights": next((reads.refusal for _, reads in self._reads if reads.refusal), ""),
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
@@ -315,6 +308,7 @@ class _Told(NamedTuple):
     refusal: str
     of_metrics: str
     of_weights: str
+    since: str
     unlinear: str
     adds: bool
     is_of_each: bool
@@ -355,7 +349,7 @@ def _rule_of(text: str) -> LossWeight:
 
 def _named(text: str) -> str:
     of_each = json.loads(text)["of_each"]
-    return f"{_rule_of(text)}" + (f", {of_each:g} for each sample" if of_each is not None else "")
+    return f"{_rule_of(text)}" + "".join(f", {each:g} for each sample" for each in of_each if each is not None)
 
 
 def _second(pair: tuple[str, int]) -> int:

@@ -33,7 +33,7 @@ class EvenWeights:
         if abs(weight - samples * self.of_each) <= 1e-6 * weight:
             return ""
         return (
-            "blocks have losses of their own beside it, which weigh as samples do, but it is a mean over "
+            "blocks have losses of their own beside it, which weigh as samples do, but there is a mean over "
             f"{self.rule.over}, of which a microbatch has {weight:g} for {samples} samples, and others have "
             f"{self.of_each:g} for each"
         )

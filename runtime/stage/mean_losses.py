@@ -11,7 +11,7 @@ losses, means count by samples (`even_weights`), both alike; sums are added up, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,6 +75,7 @@ class WeighedLoss:
         supposed: what it is supposed to be over while blocks before it weigh theirs, and nobody has called it.
         has_supposed: whether some of theirs was so weighed that it would be another by another rule.
         is_alone: whether there is one microbatch alone.
+        is_uneven: whether samples of a microbatch do not weigh as others do beside losses of blocks.
         means: the loss, where it is a sum of means.
         examined: what is known of it, or of its terms; nothing of what is given.
         real: keeps the microbatches of a step, if they are compared with what was found.
@@ -98,11 +99,11 @@ class WeighedLoss:
         self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]
         self._weight = None if over is None else LossWeight(Over(over))
         self._is_given, self._is_captured = over is not None, is_captured
-        self._even: EvenWeights | None = None
+        self._evens, self._beside = list[EvenWeights](), list[LossWeight]()
         self._nothing = [torch.zeros((), dtype=torch.bool)]
         self._totals = torch.zeros(0, dtype=torch.float64)
         self.real: RealBatch | None = None
-        self.is_settled = self.was_called = self.is_alone = False
+        self.is_settled = self.was_called = self.is_alone = self.is_uneven = False
         self.watched: AbstractContextManager[Any] = nullcontext()
         self._refusal, self.is_known = "", over is not None
         self.supposed, self.has_supposed = Over.SAMPLES, False
@@ -122,9 +123,9 @@ class WeighedLoss:
         return None if any(examined.rule is None for examined in self.examined) else self._weight
 
     @property
-    def of_each(self) -> float | None:
-        """What each sample weighs, where blocks have losses of their own."""
-        return None if self._even is None else self._even.of_each
+    def of_each(self) -> list[float | None]:
+        """What each sample weighs in means that are none over samples, where blocks have losses of their own."""
+        return [even.of_each for even in self._evens]
 
     def take_over(self, rule: LossWeight) -> None:
         """Take over what some rank has found."""
@@ -138,11 +139,22 @@ class WeighedLoss:
         """Whether a microbatch weighs as much as it has samples of the usual number."""
         return self._weight is not None and self._weight.over in _BY_SAMPLES
 
-    def expect_others(self) -> None:
-        """Say that blocks have losses of their own beside it."""
-        self.has_others = True
-        if self._is_given and self._weight is not None and self._weight.over not in (*_BY_SAMPLES, *SUMS):
-            self._even, self._weight = EvenWeights(self._weight), LossWeight(Over.SAMPLES)
+    def expect_others(self, beside: Sequence[LossWeight] = ()) -> None:
+        """Say that blocks have losses of their own, and which means they are that are none over samples."""
+        self.has_others, self._beside = True, list(beside)
+        if self._weight is not None:
+            self._weigh_evenly(self._evens[0].rule if self._evens else self._weight)
+
+    def _weigh_evenly(self, rule: LossWeight) -> None:
+        """Let means weigh as samples do, and have these weigh alike in all microbatches."""
+        if rule.over in SUMS or rule.over is Over.MICROBATCH:
+            return
+        rules = [one for one in (rule, *self._beside) if one.over is not Over.SAMPLES]
+        self._evens = [EvenWeights(one) for one in dict.fromkeys(rules)]
+        if rule.over is not Over.SAMPLES:
+            self._weight = LossWeight(Over.SAMPLES)
+        if self._evens and self._is_captured:
+            self._refusal = f"blocks have losses of their own beside it, and there is {self._evens[0].rule}"
 
     def try_kind(self, output: Any, targets: Any, samples: int) -> Over:
         """Return what it is over, as numbers like those of an output tell, which it is called with for once."""
@@ -182,7 +194,7 @@ class WeighedLoss:
             self._find_terms(output, targets, samples)
             with self.watched:
                 return Summed(self.means.over(output, targets, self._totals))
-        rule = self._even.rule if self._even is not None else self._weight if self.is_known else None
+        rule = self._evens[0].rule if self._evens else self._weight if self.is_known else None
         if (rule is None or rule.over is Over.DIVISOR) and not torch.is_grad_enabled():
             with torch.enable_grad():  # its graph has the divisor
                 leaves = map_tensors(lambda t: t.detach().requires_grad_(t.dtype in DIFFERENTIABLE), output)
@@ -246,11 +258,9 @@ class WeighedLoss:
             rule = examined.find(found, output, targets, samples)
             if not is_new or rule is None:
                 continue
-            self._weight, self._even, self.is_known = rule, None, True
-            if self.has_others and rule.over not in (Over.SAMPLES, *SUMS):
-                self._even, self._weight = EvenWeights(rule), LossWeight(Over.SAMPLES)
-                if self._is_captured:
-                    self._refusal = f"blocks have losses of their own beside it, and it is a mean over {rule.over}"
+            self._weight, self._evens, self.is_known = rule, [], True
+            if self.has_others:
+                self._weigh_evenly(rule)
             if self._weight.is_guarded:
                 self._guard(output)
 
@@ -259,8 +269,8 @@ class WeighedLoss:
         rule = self._weight or LossWeight(Over.SAMPLES)
         if rule.over is Over.SUM:
             return Summed(found)
-        if self._even is not None:
-            self._require_even(self._even, found, output, targets, samples)
+        for even in self._evens:
+            self._require_even(even, found, output, targets, samples)
         if rule.over in _BY_SAMPLES:
             share = samples / usual
             return found * share if share != 1 else found, share if rule.by_slices else share / slices
@@ -283,13 +293,16 @@ class WeighedLoss:
         return _divisor_of(found)
 
     def _require_even(self, even: EvenWeights, found: Tensor, output: Any, targets: Any, samples: int) -> None:
-        """Refuse a microbatch whose samples do not weigh as those of others, before weights first change on all ranks.
+        """Refuse a microbatch whose samples do not weigh as those of others, before weights change on all ranks.
 
-        Raises `MisfitError` later.
+        Raises `MisfitError` in an evaluation.
         """
+        if self.is_alone:
+            return
         why = even.doubt(self._weight_by(even.rule, found, output, targets, samples), samples)
         self._refusal = self._refusal or why
-        if why and self.is_settled:
+        self.is_uneven = self.is_uneven or bool(why)
+        if why and self.is_settled and not torch.is_grad_enabled():
             raise MisfitError(NO_WEIGHT.format(why))
 
 

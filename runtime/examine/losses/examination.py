@@ -261,12 +261,13 @@ class LossExamination:
     def candidates(self, parts: Parts) -> Iterator[tuple[LossWeight, Callable[[Parts, Share], float | None]]]:
         """Yield weights that are known, and what gives the share of the first part by them."""
         yield LossWeight(Over.SAMPLES), lambda parts, _: parts.share
-        for weight in self._of_targets(parts):
-            yield weight, lambda parts, _, weight=weight: self._share_of(weight, parts)  # type: ignore[misc]
+        for weight in self.weights_of_targets(parts):
+            yield weight, lambda parts, _, weight=weight: self.share_of(weight, parts)  # type: ignore[misc]
         for is_clamped in (False, True):
             yield LossWeight(Over.DIVISOR, is_clamped=is_clamped), partial(_by_divisors, is_clamped)
 
-    def _of_targets(self, parts: Parts) -> Iterator[LossWeight]:
+    def weights_of_targets(self, parts: Parts) -> Iterator[LossWeight]:
+        """Yield weights that targets may have."""
         tables = range(len(self._tables))
         units = parts.units[len(parts.outputs) :]
         for place, unit, leaf in zip(self._paths, units, parts.targets, strict=True):
@@ -281,7 +282,8 @@ class LossExamination:
                     for ignored in self.ids:
                         yield LossWeight(Over.CLASSES, place, shift, ignored, table)
 
-    def _share_of(self, weight: LossWeight, parts: Parts) -> float | None:
+    def share_of(self, weight: LossWeight, parts: Parts) -> float | None:
+        """Return the share of the first part by what targets weigh; None: it cannot be found."""
         try:
             (_, a), (_, b) = parts.halves()
             named = (dict(zip(self._paths, part, strict=True)) for part in (a, b))

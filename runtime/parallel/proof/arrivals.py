@@ -137,6 +137,10 @@ class Arrivals:
         slices: into how many units a microbatch is cut.
         dtype: of the weights; None: as they are built.
         samples: at most so many; None: all, of units that are whole.
+        repeats: whether there are as many where a unit has fewer, those over and over.
+
+    Attributes:
+        num_samples: how many there are.
     """
 
     def __init__(
@@ -149,10 +153,12 @@ class Arrivals:
         dtype: torch.dtype | None,
         *,
         samples: int | None = SAMPLES,
+        repeats: bool = False,
     ) -> None:
         self._group, self._cuts, self._of_unit, self._units = group, slices * group.size, parcels, units
         self._of_unit_samples = units.spec.samples.shape[0]
-        self._samples = min(samples or self._of_unit_samples, self._of_unit_samples)
+        most = self._of_unit_samples
+        self.num_samples = samples if samples and repeats else min(samples or most, most)
         self._whole = list(parcels) if samples is None else self._trace(outlines, parcels, dtype)
         self._extras = {name: self._whole_tree([unit[name] for unit in units.extras]) for name in units.extras[0]}
         self._targets = self._whole_tree(units.targets) if units.targets else None
@@ -184,8 +190,8 @@ class Arrivals:
 
         Where only data can tell, it is what they left of a unit, with as many times its tokens.
         """
-        for samples in (self._samples, self._of_unit_samples):
-            self._samples = samples
+        for samples in (self.num_samples, self._of_unit_samples):
+            self.num_samples = samples
             extras = {name: self._tree_spec(spec) for name, spec in self._units.extra_specs.items()}
             try:
                 return trace_shapes(outlines, self._tree_spec(self._units.spec), extras, dtype)
@@ -207,7 +213,7 @@ class Arrivals:
         if not unit.shape:
             return unit
         samples, *rest = unit.shape
-        samples = self._samples if samples == self._of_unit_samples else samples
+        samples = self.num_samples if samples == self._of_unit_samples else samples
         if rest and self._cuts > 1:
             rest[0] *= self._cuts
         return TensorSpec((samples, *rest), unit.dtype)
@@ -228,14 +234,14 @@ class Arrivals:
         elif is_cut:
             whole = torch.cat(list(units[: self._cuts]), TOKENS)
         if first.dim() and first.shape[0] == self._of_unit_samples:
-            whole = whole[: self._samples]
+            whole = whole[torch.arange(self.num_samples, device=whole.device) % len(whole)]
         return Given(whole.to(at_work(first.dtype)), TOKENS if is_cut else None)
 
     def at(self, number: int, block: nn.Module) -> Arrival:
         """Return what block `number` is given."""
         device, spec = self._group.device, self._units.spec
         extras = {**self._extras, **({TARGETS: self._targets} if self._targets and takes_targets(block) else {})}
-        inputs = TensorSpec((self._samples, *spec.samples.shape[1:]), spec.samples.dtype)
+        inputs = TensorSpec((self.num_samples, *spec.samples.shape[1:]), spec.samples.dtype)
         if number == 0:
             parts = [
                 self._inputs[k]

@@ -124,7 +124,7 @@ class Blueprint:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in drawn:
-                        weight = _draw(name, parameter, device, generator)
+                        weight = draw_weight(name, parameter, device, generator)
                         weight = weight.to(parameter.dtype) if as_built else weight
                         drawn[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
                     module._parameters[name] = drawn[id(parameter)]
@@ -141,7 +141,7 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OURS)
 
 
-def _draw(name: str, like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
+def draw_weight(name: str, like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
     """Draw a weight whose products are about as large as what they are made of."""
     drawn = torch.empty(like.shape, dtype=at_work(like.dtype), device=device)
     if not drawn.is_floating_point():

@@ -1,0 +1,273 @@
+"""What losses that blocks return are over, found by experiment: sums over samples, or means over them.
+
+    x = a ⊕ b, unlike parts of some samples; s: the share of a; ∂ by what the block is given, and by its weights
+
+    L(x) = L(a) + L(b)                ∂L(x) = ∂L(a) + ∂L(b)                a sum
+    L(x) = s L(a) + (1 - s) L(b)      ∂L(x) = s ∂L(a) + (1 - s) ∂L(b)      a mean over samples, or targets that count
+
+Numbers are drawn, of many sizes and with one sample far from the others; weights too, as a router that starts at zero
+tells nothing. Norms take no statistics of these few samples, and of `MoE` the balance is what it is of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..blocks.blocks import TARGETS
+from ..blocks.dtensor import is_sharded
+from ..blocks.untouched import untouched
+from ..parallel.expert.moe import mixtures
+from ..parallel.proof.arrivals import Arrival, Given
+from ..parallel.proof.twins import draw_weight
+from .block_runs import RunBlock, run_with_graph
+from .losses.examination import LossExamination
+from .losses.parts import Parts, rows_of_each, with_other_targets
+from .losses.rules import LossWeight, Over
+
+SAMPLES = 13
+"""So many are drawn, where memory allows it: the rows of a few of them are told from sizes of anything else."""
+
+_SIZES = (
+    ((4, 1.0, 1.0), (4, 0.1, 1.0)),
+    ((1, 1.0, 1.0), (6, 1.0, 10.0)),
+    ((4, 100.0, 1.0), (9, 1.0, 0.01)),
+    ((1, 10.0, 1.0), (5, 3.0, 1.0)),
+)
+"""Of each draw: how many samples the first part has, and by how much its numbers are larger, and those of the rest."""
+
+_FAR = 30.0
+_TOLERANCE = {8: 1e-7, 4: 2e-4}
+_NOISE = 1e-3
+"""What is so much smaller than the largest gradient is measured by that: it may be nothing but rounding."""
+
+Alike = Callable[[range], AbstractContextManager[None]]
+"""Makes a context in which a block draws the same each time for these samples."""
+
+
+class BlockLoss(NamedTuple):
+    """What is found of the loss of a kind of block.
+
+    Attributes:
+        name: of the first block of the kind.
+        over: all that it may be over; empty: neither a sum nor a mean.
+        why: why nobody knows; "": it could be run.
+    """
+
+    name: str
+    over: tuple[LossWeight, ...]
+    why: str = ""
+
+
+class _Tried(NamedTuple):
+    """A loss, 0-dimensional, and its gradients: of what the block is given, then of its weights."""
+
+    value: Tensor
+    gradients: Sequence[Tensor]
+
+
+def examine_block_loss(
+    run: RunBlock,
+    number: int,
+    block: nn.Module,
+    arrival: Arrival,
+    samples: int,
+    alike: Alike,
+    *,
+    is_brief: bool = False,
+) -> BlockLoss:
+    """Return what the loss of a block may be over; the block is as it was.
+
+    Args:
+        run: runs a block on what it is given.
+        number: of the block.
+        block: its weights are resident.
+        arrival: what it is given, of as many `samples`.
+        alike: a context in which it draws the same each time for these samples.
+        is_brief: whether one experiment is enough, as it was examined before.
+    """
+    with untouched(block):
+        _leave_batches_out(block)
+        found = _Examination(run, number, block, arrival, samples, alike).run(is_brief)
+        if not found.over and not found.why:  # where it draws for a microbatch, and not for its samples
+            by_unit = lambda some: alike(range(len(some)))  # noqa: E731
+            found = _Examination(run, number, block, arrival, samples, by_unit).run(is_brief)
+    return found
+
+
+def _leave_batches_out(block: nn.Module) -> None:
+    for module in block.modules():
+        if isinstance(module, _NormBase) and module.running_mean is not None:
+            module.training = False
+    for layer in mixtures(block).values():
+        layer.balance, layer.z, layer.capacity_factor = 0.0, layer.balance + layer.z, None
+
+
+class _Examination:
+    """Experiments on a block."""
+
+    def __init__(
+        self, run: RunBlock, number: int, block: nn.Module, arrival: Arrival, samples: int, alike: Alike
+    ) -> None:
+        self._run, self._number, self._block, self._arrival, self._alike = run, number, block, arrival, alike
+        self._samples, targets = samples, arrival.extras.get(TARGETS)
+        self._beside = {name: extra for name, extra in arrival.extras.items() if name != TARGETS}
+        self._targets = [part.tensor for part in targets.parts] if targets is not None else []
+        self._known = (
+            LossExamination(block, [], targets.build(lambda part: part.tensor), samples, sliced=False)
+            if targets is not None
+            else None
+        )
+        is_alone = not is_sharded(block) and all(layer.group.size == 1 for layer in mixtures(block).values())
+        self._tries_targets = is_alone and self._known is not None
+        self._num_leaves = len(arrival.tensors)
+
+    def run(self, is_brief: bool) -> BlockLoss:
+        """Return what all experiments agree on; if it `is_brief`, the first with drawn weights."""
+        name, parts = f"block {self._number} ({type(self._block).__name__})", self._drawn(0)
+        candidates: dict[LossWeight, None] = dict.fromkeys([LossWeight(Over.SUM), LossWeight(Over.SAMPLES)])
+        if self._known is not None:
+            of_targets = self._known.weights_of_targets(parts)
+            candidates |= dict.fromkeys(w for w in of_targets if w.over in (Over.TARGETS, Over.NUMBERS))
+        has_run = False
+        for some in islice(self._experiments(1), 1) if is_brief else self._experiments():
+            (one, other), both = some.halves(), some.first + some.rest
+            whole = self._try_once(some.outputs, some.targets, range(both))
+            a = self._try_once(*one, range(some.first))
+            b = self._try_once(*other, range(some.first, both))
+            if whole is not None and a is not None and b is not None:
+                has_run = True
+                candidates = {w: None for w in candidates if self._holds(self._shares(w, some), some, (whole, a, b))}
+        return BlockLoss(name, tuple(candidates), "" if has_run else "it cannot be run on numbers that are drawn")
+
+    def _experiments(self, begin: int = 0) -> Iterator[Parts]:
+        for number, sizes in enumerate(_SIZES[begin:], begin):
+            parts, count = self._drawn(number), self._samples
+            if number and not is_sharded(self._block):
+                self._draw_weights(number)
+            for cut, first, rest in sizes:
+                size = min(max(1, round(cut * count / SAMPLES)), count - 1)
+                yield replace(parts, first=size, rest=count - size).scaled(first, rest)
+            if self._tries_targets and not number and self._known is not None:
+                yield from with_other_targets(parts, self._known.ids, is_safe=parts.outputs[0].device.type == "cpu")
+
+    def _drawn(self, number: int) -> Parts:
+        """Return samples of the `number`-th draw; ids are not above those that there are."""
+        generator = torch.Generator().manual_seed(number)
+        outputs = [self._other(given.tensor, number, generator) for given in self._arrival.tensors.values()]
+        extras = [part.tensor for tree in self._beside.values() for part in tree.parts]
+        outputs += [_unlike_mask(extra, generator) if number % 2 else extra for extra in extras]
+        units = [rows_of_each(leaf, self._samples) for leaf in (*outputs, *self._targets)]
+        first = max(1, self._samples // 3)
+        return Parts(outputs, self._targets, first, self._samples - first, 0, units)
+
+    def _other(self, like: Tensor, number: int, generator: torch.Generator) -> Tensor:
+        if like.is_floating_point():
+            each = (self._samples, *[1] * (like.dim() - 1)) if like.dim() else ()
+            drawn = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+            if rows_of_each(like, self._samples) == 1:
+                scales = 0.5 + torch.rand(each, generator=generator, dtype=like.dtype)
+                scales[0] *= _FAR if number % 2 else 1
+                drawn = scales * (drawn + torch.randn(each, generator=generator, dtype=like.dtype) / 2)
+            return drawn.to(like.device)
+        is_plain = number and like.numel() and not like.dtype.is_complex and like.dtype is not torch.bool
+        if not is_plain or int(like.min()) < 0:
+            return like
+        return torch.randint(0, int(like.max()) + 1, like.shape, generator=generator).to(like.device, like.dtype)
+
+    def _draw_weights(self, number: int) -> None:
+        for name, weight in self._block.named_parameters():
+            generator = torch.Generator(weight.device).manual_seed(number)
+            with torch.no_grad():
+                weight.copy_(draw_weight(name, weight, weight.device, generator))
+
+    def _try_once(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: range) -> _Tried | None:
+        """Return the loss of these; None where that is no finite number, or the block cannot be run so."""
+        try:
+            with untouched(self._block), self._alike(samples):
+                ran = run_with_graph(self._run, self._number, self._block, self._arrival_of(outputs, targets))
+                wanted = [*ran.leaves, *ran.weights]
+                loss = torch.zeros(()) if ran.loss is None else ran.loss
+                found = (
+                    torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(wanted)
+                )
+        except Exception:  # what a user's code says to numbers that no block has given
+            return None
+        gradients = [torch.zeros_like(t) if g is None else g.detach() for g, t in zip(found, wanted, strict=True)]
+        is_finite = all(bool(t.isfinite().all()) for t in (loss, *gradients))
+        return _Tried(loss.detach(), gradients) if is_finite else None
+
+    def _arrival_of(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Arrival:
+        """Return an arrival of these tensors."""
+        tensors, given = iter([*outputs, *targets]), self._arrival
+
+        def take(some: Iterable[Given]) -> list[Given]:
+            return [Given(next(tensors), one.tokens) for one in some]
+
+        activation = replace(given.activation, parts=take(given.activation.parts))
+        riders = dict(zip(given.riders, take(given.riders.values()), strict=True))
+        names = [*self._beside, *([TARGETS] if self._targets else [])]
+        extras = {name: replace(given.extras[name], parts=take(given.extras[name].parts)) for name in names}
+        return replace(given, activation=activation, riders=riders, extras=extras)
+
+    def _shares(self, weight: LossWeight, parts: Parts) -> tuple[float, float] | None:
+        """Return what each part weighs in the whole by a weight; None: it says nothing."""
+        if weight.over is Over.SUM:
+            return 1.0, 1.0
+        share = parts.share
+        if weight.over is not Over.SAMPLES:
+            assert self._known is not None
+            of_targets = self._known.share_of(weight, parts)
+            if of_targets is None:
+                return None
+            share = of_targets
+        return share, 1 - share
+
+    def _holds(self, shares: tuple[float, float] | None, parts: Parts, tried: tuple[_Tried, _Tried, _Tried]) -> bool:
+        """Whether a loss of two parts is what it is of each, by their shares."""
+        if shares is None:
+            return False
+        whole, a, b = tried
+        of_a, of_b = shares
+        units = [parts.units[i] for i in range(self._num_leaves) if parts.outputs[i].is_floating_point()]
+        units += [0] * (len(whole.gradients) - len(units))
+        gradients = list[tuple[Tensor, Tensor, Tensor]]()
+        for unit, both, one, other in zip(units, whole.gradients, a.gradients, b.gradients, strict=True):
+            if unit:
+                mine, its = both.split([parts.first * unit, parts.rest * unit])
+                gradients += [(mine, of_a * one, torch.zeros_like(mine)), (its, of_b * other, torch.zeros_like(its))]
+            else:
+                gradients.append((both, of_a * one, of_b * other))
+        size = min((t.dtype.itemsize for t in (whole.value, *whole.gradients)), default=4)
+        least = _TOLERANCE.get(size, 4e-2)
+        largest = max((_norm(both) for both, *_ in gradients), default=0.0)
+        values = [(whole.value, of_a * a.value, of_b * b.value)]
+        return _are_close(values, least, 1e-30) and _are_close(gradients, least, least * _NOISE * largest + 1e-30)
+
+
+def _are_close(pairs: Sequence[tuple[Tensor, Tensor, Tensor]], least: float, floor: float) -> bool:
+    return all(
+        _norm(both.double() - one - other) <= least * (_norm(both) + _norm(one) + _norm(other)) + floor
+        for both, one, other in pairs
+    )
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().norm())
+
+
+def _unlike_mask(extra: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a mask that leaves out some tokens, but for the first; anything else is as it was."""
+    is_mask = extra.dim() > 1 and not extra.is_floating_point() and bool(((extra == 0) | (extra == 1)).all())
+    if not is_mask:
+        return extra
+    kept = torch.rand(extra.shape, generator=generator) < 0.6
+    kept[:, :1] = True
+    return torch.where(kept.to(extra.device), extra, torch.zeros_like(extra))

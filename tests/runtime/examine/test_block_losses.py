@@ -1,0 +1,230 @@
+"""Losses that blocks return are sums over samples, or means over them, as the loss function is; others are refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, MoE, run_local
+from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.examine.block_losses import examine_block_loss
+from quintsched.runtime.examine.losses.rules import Over
+from quintsched.runtime.parallel.proof.arrivals import Arrival, Given, GivenTree
+
+WIDTH, SAMPLES = 4, 13
+
+
+class Block(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.inner, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        nn.init.zeros_(self.router.weight)
+        nn.init.zeros_(self.router.bias)
+        self.loss, self.step = loss, 0
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, self.loss(self, y)
+
+
+class Supervised(Block):
+    def forward(self, x, targets):
+        y = self.inner(x)
+        return y, self.loss(y, targets)
+
+
+class WithExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = MoE(WIDTH, 3, lambda: nn.Linear(WIDTH, WIDTH), top_k=1, balance=0.1)
+
+    def forward(self, x):
+        return self.moe(x)
+
+
+def balance(block, y):
+    p = block.router(y.detach()).softmax(-1)
+    return (F.one_hot(p.argmax(-1), 3).to(p).mean(0) * p.mean(0)).sum()
+
+
+def contrast(_, y):
+    z = F.normalize(y, dim=1)
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def near(_, y):
+    sizes = y.square().mean(1)
+    return (sizes * (sizes < 5 * sizes.detach().mean())).mean()
+
+
+SUMS = {
+    "of squares": lambda _, y: y.square().sum(),
+    "of each's variance": lambda _, y: y.var(1).sum(),
+    "of logits": lambda block, y: block.router(y.detach()).logsumexp(-1).square().sum(),
+}
+MEANS = {
+    "of squares": lambda _, y: y.square().mean(),
+    "hinge": lambda _, y: (1 - y.norm(dim=1)).relu().mean(),
+    "of logits": lambda block, y: block.router(y.detach()).logsumexp(-1).square().mean(),
+    "penalty": lambda block, _: block.inner.weight.square().sum(),
+}
+OTHERS = {
+    "variance": lambda _, y: y.var(0, unbiased=False).mean(),
+    "a little variance": lambda _, y: y.square().mean() + 1e-4 * y.var(0, unbiased=False).mean(),
+    "balance": balance,
+    "contrast": contrast,
+    "near the mean": near,
+    "norm": lambda _, y: y.norm(),
+    "largest": lambda _, y: y.max(),
+    "logarithm": lambda _, y: (1 + y.square().mean()).log(),
+    "those above": lambda _, y: y[y > 0].mean(),
+    "first": lambda _, y: y[0].mean(),
+    "scaled": lambda _, y: (y / y.detach().norm()).square().mean(),
+    "root": lambda _, y: y.square().sum() / len(y) ** 0.5,
+}
+EVERY = {
+    **{f"sum {n}": (f, Over.SUM) for n, f in SUMS.items()},
+    **{f"mean {n}": (f, Over.SAMPLES) for n, f in MEANS.items()},
+}
+EVERY |= {name: (loss, None) for name, loss in OTHERS.items()}
+
+
+def found_of(block, samples=SAMPLES, seed=0, **extras):
+    torch.manual_seed(seed)
+    block = block.double()
+    before = {name: weight.clone() for name, weight in block.state_dict().items()}
+    extras = {name: GivenTree([Given(extra)]) for name, extra in extras.items()}
+    arrival = Arrival(GivenTree([Given(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras)
+
+    def alike(some):
+        torch.manual_seed(some.start)
+        return nullcontext()
+
+    found = examine_block_loss(lambda _, b, x, taken: b(x, **taken), 1, block, arrival, samples, alike)
+    assert all(torch.equal(weight, before[name]) for name, weight in block.state_dict().items())
+    assert not found.why
+    return [weight.over for weight in found.over]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", EVERY)
+def test_sums_and_means_are_told_from_others(name):
+    loss, over = EVERY[name]
+    for samples in (SAMPLES, 3):
+        found = found_of(Block(loss), samples)
+        assert found == ([] if over is None else [over])
+
+
+def test_routers_of_this_package_and_targets_that_count():
+    assert found_of(WithExperts()) == [Over.SUM]
+    targets = torch.randint(0, WIDTH, (SAMPLES,))
+    assert found_of(Supervised(F.cross_entropy), targets=targets) == [Over.TARGETS]
+    clamped = Supervised(lambda y, t: F.cross_entropy(y, t.clamp(min=0)))
+    assert Over.SAMPLES in found_of(clamped, targets=targets)
+
+
+class Dropping(Block):
+    def forward(self, x):
+        y = F.dropout(self.inner(x), 0.5)
+        return y, self.loss(self, y)
+
+
+MEAN, VARIANCE = MEANS["of squares"], OTHERS["variance"]
+
+
+def pair(output, targets):
+    return F.mse_loss(output, targets, reduction="sum"), output.numel()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "block", "loss_fn", "options", "said"),
+    [
+        ("pp=2", lambda: Dropping(MEAN), F.mse_loss, {}, ""),
+        ("pp=2", lambda: Block(VARIANCE), F.mse_loss, {"loss_over": "samples"}, r'loss_over="microbatch"'),
+        ("pp=2", lambda: Block(VARIANCE), F.mse_loss, {"loss_over": "microbatch"}, ""),
+        ("dp=2", lambda: Block(VARIANCE), F.mse_loss, {}, "neither a sum over samples nor a mean"),
+        ("tp=2", lambda: Block(SUMS["of squares"]), F.mse_loss, {}, "return a mean over samples"),
+        ("tp=2", lambda: Block(SUMS["of squares"]), pair, {}, ""),
+        ("dp=2", lambda: Block(MEAN), pair, {}, "return a sum over samples"),
+    ],
+)
+def test_all_ranks_refuse_what_is_neither(mesh, block, loss_fn, options, said):
+    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2, zero=3 if mesh == "dp=2" else 0)
+
+    def work(transport):
+        blocks = [nn.Linear(WIDTH, WIDTH), block()]
+        engine = Engine(plan, blocks, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport, **options)
+        x = torch.ones(2, WIDTH)  # microbatches of one sample
+        with pytest.raises(MisfitError, match=said) if said else nullcontext():
+            engine.step(x, x)
+
+    run_local(2, work)
+
+
+def test_what_is_set_later_is_examined_again():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        block = Block(MEAN)
+        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, transport=transport)
+        x = torch.ones(4, WIDTH)
+        for coefficient in (0.9, 0.8):
+            engine.step(x, x)
+            block.loss = lambda b, y, by=coefficient: by * MEAN(b, y)
+        engine.step(x, x)
+        before = engine.full_weights()
+        block.loss = VARIANCE
+        with pytest.raises(MisfitError, match=r"since block 0 .*loss.* has changed, block 0 .* neither a sum"):
+            engine.step(x, x)
+        after = engine.full_weights()
+        assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+
+    run_local(2, work)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
+def test_a_block_with_targets_goes_with_targets_that_count_evenly(mesh):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, targets):
+            y = self.inner(x)
+            return y, F.cross_entropy(y, targets)
+
+    has_stages = "pp" in mesh
+    losses = (0, 1) if has_stages else ()
+    plan = qs.compile("1f1b" if has_stages else "gpipe", mesh=mesh, microbatches=2, losses=losses)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(8, WIDTH, generator=random, dtype=torch.float64)
+    targets = torch.randint(0, WIDTH, (8,), generator=random)
+    uneven = targets.clone()
+    uneven[:1] = -100
+
+    def work(transport):
+        options = {"transport": transport, "dtype": torch.float64}
+        engine = Engine(plan, [Deep, Deep], lambda o, t: o.square().mean(), torch.optim.SGD, **options)
+        mine = slice(engine.replica * 4, engine.replica * 4 + 4)
+        loss = engine.step(x[mine], targets[mine]).loss.item()
+        with pytest.raises(MisfitError, match="a mean over targets"):
+            engine.step(x[mine], uneven[mine])
+        return loss
+
+    model = build_model([Deep, Deep], 0, torch.float64)
+    y, first = model[0](x, targets)
+    z, second = model[1](y, targets)
+    for loss in run_local(len(mesh.split(",")) * 2, work):
+        assert loss == pytest.approx((z.square().mean() + first + second).item(), rel=1e-12)
+
+
+@pytest.mark.sampled(50)
+@pytest.mark.parametrize("seed", range(200))
+def test_no_draw_hides_a_batch(seed):
+    for name in ("variance", "balance", "near the mean", "those above"):
+        assert not found_of(Block(OTHERS[name]), seed=seed)
+    assert found_of(Block(MEANS["hinge"]), seed=seed) == [Over.SAMPLES]
