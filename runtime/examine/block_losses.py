@@ -121,7 +121,7 @@ class _Examination:
         self._beside = {name: extra for name, extra in arrival.extras.items() if name != TARGETS}
         self._targets = [part.tensor for part in targets.parts] if targets is not None else []
         self._known = (
-            LossExamination(block, [], targets.build(lambda part: part.tensor), samples, sliced=False)
+            LossExamination(block, [], targets.build(lambda part: part.tensor), samples)
             if targets is not None
             else None
         )

@@ -25,7 +25,7 @@ from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
 from ..comm import Group
 from ..examine.functions_kept import FunctionKept, versions_kept
 from ..examine.losses.divisors import divisor_of
-from ..examine.losses.examination import examine_loss
+from ..examine.losses.examination import LossExamination
 from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch
 from ..examine.losses.rules import LossWeight, Over, named
@@ -162,11 +162,12 @@ class WeighedLoss:
             return Over.SUM if self.means is not None or self._weight is None else self._weight.over
         kept = FunctionKept(self._loss_fn, next((t.device for t in tensors_of(output)), torch.device("cpu")))
         try:
-            with torch.no_grad(), versions_kept(self._loss_fn):
-                found = self._loss_fn(output, targets)
-            if isinstance(found, tuple):
-                return Over.STATED
-            weight = examine_loss(self._loss_fn, output, targets, samples).weight
+            with versions_kept(self._loss_fn):
+                with torch.no_grad():
+                    found = self._loss_fn(output, targets)
+                if isinstance(found, tuple):
+                    return Over.STATED
+                weight = LossExamination(self._loss_fn, output, targets, samples).run().weight
             return Over.SAMPLES if weight is None else weight.over
         except Exception:  # what a user's code says to numbers that no block has given
             return Over.SAMPLES

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...blocks.trees import flatten
-from ..functions_kept import FunctionKept, FunctionState, class_weights, versions_kept, whole_numbers
+from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_numbers
 from .divisors import divisor_of
 from .own_writes import depends_on_calls
 from .parts import (
@@ -92,24 +92,18 @@ _PRECISION = {torch.float64: (1e-9, 1e-13), torch.float32: (2e-5, 1e-6), torch.b
 """By how much a row of gradients may differ, relative to itself, and to all of them."""
 
 
-def examine_loss(loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> Finding:
-    """Return what a loss is over that gives one number; it is as if it had not been called.
+class LossExamination:
+    """Experiments on one function of outputs and targets, which is as if it had not been called.
 
     Args:
         loss: (output, targets) → a loss.
         output, targets: those of a microbatch, with as many samples.
         sliced: whether sequences are cut, so that it has to hold along tokens as well.
     """
-    with versions_kept(loss):
-        return LossExamination(loss, output, targets, samples, sliced=sliced).run()
-
-
-class LossExamination:
-    """Experiments on one function of outputs and targets."""
 
     called = "the loss"
 
-    def __init__(self, loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool) -> None:
+    def __init__(self, loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> None:
         self._loss, self.is_sliced = loss, sliced
         self._output_tree, outputs = flatten(output)
         self._target_tree, given = flatten(targets)
@@ -134,7 +128,7 @@ class LossExamination:
         others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe))
         if name := self.depends_on_calls(parts):
             return Finding(None, WRITES.format(name))
-        for some in (*parts.of_all_sizes(), cut_elsewhere(parts), *others):
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), cut_elsewhere(parts), *others):
             share = self.share(some)
             if share.why and not some.is_odd:
                 return Finding(None, share.why)

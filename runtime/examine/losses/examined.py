@@ -157,7 +157,7 @@ class Examined:
 
     def _require_harmless(self, state: FunctionState, probe: Unit) -> None:
         with versions_kept(self._function):
-            found = self._kind(self._function, *probe.built(), probe.samples, sliced=False)
+            found = self._kind(self._function, *probe.built(), probe.samples)
             name = found.depends_on_calls(probe, state)
         if name is not None:
             self.refusal = self.refusal or WRITES.format(name)

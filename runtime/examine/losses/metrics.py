@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +22,8 @@ from .rules import Finding, LossWeight, Over
 _NEAR = 2e-3
 
 
-def examine_metric(metric: Any, output: Any, targets: Any, samples: int) -> Finding:
-    """Return what a metric is over that gives one number; one that is always zero counts as a sum."""
-    return MetricExamination(metric, output, targets, samples, sliced=False).run()
-
-
 class MetricExamination(LossExamination):
-    """Experiments on the values of a metric."""
+    """Experiments on the values of a metric; one that is always zero counts as a sum."""
 
     called = "the metric"
 
@@ -56,7 +50,8 @@ class MetricExamination(LossExamination):
         return Finding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
 
     def _tried(self, parts: Parts) -> Iterator[Parts]:
-        for some in (parts, *with_other_targets(parts, self.ids, is_safe=self.is_safe)):
+        others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), *others):
             yield some
             yield _with_hits(some)
 

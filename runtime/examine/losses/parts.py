@@ -4,6 +4,7 @@
                                                 a      |          b
 
 as they are        and with either part scaled down: what a mean is over does not depend on outputs
+one of many far away by which thresholds of a batch are met, that a few samples have not
 other rows' targets                          few of the lowest in one part, many of the highest in the other
 other ids          in one part the lower ones; where they are of classes, also such as the data have not
 ignored targets    some or all of these in one part only: -100, -1, numbers that the loss knows of; zeros of masks
@@ -25,6 +26,7 @@ from torch import Tensor
 
 _ROWS, _FREE_BYTES = 6, 32 << 20
 _TOKENS, _LARGE_BYTES = 6, 4 << 20
+_MANY, _FAR = 32, (100.0, -100.0, 0.01)
 _MOST_IDS = 8
 _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 Change = Callable[[Tensor], Tensor]
@@ -79,6 +81,19 @@ class Parts:
             yield self.scaled(first, rest)
             if any(self._is_free(len(self.outputs) + i, t) and not _is_mask(t) for i, t in enumerate(self.targets)):
                 yield self.scaled(first, rest, with_targets=True)
+
+    def with_one_far(self) -> Iterator[Parts]:
+        """Yield more samples, where memory allows it, of which the first is far from all others."""
+        split, known = len(self.outputs), self.first + self.rest
+        if sum(leaf.nbytes for leaf in self.outputs) * _MANY > _LARGE_BYTES * known:
+            return
+        places, scales = [number % known for number in range(_MANY)], [1 - 0.1 * (n % 4) for n in range(_MANY)]
+        units = self.units[:split], self.units[split:]
+        outputs = [_taken(leaf, unit, places, scales) for leaf, unit in zip(self.outputs, units[0], strict=True)]
+        targets = [_taken(leaf, unit, places) for leaf, unit in zip(self.targets, units[1], strict=True)]
+        many = replace(self, outputs=outputs, targets=targets, first=1, rest=_MANY - 1)
+        for scale in _FAR:
+            yield many.scaled(scale, 1)
 
     def scaled(self, first: float, rest: float, *, with_targets: bool = False) -> Parts:
         """Return the same with the parts' outputs multiplied, those of samples, and the numbers among their targets."""

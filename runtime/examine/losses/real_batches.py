@@ -163,7 +163,7 @@ class RealBatch:
         if not units:
             return Comparison()
         whole = _joined(units * self._copies)
-        of = kind(loss, *whole.built(), whole.samples, sliced=False)
+        of = kind(loss, *whole.built(), whole.samples)
         for place, dtype in of.ways():
             moved = whole.moved(place, dtype)
             together = of.try_once(moved.outputs, moved.targets)

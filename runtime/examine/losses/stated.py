@@ -9,30 +9,15 @@ its tokens, which weighs as much for each slice. What cannot be called with a fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..functions_kept import versions_kept
 from .examination import WRITES, LossExamination, Tried
 from .parts import Parts, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
 from .rules import Finding, LossWeight, Over
-
-
-def doubt_of_stated(
-    loss: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int, *, sliced: bool = False
-) -> str:
-    """Return why what a loss gives is no sum with its weight, in words; "": it may well be.
-
-    Args:
-        loss: (output, targets) → (sum, weight).
-        output, targets: those of a microbatch, with as many samples.
-        sliced: whether sequences are cut.
-    """
-    with versions_kept(loss):
-        return StatedExamination(loss, output, targets, samples, sliced=sliced).run().why
 
 
 class StatedExamination(LossExamination):
@@ -54,7 +39,7 @@ class StatedExamination(LossExamination):
         if name := self.depends_on_calls(parts):
             return WRITES.format(name)
         others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
-        for some in (*parts.of_all_sizes(), cut_elsewhere(parts), *others):
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), cut_elsewhere(parts), *others):
             if doubt := self._doubt_of(some):
                 return f"of two batches together {doubt}"
         cut = along_tokens(parts) if self.is_sliced else None

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.examine.losses.examination import examine_loss
-from quintsched.runtime.examine.losses.metrics import StatedMetricExamination, examine_metric
+from quintsched.runtime.examine.functions_kept import versions_kept
+from quintsched.runtime.examine.losses.examination import LossExamination
+from quintsched.runtime.examine.losses.metrics import MetricExamination, StatedMetricExamination
 from quintsched.runtime.examine.losses.rules import Over
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8
@@ -25,6 +26,11 @@ MASK = (torch.rand(SAMPLES, TOKENS, generator=RANDOM) > 0.4).float()
 CLASS_WEIGHTS = torch.rand(CLASSES, generator=RANDOM) + 0.1
 LENGTHS = torch.tensor([1, 2, 1, 2, 2, 1, 1, 2])
 CTC = (LABELS[:, :2].clamp(min=1), torch.full((SAMPLES,), TOKENS), LENGTHS)
+
+
+def examine_loss(loss: Any, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> Any:
+    with versions_kept(loss):
+        return LossExamination(loss, output, targets, samples, sliced=sliced).run()
 
 
 def each(output: Tensor, targets: Tensor) -> Tensor:
@@ -189,10 +195,12 @@ def test_slices_of_sequences_have_to_hold_too() -> None:
         (lambda o, t: (o.argmax(-1) == t).float().mean(), Over.SAMPLES),
         (lambda o, t: (o.argmax(-1) == t)[t != -100].float().mean(), Over.TARGETS),
         (lambda o, t: (o.argmax(-1) == t).float().std(), None),
+        (lambda o, t: (o.abs() > 15).any().float(), None),
+        (lambda o, t: (lambda far: (far > 20 * far.mean()).float().mean())(o.abs().amax(1)), None),
     ],
 )
 def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
-    weight, why = examine_metric(metric, ROWS, IDS, SAMPLES)
+    weight, why = MetricExamination(metric, ROWS, IDS, SAMPLES).run()
     assert (weight is None) == bool(why)
     assert (weight and weight.over) == over
 
@@ -207,7 +215,7 @@ def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
     ],
 )
 def test_a_metric_that_says_its_weight_is_the_quotient_of_the_sums(metric: Any, is_sound: bool) -> None:
-    finding = StatedMetricExamination(metric, ROWS, IDS, SAMPLES, sliced=False).run()
+    finding = StatedMetricExamination(metric, ROWS, IDS, SAMPLES).run()
     assert (finding.weight is not None) is is_sound
 
 

@@ -56,7 +56,7 @@ def by_size(output: Tensor, targets: Tensor) -> Tensor:
 
 def in_batches(output: Tensor, targets: Tensor) -> Tensor:
     losses = F.cross_entropy(output, targets, reduction="none")
-    return losses.mean() if len(losses) < 8 else losses.topk(CLASSES).values.mean()
+    return losses.mean() if len(losses) != len(LABELS) else losses.topk(CLASSES).values.mean()
 
 
 def step_all(

@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.losses.stated import doubt_of_stated
+from quintsched.runtime.examine.losses.stated import StatedExamination
 
 from ...toys import sgd
 
@@ -64,21 +64,21 @@ OF_SLICES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sum_with_its_weight_is_left_alone(name: str) -> None:
-    assert doubt_of_stated(SOUND[name], LOGITS, IDS, 2, sliced=True) == ""
+    assert StatedExamination(SOUND[name], LOGITS, IDS, 2, sliced=True).run().why == ""
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNSOUND)
 def test_what_is_no_sum_with_its_weight_is_doubted(name: str) -> None:
     loss, words = UNSOUND[name]
-    assert words in doubt_of_stated(loss, LOGITS, IDS, 2)
+    assert words in StatedExamination(loss, LOGITS, IDS, 2).run().why
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OF_SLICES)
 def test_slices_weigh_as_much_as_they_have(name: str) -> None:
-    assert doubt_of_stated(OF_SLICES[name], LOGITS, IDS, 2) == ""
-    assert "slices" in doubt_of_stated(OF_SLICES[name], LOGITS, IDS, 2, sliced=True)
+    assert StatedExamination(OF_SLICES[name], LOGITS, IDS, 2).run().why == ""
+    assert "slices" in StatedExamination(OF_SLICES[name], LOGITS, IDS, 2, sliced=True).run().why
 
 
 @pytest.mark.sampled(2)
