@@ -264,7 +264,7 @@ class PlanRunner:
                 self._settler.draws = self._most(drawn) > 0
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
-        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
+        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked, self.losses.why_late(trains)
         return StepResult(tally.figures, tuple(self._options.metrics), *told)
 
     def _is_whole(self, interpreter: Interpreter) -> bool:

@@ -51,6 +51,10 @@ UNLINEAR = (
     "{}: the gradients there are those of a microbatch, times what its loss weighs, and not of the batch; clip "
     "in the optimizer, Engine(…, clip=…), return an auxiliary loss beside the output, (output, loss)"
 )
+LATE = (
+    "in an evaluation the loss, found to be {}, or a metric is not what it was found to be: of several microbatches "
+    "together it has another value than theirs make up; return (sum, weight)"
+)
 _MEANT = (
     ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
     "train.loss_over: microbatch"
@@ -78,7 +82,7 @@ class RunLosses:
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = self._is_read = False
-        self._is_watched, self._has_gradients = True, False
+        self._is_watched, self._has_gradients, self._trains = True, False, True
         self._refusal = self._of_metrics = self._of_weights = ""
         self._told: dict[Examined, str] = {}
         ends = {model.plan.layout.rank_of(route.stages[-1]) for route in model.plan.routes}
@@ -149,33 +153,33 @@ class RunLosses:
 
         `units` are one object where they have the same shapes.
         """
-        if plan.mode != "train":
+        trains = self._trains = plan.mode == "train"
+        if not trains:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
         self._is_due = is_compared = self._is_watched and not number & (number - 1)
-        if plan.mode == "train":
+        if trains:
             self._blocks.begin()
         for examined in self._watched:
             examined.begin()
         is_new = self._is_due or any(examined.since for examined in self._watched)
         for of, reads in self._reads:
             of.watched = reads if is_new else nullcontext()
+        self.loss.is_alone = (num_units := plan.schedule.num_units) * self._num_shares == 1
         if not self._watched:
             return
         if units not in self._units and len(self._units) < _MOST_SHAPES:
             self._units.add(units)
             is_compared = True
-        trains = plan.mode == "train"
         for examined in self._watched:
             examined.late = examined.late if self.earlier else None
             if examined.since or (examined.reads and not trains):
                 is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
-        self._has_gradients, num_units = is_compared, plan.schedule.num_units
-        self.loss.is_alone = num_units * self._num_shares == 1
+        self._has_gradients = is_compared
         if is_compared:
             self.loss.real = RealBatch(num_units, self._num_shares)
         else:
-            has_values = trains and any(examined.is_compared for examined in self._watched)
+            has_values = any(examined.is_compared for examined in self._watched)
             self.loss.real = RealBatch(num_units, free=_FREE_BYTES) if has_values else None
 
     def is_doubted(self) -> bool | torch.Tensor:
@@ -211,6 +215,10 @@ class RunLosses:
         if self._refusal:
             raise MisfitError(self._refusal)
 
+    def why_late(self, trains: bool) -> str:
+        """Return what is wrong with an evaluation in which some rank has a doubt, in words; "": nothing may be."""
+        return "" if trains or self.loss.is_alone else LATE.format(self.loss.rule) + _MEANT
+
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
         """Have them agree after an evaluation; one that only wants outputs may find no loss, ever again."""
         if not (wants_outputs and self._asked_in_vain):
@@ -227,7 +235,7 @@ class RunLosses:
             if batch is not None and not self._has_gradients:
                 one.compare_values(batch)
             one.doubt(batch if self._has_gradients else None, self._probe, self._step)
-            if one.since or (one.refusal and self._told.get(one) != one.refusal):
+            if (one.since and self._trains) or (one.refusal and self._told.get(one) != one.refusal):
                 self._has_doubt = True
 
     def _agree(self) -> None:

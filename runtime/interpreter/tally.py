@@ -242,6 +242,7 @@ class StepResult:
     empty: bool = False
     outputs: Any = None
     stop_asked: bool = False
+    _if_doubted: str = ""
     _earlier: tuple[Figures, ...] = ()
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:
@@ -249,7 +250,9 @@ class StepResult:
         return replace(self, _earlier=tuple(result._figures for result in results))
 
     def _sums(self) -> Tensor:
-        """Return all sums."""
+        """Return all sums; raises `MisfitError` for those of an evaluation in which a rank has doubted the loss."""
+        if self._if_doubted and self._figures.num_asked() >= DOUBT:
+            raise MisfitError(self._if_doubted)
         return added([self._figures, *self._earlier])
 
     @property

@@ -189,7 +189,7 @@ class WeighedLoss:
         into as many `slices`.
         """
         self.was_called = True
-        if self.real is not None and not self.has_others:
+        if self.real is not None:
             self.real.keep(output, targets, samples)
         if self.means is not None:
             self._find_terms(output, targets, samples)

@@ -137,6 +137,34 @@ def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
             assert "in step 3 it is not so: of all together it is" in found[-1]
 
 
+class Penalised(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        return output, 0.1 * output.square().mean()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_what_comes_late_is_seen_in_evaluations_and_beside_losses_of_blocks(mesh: str) -> None:
+    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2)
+    blocks, void = [BLOCKS[0], partial(Penalised, 8, CLASSES)], LABELS.clone()
+    void[0] = void[4] = 5
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, blocks, of_raw_ids, sgd, transport=transport, dtype=torch.float64)
+        inputs, usual, late = (t.chunk(engine.num_replicas)[engine.replica] for t in (INPUTS, LABELS, void))
+        for _ in range(3):
+            engine.step(inputs, usual)
+            assert engine.evaluate(inputs, usual).loss.isfinite()
+        result = engine.evaluate(inputs, late)
+        with pytest.raises(MisfitError, match="in an evaluation the loss, found to be a mean"):
+            result.loss  # noqa: B018
+        with pytest.raises(MisfitError, match="in step 3 it is not so"):
+            engine.step(inputs, late)
+
+    run_local(plan.mesh.size, run)
+
+
 def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
     def relabelled(output: Tensor, targets: Tensor) -> Tensor:
         targets[targets == CLASSES] = -100
