@@ -11,6 +11,7 @@ content nobody knows are found where they are named, by their kinds.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import re
@@ -48,7 +49,7 @@ _TELLING = _names("""
 """)
 """Those that only tell, and those by which memory is freed at any time."""
 
-_NOT_PLAIN = _names("breakpoint compile eval exec input open")
+_NOT_PLAIN = _names("breakpoint compile eval exec globals id input open")
 
 _TORCH = _names("""
     _C._autograd _C._fft _C._functions _C._functorch _C._linalg _C._nested _C._nn _C._sparse _C._special _decomp
@@ -73,11 +74,11 @@ _KNOWN_KINDS: frozenset[Any] = frozenset((
     *(tuple, list, dict, set, frozenset, deque, OrderedDict, defaultdict, partial, itertools.count, BaseException),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, types.CodeType),
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.CellType),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ModuleType, types.MappingProxyType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ModuleType),
     *(types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super, re.Pattern, re.Match),
+    *(type(inspect.ArgInfo.args), types.SimpleNamespace, torch._C._FunctionBase),
     *(random.Random, random.Random.__base__, torch._C.TensorBase, torch.Generator, torch.Size, torch.dtype),
     *(torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.finfo.__base__),
-    *(torch._C._FunctionBase, types.SimpleNamespace),
     *(np.ndarray, np.generic, np.dtype, np.ufunc, np.random.RandomState, np.random.Generator),
 ))  # fmt: skip
 _OWN = ("__dict__", "__weakref__")
@@ -115,12 +116,27 @@ def has_known_content(thing: object) -> bool:
     return isinstance(thing, type) or _is_known(type(thing))
 
 
+def asked_of(function: Any) -> str:
+    """Return what a function of C asks that is not plain, in words; empty: it is plain."""
+    module, name, owner = function.__module__, function.__qualname__, function.__self__
+    if module is None:
+        kind = owner if isinstance(owner, type) else type(owner)
+        return "" if _is_known(kind) or kind is types.MappingProxyType else f"{kind.__module__}.{name}"
+    if module == "builtins":
+        return name if name in _NOT_PLAIN else ""
+    is_users = not is_library_module(module)
+    is_asked = _is_judged(module, name.rpartition(".")[2]) and not name.startswith("_VariableFunctionsClass.")
+    return f"{module}.{name}" if is_users or is_asked else ""
+
+
 def only_tells(thing: object) -> bool:
     """Whether an object is there to tell something, so that what is in it steers nothing."""
     return isinstance(thing, Logger)
 
 
 def _is_known(kind: type) -> bool:
+    if any(base.__module__.startswith("torch.") and _is_judged(base.__module__, "") for base in kind.__mro__):
+        return not _KNOWN_KINDS.isdisjoint(kind.__mro__[:-1]) or issubclass(kind, torch.nn.Module)
     of_c = (base for base in kind.__mro__ if _is_of_c(base) and base is not object)
     return all(not _KNOWN_KINDS.isdisjoint(base.__mro__[:-1]) for base in of_c)
 
@@ -143,7 +159,7 @@ class _Calls:
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call":
-            name, caller = _asked_of_c(called), frame
+            name, caller = asked_of(called), frame
         elif event == "call" and frame.f_back is not None:
             name, caller = _asked_of_python(frame), frame.f_back
         else:
@@ -174,19 +190,6 @@ def _asked_of_python(frame: FrameType) -> str:
         return ""
     called = f"{module}.{frame.f_code.co_qualname}".replace("os._Environ", "os.environ")
     return called.rpartition(".")[0] if name.startswith("__") else called
-
-
-def _asked_of_c(function: Any) -> str:
-    """Return what is called that is not plain, in words, where a function of C is called; empty: it is plain."""
-    module, name, owner = function.__module__, function.__qualname__, function.__self__
-    if module is None:
-        kind = owner if isinstance(owner, type) else type(owner)
-        return "" if _is_known(kind) else f"{kind.__module__}.{name}"
-    if module == "builtins":
-        return name if name in _NOT_PLAIN else ""
-    is_users = not is_library_module(module)
-    is_asked = _is_judged(module, name.rpartition(".")[2]) and not name.startswith("_VariableFunctionsClass.")
-    return f"{module}.{name}" if is_users or is_asked else ""
 
 
 def _is_judged(module: str, name: str) -> bool:

@@ -32,20 +32,19 @@ from types import (
 )
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from ..agreement.host_values import is_same, state_of, without_numbers, word
-from ..agreement.user_code import PLAIN, is_library_module, is_of_framework, is_of_library, names_of
+from ..agreement.host_values import is_same, state_of, word
+from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of
 
-_MOST, _LONGEST = 20_000, 1024
-"""So many values are watched; so many entries of a container."""
+LONGEST = 1024
+"""So many entries of a container are watched."""
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_TORCH = frozenset(vars(nn.Module()))
-_GONE = object()
+OF_TORCH = frozenset(vars(nn.Module()))
+GONE = object()
 _UNNAMED = ("call", "getattr", "getattribute", "get", "getitem", "iter", "len", "bool", "float", "int")
 
 
@@ -87,12 +86,13 @@ class HostState:
         functions: what else is called, by names.
         inner: whether the modules in a root are watched as well.
         beside: modules by names of which only the attributes are watched that code of the others names.
-        numbers: whether tensors count, and where torch's generators are; otherwise what steers code does, and more of
-            it: attributes that come, functions of libraries, attributes of their modules and of objects there.
 
     Attributes:
         unseen: the name of an iterator among it, of which nobody can tell where it is; None: there is none.
     """
+
+    _most = 20_000
+    """So many values are watched."""
 
     def __init__(
         self,
@@ -101,10 +101,9 @@ class HostState:
         *,
         inner: bool = True,
         beside: Mapping[str, nn.Module] = MappingProxyType({}),
-        numbers: bool = True,
     ) -> None:
         self.unseen: str | None = None
-        self._inner, self._counts_numbers = inner, numbers
+        self._inner = inner
         self._slots: list[_Slot] = []
         self._names = {"forward", *map("__{}__".format, _UNNAMED)}
         self._known: dict[int, Any] = {}
@@ -118,14 +117,14 @@ class HostState:
         self._look_up_all()
         for name, module in beside.items():
             own = vars(module)
-            for key in self._names & (own.keys() - _OF_TORCH):
-                self._found(f"{name} ({type(module).__name__}).{key}", functools.partial(own.get, key, _GONE))
+            for key in self._names & (own.keys() - OF_TORCH):
+                self._found(f"{name} ({type(module).__name__}).{key}", functools.partial(own.get, key, GONE))
         self._look_up_all()
 
     @property
     def is_whole(self) -> bool:
         """Whether all is watched: there is no more of it than can be."""
-        return len(self._slots) < _MOST
+        return len(self._slots) < self._most
 
     def changed(self) -> str | None:
         """Return the name of the first thing that is not as it was; None where all is."""
@@ -141,7 +140,7 @@ class HostState:
             _, read, seen = slot
             now = read()
             if now is not seen and not is_same(now, seen):
-                now = now if self._counts_numbers else without_numbers(now)
+                now = self._seen(now)
                 if now is not seen and not is_same(now, seen):
                     yield slot
 
@@ -166,19 +165,22 @@ class HostState:
     def _watch(self, name: str, read: Callable[[], Any]) -> Any:
         """Watch a place, and return what is there."""
         found = read()
-        if len(self._slots) < _MOST:
-            self._slots.append(_Slot(name, read, found if self._counts_numbers else without_numbers(found)))
+        if len(self._slots) < self._most:
+            self._slots.append(_Slot(name, read, self._seen(found)))
         return found
+
+    def _seen(self, value: Any) -> Any:
+        """Return what is kept of a value, and compared."""
+        return value
 
     def _enter(self, name: str, thing: Any) -> None:
         """Look into something that code finds under a name."""
-        if isinstance(thing, PLAIN) or id(thing) in self._known or len(self._known) > _MOST:
+        if isinstance(thing, PLAIN) or id(thing) in self._known or len(self._known) > self._most:
             return
         self._known[id(thing)] = thing
         if isinstance(thing, Tensor):
-            if self._counts_numbers:
-                self._watch(name, thing.data_ptr)
-                self._tensors[id(thing)] = thing
+            self._watch(name, thing.data_ptr)
+            self._tensors[id(thing)] = thing
         elif isinstance(thing, nn.Module):
             self._enter_module(name, thing)
         elif isinstance(thing, functools.partial):
@@ -200,22 +202,21 @@ class HostState:
         elif isinstance(thing, ModuleType):
             self._holders += [] if is_library_module(thing.__name__) else [(name, thing)]
         elif (state := state_of(thing)) is not None:
-            if self._counts_numbers or not isinstance(thing, torch.Generator):
-                self._watch(name, state)
+            self._watch(name, state)
         elif _of_type(type(thing), "__next__") is not None:
             self.unseen = self.unseen or name
         elif not is_of_library(thing if isinstance(thing, type) else type(thing)):
             self._holders.append((name, thing))
             self._look_up(name, thing)
             self._watch_attributes(name, thing)
-        elif not self._counts_numbers and not is_of_framework(type(thing)) and isinstance(own_attributes(thing), dict):
-            self._enter_container(name, own_attributes(thing))
+        else:
+            self._enter_foreign(name, thing)
+
+    def _enter_foreign(self, name: str, thing: Any) -> None:
+        """Look into something of a library."""
 
     def _watch_attributes(self, name: str, holder: Any) -> None:
-        """Watch how many attributes there are, where names that code looks up in vain count."""
-        own = own_attributes(holder)
-        if not self._counts_numbers and isinstance(own, dict):
-            self._watch(f"{name}, its attributes", functools.partial(dict.__len__, own))
+        """Watch how many attributes a holder has."""
 
     def _enter_all(self, name: str, things: Iterable[Any]) -> None:
         for thing in things:
@@ -226,19 +227,14 @@ class HostState:
             kind = type(module)
             label = f"{name}{inner and '.'}{inner} ({kind.__name__})"
             self._known[id(module)] = module
+            self._watch_outline(label, module, root)
             for key in HOOKS:
                 hooks = vars(module)[key]
                 self._watch(f"{label}, its hooks", functools.partial(tuple, hooks))
                 self._enter_all(f"{label}, its hooks", hooks.values())
             self._watch(f"{label}, its modules", module._modules.__len__)
             for key in module._modules:
-                self._watch(f"{label}.{key}", functools.partial(module._modules.get, key, _GONE))
-            if not self._counts_numbers:
-                self._watch(f"{label}, its class", functools.partial(type, module))
-                self._watch(f"{label}, its mode", functools.partial(_mode, module, root, [True]))
-                for key, parameter in module._parameters.items():
-                    if parameter is not None:
-                        self._watch(f"{label}.{key}", functools.partial(getattr, parameter, "requires_grad"))
+                self._watch(f"{label}.{key}", functools.partial(module._modules.get, key, GONE))
             if not is_trained:
                 self._watch(f"{label}.training", functools.partial(vars(module).get, "training"))
                 for key, parameter in module._parameters.items():
@@ -251,21 +247,16 @@ class HostState:
                 self._look_up(label, module)
                 self._watch_attributes(label, module)
             for key in module._buffers:
-                read = functools.partial(module._buffers.get, key, _GONE)
+                read = functools.partial(module._buffers.get, key, GONE)
                 self._enter(f"{label}.{key}", self._watch(f"{label}.{key}", read))
 
+    def _watch_outline(self, label: str, module: nn.Module, root: nn.Module) -> None:
+        """Watch what a module of a root is."""
+
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
-        if not self._counts_numbers and type(module).__module__.startswith("quintsched."):
-            return
         for key in ["forward", *vars(module)]:
-            if key not in _OF_TORCH:
-                value = self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, _GONE))
-                if not self._counts_numbers:
-                    self._enter(f"{label}.{key}", value)
-        for base in () if self._counts_numbers else type(module).__mro__:
-            plain = [key for key, value in vars(base).items() if isinstance(value, PLAIN) and not key.startswith("_")]
-            for key in () if is_of_framework(base) else plain:
-                self._watch(f"{base.__name__}.{key}", functools.partial(vars(base).get, key, _GONE))
+            if key not in OF_TORCH:
+                self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, GONE))
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -279,7 +270,7 @@ class HostState:
         if function.__kwdefaults__:
             self._enter_container(f"{name}, its defaults", function.__kwdefaults__)
         self._names.update(names_of(function.__code__))
-        self._names.update(text for text in _texts(function.__code__) if text.isidentifier())
+        self._names.update(text for text in texts(function.__code__) if text.isidentifier())
         self._holders.append((name, function))
         self._look_up(name, function)
 
@@ -289,12 +280,12 @@ class HostState:
         self._watch(name, length)
         if type(container) is not base and isinstance(own := own_attributes(container), dict) and own:
             self._enter_container(name, own)
-        if length() > _LONGEST:
+        if length() > LONGEST:
             return
         if base is dict:
             for key in list(dict.keys(container)):
                 label = f"{name}[{key!r}]" if isinstance(key, PLAIN) else f"{name}[…]"
-                self._enter(label, self._watch(label, functools.partial(dict.get, container, key, _GONE)))
+                self._enter(label, self._watch(label, functools.partial(dict.get, container, key, GONE)))
         elif base is list:
             for place in range(length()):
                 label = f"{name}[{place}]"
@@ -307,8 +298,8 @@ class HostState:
 
     def _look_up_all(self) -> None:
         before = -1
-        while before != len(self._looked_up):  # names that were found late are looked up everywhere
-            before = len(self._looked_up)
+        while before != len(self._looked_up) + len(self._names):  # names found late are looked up everywhere
+            before = len(self._looked_up) + len(self._names)
             for name, holder in list(self._holders):
                 self._look_up(name, holder)
 
@@ -316,27 +307,29 @@ class HostState:
         """Watch what a holder has under the names that code names."""
         spaces = _spaces(holder)
         for place, space in enumerate(spaces):  # a method of a class may call that of the next
-            for key in self._names & space.keys():
+            for key in self._keys(holder, space):
                 here = (id(holder), f"{place} {key}")
                 if here not in self._looked_up and not isinstance(space[key], MemberDescriptorType):
                     self._looked_up.add(here)
-                    self._found(f"{name}.{key}", functools.partial(space.get, key, _GONE))
+                    self._found(f"{name}.{key}", functools.partial(space.get, key, GONE))
                     if space is not spaces[0]:  # its own would come before it
-                        self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, _GONE))
+                        self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, GONE))
         for key in list(self._names):
             slot = None if isinstance(holder, FunctionType | type) else _of_type(type(holder), key)
             if isinstance(slot, MemberDescriptorType) and (id(holder), key) not in self._looked_up:
                 self._looked_up.add((id(holder), key))
                 self._found(f"{name}.{key}", functools.partial(_member, slot, holder))
 
+    def _keys(self, holder: Any, space: Mapping[str, Any]) -> Set[str]:
+        """Return under which names code may look something up that a holder has in one of its spaces."""
+        return self._names & space.keys()
+
     def _found(self, name: str, read: Callable[[], Any]) -> None:
         value = read()
-        if isinstance(value, ModuleType):
-            self._enter(name, value)
-            return
         is_code = isinstance(value, FunctionType | type | staticmethod | classmethod | property)
         self._enter(
-            name, value if is_code and self._counts_numbers and is_of_library(value) else self._watch(name, read)
+            name,
+            value if isinstance(value, ModuleType) or (is_code and is_of_library(value)) else self._watch(name, read),
         )
 
 
@@ -346,8 +339,8 @@ def _spaces(holder: Any) -> list[Mapping[str, Any]]:
         return [vars(holder), holder.__globals__]
     if isinstance(holder, ModuleType):
         return [vars(holder)]
-    kind = holder if isinstance(holder, type) else type(holder)
-    of_classes: list[Mapping[str, Any]] = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
+    kinds = [*(holder.__mro__ if isinstance(holder, type) else ()), *type(holder).__mro__]
+    of_classes: list[Mapping[str, Any]] = [vars(base) for base in kinds if not is_of_library(base)]
     own = own_attributes(holder)
     return of_classes if isinstance(holder, type) or not isinstance(own, dict) else [own, *of_classes]
 
@@ -362,30 +355,24 @@ def _module_classes(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if issubclass(base, nn.Module)]
 
 
-def _texts(code: CodeType) -> Iterator[str]:
+def texts(code: CodeType) -> Iterator[str]:
     """Yield the strings in code, by which it may look something up."""
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
-            yield from _texts(constant)
-
-
-def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
-    """Return whether a module trains where the whole does, as it was the last time that this did."""
-    known[0] = module.training if root.training else known[0]
-    return known[0]
+            yield from texts(constant)
 
 
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not bound yet
-        return _GONE
+        return GONE
 
 
 def _entry(container: list[Any], place: int) -> Any:
-    return list.__getitem__(container, place) if place < list.__len__(container) else _GONE
+    return list.__getitem__(container, place) if place < list.__len__(container) else GONE
 
 
 def _of_type(kind: type, name: str) -> Any:
@@ -397,4 +384,4 @@ def _member(slot: MemberDescriptorType, holder: Any) -> Any:
     try:
         return slot.__get__(holder)
     except AttributeError:
-        return _GONE
+        return GONE

@@ -34,7 +34,6 @@ _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
 _HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
 _DRAWN = FACTORIES | IN_PLACE | {"normal"}
-_EXPORTS = (torch._C._to_dlpack, torch._C._to_dlpack_versioned)
 _PICKLED = "_typed_storage"
 """Torch's function that pickles and files get numbers by."""
 
@@ -221,20 +220,7 @@ class FeatureOwners(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Within it, `Joined` is raised where Python is given the numbers of a tensor by no function of torch.
-
-    What `torch.utils.dlpack` calls tells no mode: it is seen by a profile function, unless there is another.
-    """
-
-    def __enter__(self) -> HostReads:
-        if sys.getprofile() is None:
-            sys.setprofile(_see_export)
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        if sys.getprofile() is _see_export:
-            sys.setprofile(None)
+    """Within it, `Joined` is raised where Python is given the numbers of a tensor by no function of torch."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -245,11 +231,6 @@ class HostReads(TorchFunctionMode):
         if (name in _HOST_METHODS and is_users) or name in _HOST_PROTOCOLS:
             raise _read_by(name)
         return func(*args, **(kwargs or {}))
-
-
-def _see_export(frame: object, event: str, function: Any) -> None:
-    if event == "c_call" and function in _EXPORTS:
-        raise _read_by(function.__name__)
 
 
 def _read_by(name: str) -> Joined:

@@ -1,6 +1,6 @@
 """Whether a pair is one for all numbers: what is between its columns and rows keeps the ranks' features apart.
 
-    in training, twice ─▶ features followed (`feature_owners`), what Python may read compared (`HostState`)
+    in training, twice ─▶ features followed (`feature_owners`), what Python may read compared (`SteeringState`)
     in evaluation      ─▶ the same, without gradients; both in the types of a run
     if mask.all(): …   ─▶ once more, as if it were not so
 
@@ -10,8 +10,8 @@ What depends on more than that, numbers of tensors or draws of Python's, may be 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,17 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...agreement.plain_code import asking_elsewhere
 from ...blocks.blocks import seeded
-from ...blocks.host_state import HostState
 from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given, GivenTree
 from .feature_owners import FeatureOwners, HostReads, Place
 from .owner_rules import Joined
+from .reads.steering import SteeringState
 from .reads.weight_reads import WeightReads
 from .trial import outputs_of
 from .twins import SEED, Blueprint
 
-DRAWS = "draws from Python's or numpy's generator, by which it may do something else"
+_MAY = ", by which it may do something else"
+DRAWS = f"draws from Python's or numpy's generator{_MAY}"
 
 _MOST_BRANCHES = 32
 
@@ -93,17 +95,21 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
     states = [state_of_host({"block": twin})]
-    for _ in range(times):
-        with reads.watching(), HostReads(), owners:
-            outputs = outputs_of(twin, arrival)
-        owners.require_none(outputs)
-        ends = [output for output in outputs.values() if output.requires_grad]
-        if ends:
-            torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])  # others each time
-        states.append(state_of_host({"block": twin}))
+    with asking_elsewhere() as asked:
+        for _ in range(times):
+            with reads.watching(), HostReads(), owners:
+                outputs = outputs_of(twin, arrival)
+            owners.require_none(outputs)
+            ends = [output for output in outputs.values() if output.requires_grad]
+            with _tensors_kept(twin):
+                if ends:
+                    torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])  # others each time
+            states.append(state_of_host({"block": twin}))
     changed = states[0 if owners.reads else -2].changed()
-    for why in reads.found.values():
+    for why in [*reads.found.values(), *(f"asks {what}{_MAY}" for what in asked)]:
         raise Joined(why)
+    if states[0].unseen is not None:
+        raise Joined(f"goes by {states[0].unseen!r}, of which nobody can tell whether it has changed{_MAY}")
     if draws_of_python() != drawn:
         raise Joined(DRAWS)
     if changed is not None:
@@ -112,9 +118,21 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
         )
 
 
-def state_of_host(blocks: Mapping[str, nn.Module]) -> HostState:
+@contextmanager
+def _tensors_kept(block: nn.Module) -> Iterator[None]:
+    """A context in which `Joined` is raised where tensors that code may read are written, as by a backward."""
+    before = SteeringState({"block": block}).tensors()
+    copies = [tensor.clone() for tensor in before]
+    yield
+    after = SteeringState({"block": block}).tensors()
+    pairs = zip(after, copies, strict=False)
+    if list(map(id, after)) != list(map(id, before)) or any(bool(((a != b) & (a == a)).any()) for a, b in pairs):
+        raise Joined(f"writes tensors in its backward{_MAY}")
+
+
+def state_of_host(blocks: Mapping[str, nn.Module]) -> SteeringState:
     """Return what steers the code of blocks, as it is now."""
-    state = HostState(blocks, {}, numbers=False)
+    state = SteeringState(blocks)
     state.let_go()
     return state
 

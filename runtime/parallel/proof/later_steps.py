@@ -1,6 +1,6 @@
 """Blocks in pairs, or of cut sequences, that may do something else in a later step are followed where anything is new.
 
-    shapes      units of other lengths or numbers of samples ─▶ other functions on the meta device? ─▶ followed again
+    shapes      units of other lengths or numbers of samples ─▶ other calls on the meta device?     ─▶ followed again
     attributes  self.hot = True, config.t = 3, a global       ─▶ noticed before the next step       ─▶ followed again
 
 A step of known shapes, before which nothing was set, is not looked at.
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
+from ...agreement.plain_code import asking_elsewhere
 from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import TreeSpec
@@ -185,15 +186,16 @@ class LaterSteps:
         return [replace(followed, kind=kind, known=[]) for kind in kinds]
 
     def called(self, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
-        """Return which functions a block calls for units of these shapes, in both modes; None: only data can tell."""
+        """Return what a block calls and asks for units of these shapes, in both modes; None: only data can tell."""
         block = self._outlines[number]
         accepts = accepted_extras(block)
         beside = {name: spec for name, spec in beside.items() if accepts(name)}
         calls = _Calls()
         try:
             for trains in (True, False):
-                with calls:
+                with asking_elsewhere() as asked, calls:
                     trace_shapes([copy.deepcopy(block).train(trains)], given, beside, self._dtype)
+                calls.found += asked
         except Exception:
             return None
         words = *(f"{name} {spec.tree}" for name, spec in beside.items()), *calls.found

@@ -1,4 +1,4 @@
-"""Reads and draws of a block, watched as it runs: weights that it takes itself, and random numbers.
+"""Reads and draws of a block: weights that it takes itself, random numbers, and what steers its code.
 
 Imports `feature_owners` of `proof`, for the line that runs, and `twins`.
 """

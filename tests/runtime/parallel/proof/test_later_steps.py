@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
+import ctypes
 import functools
+import operator
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +93,14 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
         lambda self, y: y.reshape(-1, 4 if y.shape[1] == TOKENS else y.shape[-1]).softmax(-1).view_as(y),
         lambda block: None,
     ),
+    "what asks elsewhere": (
+        lambda self, y: y * float(os.environ.get("HEAT", "1")) if self.config.hot else y,
+        lambda block: setattr(block.config, "hot", True),
+    ),
+    "a length by which it asks elsewhere": (
+        lambda self, y: places(y) if y.shape[1] > TOKENS and os.environ.get("HEAT") else y,
+        lambda block: None,
+    ),
     "a width": (lambda self, y: y * (y.shape[-1] if y.shape[1] > TOKENS else 1), lambda block: None),
 }
 STILL: dict[str, tuple[Step, Callable[[Any], object]]] = {
@@ -109,7 +124,7 @@ def train(transport: Transport, mesh: str, between: Step, change: Callable[[Any]
     engine = Engine(plan, [lambda: Later(between)], loss, sgd, dtype=torch.float64, transport=transport)
     generator, losses = torch.Generator().manual_seed(1), []
     for step in range(3):
-        length = 2 * TOKENS if step and what in ("a length", "a group", "a width") else TOKENS
+        length = 2 * TOKENS if step and what.startswith(("a length", "a group", "a width")) else TOKENS
         x, y = (torch.randn(2, length, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
         if step == 1:
             for stage in engine.stages.values():
@@ -142,6 +157,68 @@ def test_what_is_a_pair_still_goes_on(what: str) -> None:
     (alone,) = run_local(1, lambda transport: train(transport, "pp=1", *STILL[what], what))
     found, _ = run_local(2, lambda transport: train(transport, "tp=2", *STILL[what], what))
     assert found == pytest.approx(alone, rel=1e-10)
+
+
+OUTSIDE = (
+    *("the environment", "a context variable", "a switch of torch", "an event", "an array", "bytes", "a number of C"),
+    *("a weak reference", "a cache", "a getter", "a tensor of nobody", "identities"),
+)
+
+
+class Switch:
+    """What tells a block from outside whether to join its features."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+def steered_by(what: str) -> tuple[Step, Callable[[Any], object]]:
+    """Return what is between the layers of a block, steered by what nobody can compare, and what sets that."""
+    switch, numbers, buffer, tensor = Switch(), array.array("i", [0]), bytearray(1), torch.zeros(1)
+    reference, event, cached = weakref.ref(switch), threading.Event(), functools.lru_cache(lambda: switch.on)
+    getter, variable = operator.attrgetter("on"), contextvars.ContextVar("variable", default=False)
+    count = ctypes.c_int(0)
+    asks: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
+        "the environment": (lambda _: os.environ.get("HEAT"), lambda _: os.environ.update(HEAT="1")),
+        "a context variable": (lambda _: variable.get(), lambda _: variable.set(True)),
+        "a switch of torch": (
+            lambda _: torch.get_float32_matmul_precision() == "high",
+            lambda _: torch.set_float32_matmul_precision("high"),
+        ),
+        "an event": (lambda _: event.is_set(), lambda _: event.set()),
+        "an array": (lambda _: numbers[0], lambda _: numbers.__setitem__(0, 1)),
+        "bytes": (lambda _: buffer[0], lambda _: buffer.__setitem__(0, 1)),
+        "a number of C": (lambda _: count.value, lambda _: setattr(count, "value", 1)),
+        "a weak reference": (lambda _: vars(reference())["on"], lambda _: setattr(switch, "on", True)),
+        "a cache": (lambda _: cached(), lambda _: vars(switch).update(on=True) or cached.cache_clear()),  # type: ignore
+        "a getter": (lambda _: getter(switch), lambda _: setattr(switch, "on", True)),
+        "a tensor of nobody": (lambda _: tensor, lambda _: tensor.fill_(1)),
+        "identities": (lambda self: SETTINGS.get(f"{id(self)}"), lambda self: SETTINGS.update({f"{id(self)}": True})),
+    }
+    ask, change = asks[what]
+    if what == "a tensor of nobody":
+        return lambda self, y: y + ask(self) * places(y), change
+    return lambda self, y: places(y) if ask(self) else y, change
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_nobody_can_compare_has_layers_cut_one_by_one(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        (alone,) = run_local(1, lambda transport: train(transport, "pp=1", *steered_by(what), what))
+        clear()
+        between, change = steered_by(what)
+        found, _ = run_local(2, lambda transport: train(transport, "tp=2", between, change, what))
+    finally:
+        clear()
+    assert found == pytest.approx(alone, rel=1e-10)
+    assert "are cut one by one over tp, for as a pair, it " in caplog.text
+
+
+def clear() -> None:
+    os.environ.pop("HEAT", None)
+    SETTINGS.clear()
+    torch.set_float32_matmul_precision("highest")
 
 
 DRAWN: dict[str, Step] = {

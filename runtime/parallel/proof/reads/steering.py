@@ -1,0 +1,154 @@
+"""What steers code of blocks besides numbers that are followed, watched from step to step, and what nobody can compare.
+
+state = SteeringState({"block 2": block})
+state.changed()        "block 2 (Mixer).rate", as `HostState` has it, whose watching this is; and besides
+
+attributes  how many there are: names that code looks up in vain count
+modules     classes, modes, weights that are frozen; of libraries also what is in attributes, and plain ones of classes
+libraries   plain values of their modules, of the names in code; attributes of objects
+names       strings that are found, by which code may look something up
+
+state.unseen           "block 2 (Mixer).table": an object of unknown content, or a tensor that is none of a module's
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from types import BuiltinFunctionType, FunctionType, MethodWrapperType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ....agreement.host_values import state_of, without_numbers
+from ....agreement.plain_code import asked_of, has_known_content, only_tells
+from ....agreement.user_code import PLAIN, is_library_module, is_of_framework, is_of_library, names_of
+from ....blocks.host_state import GONE, LONGEST, OF_TORCH, HostState, own_attributes, texts
+
+_OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
+_BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
+
+
+class SteeringState(HostState):
+    """What code of modules goes by, as it is now, but for numbers of tensors and of torch's generators.
+
+    Attributes:
+        unseen: the name of the first thing that users' code goes by and nobody can tell whether it has changed.
+    """
+
+    _most = 200_000
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._is_of_library = False
+        super().__init__(modules, {})
+        if not self.is_whole:
+            self._close("more than can be watched")
+
+    def let_go(self) -> None:
+        """Hold no more of what is watched than the places where it is; nothing new is found from now on."""
+        super().let_go()
+        self._tensors.clear()
+
+    def _seen(self, value: Any) -> Any:
+        return without_numbers(value)
+
+    def _close(self, name: str) -> None:
+        if not self._is_of_library:
+            self.unseen = self.unseen or name
+
+    def _enter(self, name: str, thing: Any) -> None:
+        if isinstance(thing, str):
+            self._names.add(thing)
+        elif isinstance(thing, PLAIN) or id(thing) in self._known or only_tells(thing):
+            return
+        elif isinstance(thing, Tensor) or not has_known_content(thing):
+            self._close(name)
+        elif isinstance(thing, functools.cached_property):
+            self._enter(name, thing.func)
+        elif isinstance(thing, ModuleType):
+            self._known[id(thing)] = thing
+            self._holders.append((name, thing))
+        elif not isinstance(thing, torch.Generator):
+            super()._enter(name, thing)
+
+    def _enter_foreign(self, name: str, thing: Any) -> None:
+        if isinstance(thing, BuiltinFunctionType) and asked_of(thing):
+            self._close(name)
+        elif isinstance(thing, BuiltinFunctionType | MethodWrapperType):
+            self._enter(name, None if isinstance(thing.__self__, ModuleType) else thing.__self__)
+        elif isinstance(thing, np.ndarray) and state_of(thing) is None:
+            self._close(name)
+        elif not isinstance(thing, type) and isinstance(own := own_attributes(thing), dict):
+            is_of_python = type(thing).__module__.partition(".")[0] in sys.stdlib_module_names
+            if is_of_python or not is_of_framework(type(thing)):
+                self._enter_container(name, own)
+
+    def _watch_attributes(self, name: str, holder: Any) -> None:
+        if isinstance(own := own_attributes(holder), dict):
+            self._watch(f"{name}, its attributes", functools.partial(dict.__len__, own))
+
+    def _watch_outline(self, label: str, module: nn.Module, root: nn.Module) -> None:
+        for held in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(held, Tensor):
+                self._known[id(held)] = self._tensors[id(held)] = held
+        self._watch(f"{label}, its class", functools.partial(type, module))
+        self._watch(f"{label}, its mode", functools.partial(_mode, module, root, [True]))
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                self._watch(f"{label}.{key}", functools.partial(getattr, parameter, "requires_grad"))
+
+    def _enter_library_module(self, label: str, module: nn.Module) -> None:
+        if type(module).__module__.startswith("quintsched."):
+            return
+        around, self._is_of_library = self._is_of_library, True
+        for key in ["forward", *vars(module)]:
+            if key not in OF_TORCH:
+                read = functools.partial(vars(module).get, key, GONE)
+                self._enter(f"{label}.{key}", self._watch(f"{label}.{key}", read))
+        for base in type(module).__mro__:
+            plain = [key for key, value in vars(base).items() if isinstance(value, PLAIN) and not key.startswith("_")]
+            for key in () if is_of_framework(base) else plain:
+                self._watch(f"{base.__name__}.{key}", functools.partial(vars(base).get, key, GONE))
+        self._is_of_library = around
+
+    def _enter_function(self, name: str, function: FunctionType) -> None:
+        around, self._is_of_library = self._is_of_library, is_of_library(function)
+        if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
+            self._enter(name, compiled)
+        else:
+            super()._enter_function(name, function)
+        self._is_of_library = around
+
+    def _enter_container(self, name: str, container: Any) -> None:
+        super()._enter_container(name, container)
+        kind: Any = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
+        if kind.__len__(container) > LONGEST:
+            self._close(name)
+        elif kind is dict:
+            self._enter_all(f"a key of {name}", list(dict.keys(container)))
+        elif kind is not list:
+            self._watch(name, lambda: tuple(kind.__iter__(container)))
+
+    def _keys(self, holder: Any, space: Mapping[str, Any]) -> Set[str]:
+        """Return the names that code names: of a function's globals its own; all attributes where it makes up names."""
+        if isinstance(holder, FunctionType) and space is holder.__globals__:
+            return {*names_of(holder.__code__), *texts(holder.__code__)} & space.keys()
+        found = super()._keys(holder, space)
+        if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
+            return {key for key in found if isinstance(space[key], _OF_MODULES)}
+        if not isinstance(holder, ModuleType | type) and space is own_attributes(holder) and self._names & _BY_ANY_NAME:
+            return set(space) - OF_TORCH
+        return found
+
+    def _found(self, name: str, read: Callable[[], Any]) -> None:
+        self._enter(name, read() if isinstance(read(), ModuleType) else self._watch(name, read))
+
+
+def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
+    """Return whether a module trains where the whole does, as it was the last time that this did."""
+    known[0] = module.training if root.training else known[0]
+    return known[0]
