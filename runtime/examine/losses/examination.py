@@ -128,7 +128,7 @@ class LossExamination:
         others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe))
         if name := self.depends_on_calls(parts):
             return Finding(None, WRITES.format(name))
-        for some in (*parts.of_all_sizes(), *parts.with_one_far(), cut_elsewhere(parts), *others):
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), parts.with_hits(), cut_elsewhere(parts), *others):
             share = self.share(some)
             if share.why and not some.is_odd:
                 return Finding(None, share.why)

@@ -9,7 +9,6 @@ Where classes are predicted, some predictions are made right, since a metric tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ class MetricExamination(LossExamination):
         others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), *others):
             yield some
-            yield _with_hits(some)
+            yield some.with_hits()
 
     def _values(self, parts: Parts) -> tuple[float, float, float] | None:
         one, other = parts.halves()
@@ -108,17 +107,3 @@ def _fitting(candidates: Candidates, parts: Parts, values: Sequence[float], leas
         if share is not None and abs(whole - share * a - (1 - share) * b) <= least:
             found[weight] = of
     return found
-
-
-def _with_hits(parts: Parts) -> Parts:
-    """Return the same where the first rows of logits predict their targets."""
-    outputs = list(parts.outputs)
-    for place, leaf in enumerate(outputs):
-        for targets in parts.targets:
-            if targets.dtype is torch.int64 and leaf.is_floating_point() and leaf.shape[:-1] == targets.shape:
-                hits = leaf.clone()
-                wanted = targets.clamp(0, leaf.shape[-1] - 1).unsqueeze(-1)
-                hits.scatter_(-1, wanted, float(leaf.abs().max()) + 1)
-                outputs[place] = torch.where(torch.arange(len(leaf)).view(-1, *[1] * (leaf.dim() - 1)) < 3, hits, leaf)
-                break
-    return replace(parts, outputs=outputs)

@@ -26,8 +26,9 @@ from torch import Tensor
 
 _ROWS, _FREE_BYTES = 6, 32 << 20
 _TOKENS, _LARGE_BYTES = 6, 4 << 20
-_MANY, _FAR = 32, (100.0, -100.0, 0.01)
+_MANY, _FAR = 32, (1000.0, -1000.0, 30.0, 0.01)
 _MOST_IDS = 8
+_HITS, _SURE = 3, 10.0
 _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 Change = Callable[[Tensor], Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -94,6 +95,23 @@ class Parts:
         many = replace(self, outputs=outputs, targets=targets, first=1, rest=_MANY - 1)
         for scale in _FAR:
             yield many.scaled(scale, 1)
+
+    def with_hits(self) -> Parts:
+        """Return the same where the first rows are all but their targets, of which a loss is next to nothing."""
+        outputs = list(self.outputs)
+        for place, leaf in enumerate(outputs):
+            for targets in self.targets if leaf.is_floating_point() else ():
+                if targets.dtype is torch.int64 and leaf.shape[:-1] == targets.shape:
+                    wanted = targets.clamp(0, leaf.shape[-1] - 1).unsqueeze(-1)
+                    hits = leaf.scatter(-1, wanted, float(leaf.abs().max()) + _SURE)
+                elif targets.is_floating_point() and targets.shape == leaf.shape:
+                    hits = targets.to(leaf) + 0.01 * leaf
+                else:
+                    continue
+                first = torch.arange(len(leaf), device=leaf.device).view(-1, *[1] * (leaf.dim() - 1)) < _HITS
+                outputs[place] = torch.where(first, hits, leaf)
+                break
+        return replace(self, outputs=outputs)
 
     def scaled(self, first: float, rest: float, *, with_targets: bool = False) -> Parts:
         """Return the same with the parts' outputs multiplied, those of samples, and the numbers among their targets."""

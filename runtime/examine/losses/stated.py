@@ -39,7 +39,7 @@ class StatedExamination(LossExamination):
         if name := self.depends_on_calls(parts):
             return WRITES.format(name)
         others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
-        for some in (*parts.of_all_sizes(), *parts.with_one_far(), cut_elsewhere(parts), *others):
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), parts.with_hits(), cut_elsewhere(parts), *others):
             if doubt := self._doubt_of(some):
                 return f"of two batches together {doubt}"
         cut = along_tokens(parts) if self.is_sliced else None
