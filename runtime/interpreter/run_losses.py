@@ -81,7 +81,7 @@ class RunLosses:
         self.earlier: list[Figures] = []
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
-        self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = self._is_read = False
+        self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = False
         self._is_watched, self._has_gradients, self._trains = True, False, True
         self._refusal = self._of_metrics = self._of_weights = ""
         self._told: dict[Examined, str] = {}
@@ -173,7 +173,7 @@ class RunLosses:
             is_compared = True
         for examined in self._watched:
             examined.late = examined.late if self.earlier else None
-            if examined.since or (examined.reads and not trains):
+            if examined.since:
                 is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
         self._has_gradients = is_compared
         if is_compared:
@@ -188,7 +188,8 @@ class RunLosses:
         What values have shown is known to the device alone.
         """
         self._look()
-        self._blocks.end()
+        if self._trains:
+            self._blocks.end()
         self._has_doubt = self._has_doubt or self.loss.is_uneven or bool(self._blocks.since)
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]
         return sum(late[1:], late[0]) if late and not self._has_doubt else self._has_doubt
@@ -222,7 +223,7 @@ class RunLosses:
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
         """Have them agree after an evaluation; one that only wants outputs may find no loss, ever again."""
         if not (wants_outputs and self._asked_in_vain):
-            self.settle(plan, accumulates=False, again=self._is_read)
+            self.settle(plan, accumulates=False)
 
     def _look(self) -> None:
         """Look, once in a step, whether losses and metrics are what they were found to be."""
@@ -279,7 +280,6 @@ class RunLosses:
         self._refusal = refusal and words.format(refusal) + _MEANT
         self.loss.is_settled = self.loss.is_settled or bool(found)
         self._is_watched = not self.loss.is_settled or any(row.is_watched for row in told)
-        self._is_read = any(row.reads for row in told)
         self._told = {one: one.refusal for one in self._examined}
         for examined in self._examined:
             examined.since = ""
@@ -304,7 +304,6 @@ class RunLosses:
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
             "is_watched": any(not one.is_believed for one in self._watched),
-            "reads": any(one.reads for one in self._examined),
             "has_supposed": loss.has_supposed and not loss.is_settled,
         }
 
@@ -323,7 +322,6 @@ class _Told(NamedTuple):
     is_blind: bool
     of_each: float | None
     is_watched: bool
-    reads: bool
     has_supposed: bool
 
 

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...blocks.trees import flatten
 from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_numbers
+from .calls_checked import CallsChecked
 from .divisors import divisor_of
 from .own_writes import depends_on_calls
 from .parts import (
@@ -38,7 +39,6 @@ from .parts import (
     with_ignored_tokens,
     with_other_targets,
 )
-from .reads import ReadsChecked
 from .rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
 
 Loss = Callable[[Any, Any], Any]
@@ -113,7 +113,7 @@ class LossExamination:
         self._tables = class_weights(loss)
         self._leaves, self._samples = ([t.detach() for t in outputs], given), samples
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
-        self.is_safe, self.reads, self._counts = True, False, False
+        self.is_safe, self._counts = True, False
         self._usual: float | None = None
 
     def run(self) -> Finding:
@@ -339,7 +339,7 @@ class LossExamination:
         leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
         try:
-            with torch.enable_grad(), _unseen(), ReadsChecked() as checked:
+            with torch.enable_grad(), _unseen(), CallsChecked() as checked:
                 value = self.call(leaves, targets)
                 if not isinstance(value, Tensor) or value.dim():
                     return None
@@ -348,7 +348,6 @@ class LossExamination:
         except Exception:  # what a user's code says to what is no batch of its own
             return None
         finally:
-            self.reads |= checked.has_read
             self._counts |= checked.has_divided
             self.kept.put_back()
         by_leaf = iter(found or [None] * len(wanted))

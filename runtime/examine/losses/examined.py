@@ -4,7 +4,7 @@ first call    experiments: what it is over (`examination`, `stated`, `metrics`)
 each step     before it, whether somebody has changed what it goes by; behind it, whether its own calls have; and
               what it is over, by values of the step's own microbatches (`values`), as other data may lead elsewhere
 some steps    the same by gradients too (`real_batches`): 0, 1, 2, 4, 8, …; such as have unlike shapes; one before
-              which what it goes by has changed; and evaluations, if it asks for numbers in Python
+              which what it goes by has changed
 
 What this package brings is believed; what torch brings is not compared by values.
 """
@@ -44,7 +44,6 @@ class Examined:
     Attributes:
         rule: what it is over; None: nobody knows yet.
         tables: the weights of classes that it knows.
-        reads: whether it asks for numbers in Python, or nothing is known of it yet.
         since: what it goes by and somebody has changed since the last step; "": nothing.
         refusal: why no weights make its microbatches the batch; "": some do.
         is_blind: whether it has had no gradient so far.
@@ -57,7 +56,7 @@ class Examined:
         self.rule: LossWeight | None = None
         self.tables = class_weights(function)
         self.since = self.refusal = ""
-        self.reads = self.is_blind = False
+        self.is_blind = False
         self._is_ours = _is_ours(function)
         self._kind: type[LossExamination] = LossExamination
         self._state: FunctionState | None = None
@@ -182,7 +181,6 @@ class Examined:
                 finding = its.run()
             finally:
                 after.put_back()
-        self.reads |= its.reads
         return finding
 
     def _holds_still(self, output: Any, targets: Any, samples: int) -> bool:
@@ -197,7 +195,7 @@ class Examined:
     def _misfit(self, batch: RealBatch, rule: LossWeight) -> str:
         with versions_kept(self._function):
             found = batch.misfit(self._kind, self._function, rule, self.tables)
-        self.reads, self.of_each, self._way = self.reads or found.reads, found.of_each, found.way or self._way
+        self.of_each, self._way = found.of_each, found.way or self._way
         return found.why
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .calls_checked import CallsChecked
 from .examination import WRITES, Candidates, LossExamination, Share, Tried
 from .parts import Parts, with_other_targets
-from .reads import ReadsChecked
 from .rules import Finding, LossWeight, Over
 
 _NEAR = 2e-3
@@ -45,7 +45,6 @@ class MetricExamination(LossExamination):
             candidates = _fitting(candidates, tried, values, least)
             if not is_sum and not candidates:
                 return Finding(None, "it is neither a sum nor a mean over samples, tokens or targets")
-        self.reads |= not is_told
         return Finding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
 
     def _tried(self, parts: Parts) -> Iterator[Parts]:
@@ -64,14 +63,13 @@ class MetricExamination(LossExamination):
     ) -> Tried | None:
         """Return what the metric makes of these; None where that is no finite number, or it cannot be called so."""
         try:
-            with torch.no_grad(), ReadsChecked() as checked:
+            with torch.no_grad(), CallsChecked():
                 found = self.call(outputs, targets)
                 value, weight = found if isinstance(found, tuple) else (found, None)
                 value = torch.as_tensor(value).double()
         except Exception:  # what a user's code says to what is no batch of its own
             return None
         finally:
-            self.reads |= checked.has_read
             self.kept.put_back()
         by = None if weight is None else float(weight)
         is_finite = may_be_infinite or bool(value.isfinite())

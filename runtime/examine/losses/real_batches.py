@@ -99,13 +99,11 @@ class Comparison(NamedTuple):
 
     Attributes:
         why: why a loss of samples together is not what a rule says, in words; "": it is, or nothing can be told.
-        reads: whether it asks for numbers in Python.
         of_each: by what it is divided for each sample; None: by unlike numbers, or nobody knows.
         way: how it was called; None: it could not be.
     """
 
     why: str = ""
-    reads: bool = False
     of_each: float | None = None
     way: Way | None = None
 
@@ -178,8 +176,8 @@ class RealBatch:
                 break
             tolerance = _ROUNDING * of.tolerance(together)
             why = _misfit(rule, tables, parts, each, together, self._copies, tolerance)
-            return Comparison(why, of.reads, self._divisor_of_each(rule, parts, each), Way(dtype, tolerance))
-        return Comparison(reads=of.reads)
+            return Comparison(why, self._divisor_of_each(rule, parts, each), Way(dtype, tolerance))
+        return Comparison()
 
     def _alike(self) -> list[Unit]:
         """Return units that can be joined, or the halves of one; none where there are no two."""

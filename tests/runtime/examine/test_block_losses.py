@@ -178,6 +178,7 @@ def test_what_is_set_later_is_examined_again():
         engine.step(x, x)
         before = engine.full_weights()
         block.loss = VARIANCE
+        engine.evaluate(x, x)
         with pytest.raises(MisfitError, match=r"since block 0 .*loss.* has changed, block 0 .* neither a sum"):
             engine.step(x, x)
         after = engine.full_weights()
