@@ -6,17 +6,28 @@ import hashlib
 from collections.abc import Callable
 from itertools import count
 from random import Random, SystemRandom
-from types import CodeType
+from types import CodeType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .user_code import PLAIN
 
-_MOST_BYTES = 4096
+_MOST_BYTES = 1 << 20
 """Arrays of at most so many bytes are looked at."""
+
+GONE: Any = object()
+"""Stands for what is no longer in a place."""
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+OPERATORS = (
+    *(f"{kind}{name}" for name in _BINARY for kind in ("", "r", "i")),
+    *("neg", "pos", "abs", "invert", "lt", "le", "eq", "ne", "gt", "ge", "bool", "len", "iter", "next", "contains"),
+    *("getitem", "setitem", "call", "float", "int", "index", "str", "repr", "format", "getattr", "enter", "exit"),
+)
+"""Methods that are called without being named, but for their underscores."""
 
 
 def is_same(now: Any, seen: Any) -> bool:
@@ -47,6 +58,17 @@ def state_of(thing: Any) -> Callable[[], Any] | None:
     return None
 
 
+def numbers_of(tensor: Tensor) -> str | None:
+    """Return a digest of what is in a short tensor of the CPU, which may be written past its version; None: of none."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    return _digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) if _is_short(tensor) else None
+
+
+def _is_short(tensor: Tensor) -> bool:
+    return 0 < tensor.nbytes <= _MOST_BYTES
+
+
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
@@ -65,3 +87,24 @@ def word(value: Any) -> str:
     if isinstance(value, type | CodeType):
         return repr(value)
     return repr(value) if isinstance(value, PLAIN) else str(getattr(value, "__code__", type(value)))
+
+
+def content_of(cell: Any) -> Any:
+    """Return what is in a cell of a closure, or `GONE`."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return GONE
+
+
+def entry_of(container: list[Any], place: int) -> Any:
+    """Return what is at a place of a list, or `GONE`."""
+    return list.__getitem__(container, place) if place < list.__len__(container) else GONE
+
+
+def member_of(slot: MemberDescriptorType, holder: Any) -> Any:
+    """Return what an object has in a slot, or `GONE`."""
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return GONE

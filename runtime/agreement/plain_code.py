@@ -11,6 +11,7 @@ content nobody knows are found where they are named, by their kinds.
 
 from __future__ import annotations
 
+import cProfile
 import inspect
 import itertools
 import random
@@ -104,7 +105,7 @@ def asking_elsewhere() -> Iterator[list[str]]:
     try:
         yield heard.found
     finally:
-        sys.setprofile(before)
+        before.enable() if isinstance(before, cProfile.Profile) else sys.setprofile(before)
 
 
 def has_known_content(thing: object) -> bool:

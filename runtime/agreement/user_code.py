@@ -119,6 +119,15 @@ def names_of(code: CodeType) -> Iterator[str]:
             yield from names_of(constant)
 
 
+def texts(code: CodeType) -> Iterator[str]:
+    """Yield the strings in code, by which it may look something up."""
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from texts(constant)
+
+
 class _Reading:
     """What is read of one object: code, and plain values by their names."""
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+from _thread import LockType, RLock
 from argparse import Namespace
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import (
-    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -31,21 +32,24 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from ..agreement.host_values import is_same, state_of, word
-from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of
+from ..agreement.host_values import GONE, OPERATORS, content_of, entry_of, is_same, member_of, state_of, word
+from ..agreement.plain_code import has_known_content, only_tells
+from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of, texts
 
 LONGEST = 1024
 """So many entries of a container are watched."""
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
-_NAMESPACES = (SimpleNamespace, Namespace, UserDict)
+_NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
+_STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_TORCH = frozenset(vars(nn.Module()))
-GONE = object()
-_UNNAMED = ("call", "getattr", "getattribute", "get", "getitem", "iter", "len", "bool", "float", "int")
 
 
 class _Slot(NamedTuple):
@@ -67,11 +71,11 @@ class _Slot(NamedTuple):
         space = given[0] if function is dict.get else getattr(function, "__self__", None)
         if isinstance(space, dict):
             space[given[-2]] = value
-        elif function is _entry:
+        elif function is entry_of:
             given[0][given[1]] = value
-        elif function is _content:
+        elif function is content_of:
             given[0].cell_contents = value
-        elif function is _member:
+        elif function is member_of:
             given[0].__set__(given[1], value)
         else:
             return False
@@ -88,11 +92,14 @@ class HostState:
         beside: modules by names of which only the attributes are watched that code of the others names.
 
     Attributes:
-        unseen: the name of an iterator among it, of which nobody can tell where it is; None: there is none.
+        unseen: the name and the kind of something among it of which nobody can tell what is in it; None: there is none.
     """
 
     _most = 20_000
     """So many values are watched."""
+
+    _is_of_library = False
+    """Whether what is looked into is what a library's function keeps."""
 
     def __init__(
         self,
@@ -105,7 +112,7 @@ class HostState:
         self.unseen: str | None = None
         self._inner = inner
         self._slots: list[_Slot] = []
-        self._names = {"forward", *map("__{}__".format, _UNNAMED)}
+        self._names = {"forward", *map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash"))}
         self._known: dict[int, Any] = {}
         self._holders: list[tuple[str, Any]] = []
         self._looked_up: set[tuple[int, str]] = set()
@@ -175,7 +182,7 @@ class HostState:
 
     def _enter(self, name: str, thing: Any) -> None:
         """Look into something that code finds under a name."""
-        if isinstance(thing, PLAIN) or id(thing) in self._known or len(self._known) > self._most:
+        if isinstance(thing, _STILL) or id(thing) in self._known or len(self._known) > self._most:
             return
         self._known[id(thing)] = thing
         if isinstance(thing, Tensor):
@@ -184,7 +191,7 @@ class HostState:
         elif isinstance(thing, nn.Module):
             self._enter_module(name, thing)
         elif isinstance(thing, functools.partial):
-            self._enter_all(name, (thing.func, *thing.args))
+            self._enter_all(name, self._watch(name, lambda: (thing.func, *thing.args)))
             self._enter_container(name, thing.keywords)
         elif isinstance(thing, MethodType):
             self._enter(name, thing.__func__)
@@ -199,12 +206,17 @@ class HostState:
             self._enter_container(name, thing)
         elif isinstance(thing, _NAMESPACES):
             self._enter_container(name, own_attributes(thing))
+        elif isinstance(thing, MappingProxyType):
+            self._enter_all(name, gc.get_referents(thing))
         elif isinstance(thing, ModuleType):
-            self._holders += [] if is_library_module(thing.__name__) else [(name, thing)]
+            self._holders.append((name, thing))
         elif (state := state_of(thing)) is not None:
             self._watch(name, state)
-        elif _of_type(type(thing), "__next__") is not None:
-            self.unseen = self.unseen or name
+        elif isinstance(thing, functools._lru_cache_wrapper):
+            self._watch(name, lambda: thing.cache_info()[1::2])
+            self._enter(name, thing.__wrapped__)
+        elif isinstance(thing, np.ndarray) or not has_known_content(thing):
+            self._close(f"{name} ({type(thing).__module__}.{type(thing).__qualname__})")
         elif not is_of_library(thing if isinstance(thing, type) else type(thing)):
             self._holders.append((name, thing))
             self._look_up(name, thing)
@@ -213,7 +225,15 @@ class HostState:
             self._enter_foreign(name, thing)
 
     def _enter_foreign(self, name: str, thing: Any) -> None:
-        """Look into something of a library."""
+        """Look into something of a library: what code names of it."""
+        if not isinstance(thing, type) and not only_tells(thing):
+            self._holders.append((name, thing))
+            self._look_up(name, thing)
+
+    def _close(self, name: str) -> None:
+        """Note something of which nobody can tell what is in it, where users' code goes by it."""
+        if not self._is_of_library:
+            self.unseen = self.unseen or name
 
     def _watch_attributes(self, name: str, holder: Any) -> None:
         """Watch how many attributes a holder has."""
@@ -259,9 +279,11 @@ class HostState:
                 self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, GONE))
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
+        around, self._is_of_library = self._is_of_library, is_of_library(function)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._enter(f"{name}, {key}", self._watch(f"{name}, {key}", functools.partial(_content, cell)))
+            self._enter(f"{name}, {key}", self._watch(f"{name}, {key}", functools.partial(content_of, cell)))
         self._enter_all(name, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        self._is_of_library = around
         if is_of_library(function):
             return
         self._watch_attributes(name, function)
@@ -281,15 +303,19 @@ class HostState:
         if type(container) is not base and isinstance(own := own_attributes(container), dict) and own:
             self._enter_container(name, own)
         if length() > LONGEST:
-            return
-        if base is dict:
+            entries = dict.values if base is dict else base.__iter__
+            if all(isinstance(entry, PLAIN) for entry in entries(container)):
+                self._watch(name, lambda: tuple(entries(container)))
+            else:
+                self._close(f"{name} (of {length()} entries)")
+        elif base is dict:
             for key in list(dict.keys(container)):
                 label = f"{name}[{key!r}]" if isinstance(key, PLAIN) else f"{name}[…]"
                 self._enter(label, self._watch(label, functools.partial(dict.get, container, key, GONE)))
         elif base is list:
             for place in range(length()):
                 label = f"{name}[{place}]"
-                self._enter(label, self._watch(label, functools.partial(_entry, container, place)))
+                self._enter(label, self._watch(label, functools.partial(entry_of, container, place)))
         else:
             entries = list(base.__iter__(container))
             if all(isinstance(entry, PLAIN) for entry in entries):
@@ -311,18 +337,27 @@ class HostState:
                 here = (id(holder), f"{place} {key}")
                 if here not in self._looked_up and not isinstance(space[key], MemberDescriptorType):
                     self._looked_up.add(here)
-                    self._found(f"{name}.{key}", functools.partial(space.get, key, GONE))
+                    is_theirs = isinstance(holder, ModuleType) and is_library_module(holder.__name__)
+                    found = self._found_in_library if is_theirs else self._found
+                    found(f"{name}.{key}", functools.partial(space.get, key, GONE))
                     if space is not spaces[0]:  # its own would come before it
                         self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, GONE))
         for key in list(self._names):
             slot = None if isinstance(holder, FunctionType | type) else _of_type(type(holder), key)
             if isinstance(slot, MemberDescriptorType) and (id(holder), key) not in self._looked_up:
                 self._looked_up.add((id(holder), key))
-                self._found(f"{name}.{key}", functools.partial(_member, slot, holder))
+                self._found(f"{name}.{key}", functools.partial(member_of, slot, holder))
 
     def _keys(self, holder: Any, space: Mapping[str, Any]) -> Set[str]:
         """Return under which names code may look something up that a holder has in one of its spaces."""
         return self._names & space.keys()
+
+    def _found_in_library(self, name: str, read: Callable[[], Any]) -> None:
+        value = read()
+        if isinstance(value, ModuleType):
+            self._enter(name, value)
+        elif isinstance(value, PLAIN) or callable(value):
+            self._watch(name, read)
 
     def _found(self, name: str, read: Callable[[], Any]) -> None:
         value = read()
@@ -355,33 +390,6 @@ def _module_classes(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if issubclass(base, nn.Module)]
 
 
-def texts(code: CodeType) -> Iterator[str]:
-    """Yield the strings in code, by which it may look something up."""
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from texts(constant)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return GONE
-
-
-def _entry(container: list[Any], place: int) -> Any:
-    return list.__getitem__(container, place) if place < list.__len__(container) else GONE
-
-
 def _of_type(kind: type, name: str) -> Any:
     """Return what a class has under a name, without asking a metaclass."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-
-
-def _member(slot: MemberDescriptorType, holder: Any) -> Any:
-    try:
-        return slot.__get__(holder)
-    except AttributeError:
-        return GONE

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
+from ..agreement.host_values import numbers_of
 from ..agreement.user_code import is_of_library
 from ..blocks.host_state import HOOKS, HostState
+from .asks_elsewhere import require_known
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OURS = f"{__name__.partition('.')[0]}."
@@ -55,7 +57,7 @@ class Followed:
         self._model = weakref.ref(model, self._let_go)
         self._names = tuple(names)
         self._state: HostState | None = None
-        self._tensors: list[tuple[Tensor, int]] = []
+        self._tensors: list[tuple[Tensor, int, str | None]] = []
         self._lengths: dict[str, int] = {}
         self._keys: dict[str, tuple[dict[str, Any], Set[str]]] = {}
         self._structure = Structure(model, self._names)
@@ -77,6 +79,8 @@ class Followed:
         labels = {label_of(name): module for name, module in modules.items()}
         others = {label_of(name): module for name, module in model.named_modules() if name not in modules}
         self._state = HostState(labels, {}, inner=False, beside=others)
+        if (unseen := self._state.unseen) is not None and not is_of_library(type(model)):
+            require_known(type(model).__name__, unseen, line_in(unseen.partition(" (")[0], modules.values()))
         every = {**labels, **others}
         spaces = {name: vars(module) for name, module in every.items()}
         spaces |= {f"{name}, its buffers": module._buffers for name, module in every.items()}
@@ -84,7 +88,7 @@ class Followed:
         self._lengths = {name: len(own) for name, own in spaces.items()}
         own = {id(tensor) for module in modules.values() for tensor in tensors_in(module).values()}
         held = [tensor for tensor in self._state.tensors() if id(tensor) not in own and not tensor.is_inference()]
-        self._tensors = [(tensor, tensor._version) for tensor in held]
+        self._tensors = [(tensor, tensor._version, numbers_of(tensor)) for tensor in held]
         self._state.let_go()
 
     def flags(self) -> dict[str, bool]:
@@ -95,7 +99,7 @@ class Followed:
         """Return the name of something that is no longer as it was noted; None where all is."""
         if self._state is None:
             return None
-        if any(tensor._version != version for tensor, version in self._tensors):
+        if any(t._version != version or numbers_of(t) != numbers for t, version, numbers in self._tensors):
             return "a tensor that the model holds in a container"
         for name, (own, keys) in self._keys.items():
             if len(own) != self._lengths[name]:

@@ -17,15 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from ..agreement.host_values import OPERATORS
 from ..agreement.user_code import is_of_library
 from ..data.snapshot import Snapshot
-
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_OPERATORS = (
-    *(f"{kind}{name}" for name in _BINARY for kind in ("", "r", "i")),
-    *("neg", "pos", "abs", "invert", "lt", "le", "eq", "ne", "gt", "ge", "bool", "len", "iter", "next", "contains"),
-    *("getitem", "setitem", "call", "float", "int", "index", "str", "repr", "format", "getattr"),
-)
 
 
 class MarkRead(BaseException):
@@ -54,7 +48,7 @@ def _read(self: ReadMark, *_: Any) -> Any:
     raise MarkRead
 
 
-for _operator in _OPERATORS:
+for _operator in OPERATORS:
     setattr(ReadMark, f"__{_operator}__", _read)
 
 

@@ -10,8 +10,8 @@ self.means[0].add_(x.mean())        tensors as well, however they are written, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from quintsched.errors import MisfitError
 
 from ..agreement.user_code import PLAIN
 from ..data.snapshot import Change, Snapshot
+from .asks_elsewhere import require_plain, unheard
 from .drawn_values import DrawnValues
 from .followed import line_in
 
@@ -98,21 +99,25 @@ class BetweenLayers:
         drawn: whether it makes Python values of draws.
         host: what it changes.
         written: a weight that it changes, if there is one.
+        asked: what it asks elsewhere.
     """
 
     drawn: DrawnValues
     host: HostChanges
     written: str = ""
+    asked: list[str] = field(default_factory=list)
 
     @contextmanager
     def within(self, module: nn.Module, *, counts: bool = True) -> Iterator[None]:
         """A context in which a module runs that is called whole."""
-        with self.drawn.within(counts=counts), self.host.within(module):
+        is_whole = not counts or any(True for _ in module.parameters())
+        with unheard() if is_whole else nullcontext(), self.drawn.within(counts=counts), self.host.within(module):
             yield
 
     def require_steady(self, name: str, run: Callable[[], None], again: Callable[[], None]) -> None:
         """Raise `MisfitError` where two runs show that the code does something else each time, or writes elsewhere."""
         changed = self.host.unsteady(run, again)
+        require_plain(name, self.asked)
         if self.written:
             raise MisfitError(
                 f"the forward of {name} changes the weight {self.written!r} between its layers, where another block "

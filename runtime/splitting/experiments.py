@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from quintsched.errors import MisfitError, QuintschedError
 
+from ..agreement.plain_code import asking_elsewhere
 from ..agreement.user_code import is_of_library
 from ..blocks.untouched import attributes_untouched, run_alone, untouched
 from ..examine.drawn_values import DrawnValues, memory_of
@@ -46,7 +47,8 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: Be
     try:
         with torch.enable_grad(), nullcontext() if watch is None else watch.drawn:
             walk.around = Modes.now()
-            walk.run(inputs)
+            with asking_elsewhere() if watch else nullcontext(list[str]()) as asked:
+                walk.run(inputs)
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
@@ -57,6 +59,7 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: Be
     frame.set_training(False)
     if watch is not None:
         watch.written = watch.written or walk.written()
+        watch.asked += asked
     if not walk.flow.calls:
         raise MisfitError(f"the forward of {type(frame.root).__name__} calls none of {', '.join(frame.layers[:4])}")
     return walk.flow

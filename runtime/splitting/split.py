@@ -25,6 +25,7 @@ from ..blocks.host_state import HOOKS
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..data.snapshot import Snapshot
+from ..examine.asks_elsewhere import AsksElsewhere
 from ..examine.followed import Copies
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers
@@ -162,10 +163,12 @@ def _whole(
     try:
         return _walked(model, blocks, inputs, prove, longer=example is None)
     except (MisfitError, UsageError) as error:
-        if blocks is not None or transformers.is_one(model):
+        if blocks is not None or transformers.is_one(model) or isinstance(error, AsksElsewhere):
             raise
         try:
             return _proved_trace(model, inputs)
+        except AsksElsewhere:
+            raise
         except (MisfitError, Untraceable) as other:
             if isinstance(error, UsageError):  # no layers: tracing is what it was to be cut by
                 raise UsageError(f"{_untraced(model, other)}; and {error}") from error

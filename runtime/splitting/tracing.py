@@ -26,8 +26,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
+from ..agreement.plain_code import asking_elsewhere
 from ..blocks.host_state import HOOKS
 from ..comm.device import AllGenerators
+from ..examine.asks_elsewhere import AsksElsewhere, require_plain
 from ..examine.followed import label_of, line_of, tensors_in
 from ..examine.modes import Modes
 from ..examine.steady_state import HostChanges
@@ -62,7 +64,7 @@ def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
 
     `training` says of modules by their names whether they train.
 
-    Raises `Untraceable`.
+    Raises `Untraceable`, and `AsksElsewhere` where it asks elsewhere itself; modules that do are called whole.
     """
     kept, opened, tries = set[str](), set[str](), 0
     while True:
@@ -79,6 +81,8 @@ def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
             opened.add(found.name)
         except Exception as error:
             inner = tracer.inside[-1] if tracer.inside else ""
+            if not inner and isinstance(error, AsksElsewhere):
+                raise
             if not inner or inner in kept:
                 kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
                 raise Untraceable(f"{kind}{error}") from error
@@ -90,9 +94,11 @@ def _steady(tracer: _Tracer) -> Traced:
     """Return what a tracer finds, where it found nothing that the next run of the same code may find otherwise."""
     host, generators = HostChanges(tracer.root), AllGenerators()
     try:
-        traced, changed = tracer.run(), host.first()
+        with asking_elsewhere() as tracer.asked:
+            traced, changed = tracer.run(), host.first()
     finally:
         host.put_back()
+    require_plain(type(tracer.root).__name__, tracer.asked)
     if generators.have_moved():
         raise _Drawn(
             "the forward draws random numbers that are no function of its inputs (torch.rand(…), random.random()), so "
@@ -153,6 +159,7 @@ class _Tracer(fx.Tracer):
 
     Attributes:
         inside: the names of the opened modules that it is in; it stays so if one raises.
+        asked: what code asks elsewhere, while it runs.
     """
 
     def __init__(self, model: nn.Module, training: Mapping[str, bool], kept: set[str], opened: set[str]) -> None:
@@ -165,6 +172,7 @@ class _Tracer(fx.Tracer):
         self.names = {id(module): name for name, module in self.root.named_modules()}
         self.kept, self.opened, self.inside = kept, opened, list[str]()
         self.entered, self._around, self._stows = {""}, Modes.now(), False
+        self.asked: list[str] = []
         for module in list(self.root.modules()):
             plain = {name for name in tensors_in(module) if name in vars(module)}
             module.__dict__.update(_tracer=self, _tensors=plain)
@@ -216,7 +224,9 @@ class _Tracer(fx.Tracer):
             return self.create_proxy("call_module", name, args, kwargs)
         self.inside.append(name)
         self.entered.add(name)
+        before = len(self.asked)
         result = self._opened(module, args, kwargs)
+        require_plain(name, self.asked[before:])
         self.inside.pop()
         return result
 

@@ -164,7 +164,7 @@ class StepGraphs:
         elif any(tensor is one for one in moved for tensor in given):
             excuse = "a block changes the batch in place, which a graph would do to its own copy"
         elif host.unseen is not None:
-            excuse = f"{host.unseen} is an iterator, of which nobody can tell where it is"
+            excuse = f"the host keeps {host.unseen}, of which nobody can tell what is in it"
         elif not host.is_whole:
             excuse = "there is more on the host than can be watched"
         step.interpreter.conclude(figures)

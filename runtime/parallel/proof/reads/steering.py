@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....agreement.host_values import state_of, without_numbers
+from ....agreement.host_values import GONE, state_of, without_numbers
 from ....agreement.plain_code import asked_of, has_known_content, only_tells
-from ....agreement.user_code import PLAIN, is_library_module, is_of_framework, is_of_library, names_of
-from ....blocks.host_state import GONE, LONGEST, OF_TORCH, HostState, own_attributes, texts
+from ....agreement.user_code import PLAIN, is_library_module, is_of_framework, names_of, texts
+from ....blocks.host_state import LONGEST, OF_TORCH, HostState, own_attributes
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
@@ -43,7 +43,6 @@ class SteeringState(HostState):
     _most = 200_000
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._is_of_library = False
         super().__init__(modules, {})
         if not self.is_whole:
             self._close("more than can be watched")
@@ -55,10 +54,6 @@ class SteeringState(HostState):
 
     def _seen(self, value: Any) -> Any:
         return without_numbers(value)
-
-    def _close(self, name: str) -> None:
-        if not self._is_of_library:
-            self.unseen = self.unseen or name
 
     def _enter(self, name: str, thing: Any) -> None:
         if isinstance(thing, str):
@@ -116,12 +111,10 @@ class SteeringState(HostState):
         self._is_of_library = around
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
-        around, self._is_of_library = self._is_of_library, is_of_library(function)
         if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
             self._enter(name, compiled)
         else:
             super()._enter_function(name, function)
-        self._is_of_library = around
 
     def _enter_container(self, name: str, container: Any) -> None:
         super()._enter_container(name, container)
@@ -143,6 +136,9 @@ class SteeringState(HostState):
         if not isinstance(holder, ModuleType | type) and space is own_attributes(holder) and self._names & _BY_ANY_NAME:
             return set(space) - OF_TORCH
         return found
+
+    def _found_in_library(self, name: str, read: Callable[[], Any]) -> None:
+        self._found(name, read)
 
     def _found(self, name: str, read: Callable[[], Any]) -> None:
         self._enter(name, read() if isinstance(read(), ModuleType) else self._watch(name, read))

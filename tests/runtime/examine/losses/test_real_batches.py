@@ -103,7 +103,7 @@ def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
 
 TABLE = torch.arange(200) % CLASSES
 TABLE[CLASSES] = -100
-SETTING = np.zeros(1000)
+SETTING = np.zeros(1 << 18)
 
 
 def of_raw_ids(output: Tensor, targets: Tensor) -> Tensor:

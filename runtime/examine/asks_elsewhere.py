@@ -1,0 +1,64 @@
+"""Code between the layers of a model that asks elsewhere: refused, for the answers may be others in the next step.
+
+    x * float(os.environ["TAU"])      asks: refused, with the line         os.environ (model.py, line 12)
+    x * self.counts[0]                an array.array: refused, by name     model.counts (array.array)
+    x * self.tau, x * SETTINGS.tau    compared by value in each step
+
+A module that is called whole asks for itself, each time that it runs: what it asks does not count.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from quintsched.errors import MisfitError
+
+_OF_MODES = (
+    *("is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),
+    *("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
+)
+"""Functions of torch that tell of modes, which code between layers is followed through."""
+
+_INSTEAD = (
+    "read it in __init__ or in the training loop and keep it as an attribute of the model, which is followed, pass it "
+    "as an input, or ask in the forward of a layer"
+)
+
+
+class AsksElsewhere(MisfitError):
+    """Code between layers goes by what nobody can compare."""
+
+
+def require_plain(name: str, found: Sequence[str]) -> None:
+    """Raise `AsksElsewhere` for what the forward of a model of this name was heard to ask, see `asking_elsewhere`."""
+    asked = [
+        text for text in dict.fromkeys(found) if not text.startswith(tuple(f"torch.{mode} " for mode in _OF_MODES))
+    ]
+    if asked:
+        raise AsksElsewhere(
+            f"the forward of {name} asks {', '.join(asked[:3])} between its layers, which may answer otherwise in the "
+            f"next step or on another rank: {_INSTEAD}"
+        )
+
+
+def require_known(name: str, unseen: str | None, line: str) -> None:
+    """Raise `AsksElsewhere` for an object of unknown content that the forward of a model of this name goes by."""
+    if unseen is not None:
+        raise AsksElsewhere(
+            f"the forward of {name} goes by {unseen}{line} between its layers, of which nobody can tell whether what "
+            "is in it has changed: keep numbers, lists or dicts of them, or a tensor in a buffer, as attributes of the "
+            "model, which are followed, or go by it in the forward of a layer"
+        )
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """A context in which a module runs that asks for itself."""
+    before = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
