@@ -34,6 +34,7 @@ from ..stage.mean_losses import NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..stage.rank_model import RankModel
 from ..stage.weighed_metrics import WeighedMetric
 from ..steps.block_examinations import BlockExaminations, Gathered
+from ..steps.units import Units
 from .rank_state import RunOptions
 from .tally import Figures
 
@@ -91,7 +92,7 @@ class RunLosses:
         functions |= {f"metric {name!r}": m for name, m in self.metrics.items()}
         self._reads = [(of, ReadsElsewhere(model.elsewhere, what)) for what, of in functions.items()]
         self._blocks = BlockExaminations(model, groups)
-        self._of_blocks = ""
+        self._of_blocks, self._adds, self._usual, self._sizes = "", False, 1, frozenset[int]()
         self._probe: Unit | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
@@ -124,6 +125,7 @@ class RunLosses:
             usual: how many most of them have.
             parcels: the shapes of what each block gives.
         """
+        self._usual = usual
         loss, is_sum = self.loss, False
         if not any(parcel.has_loss for parcel in parcels):
             return
@@ -143,22 +145,25 @@ class RunLosses:
 
     def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out what blocks are, before the first step (collective); see `BlockExaminations`."""
-        self._blocks.examine_backwards(units, parcels, gathered)
+        if self.loss.rule != LossWeight(Over.MICROBATCH):
+            self._blocks.examine_backwards(units, parcels, gathered)
         self._blocks.examine_losses(units, parcels, gathered)
         if any(parcel.has_loss for parcel in parcels):
             self.loss.expect_others(self._blocks.over_targets())
 
-    def watch(self, plan: Plan, units: object, number: int) -> None:
+    def watch(self, plan: Plan, units: Units, number: int) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
 
         `units` are one object where they have the same shapes.
         """
-        trains = self._trains = plan.mode == "train"
-        if not trains:
+        self._trains, sizes = plan.mode == "train", frozenset(map(len, units.samples))
+        if self._trains:
+            self._sizes = sizes | (self._sizes if self.earlier else frozenset())
+        else:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
         self._is_due = is_compared = self._is_watched and not number & (number - 1)
-        if trains:
+        if self._trains and self._blocks.losses:
             self._blocks.begin()
         for examined in self._watched:
             examined.begin()
@@ -187,10 +192,14 @@ class RunLosses:
 
         What values have shown is known to the device alone.
         """
-        self._look()
+        if self.loss.was_called:
+            self._look()
         if self._trains:
             self._blocks.end()
         self._has_doubt = self._has_doubt or self.loss.is_uneven or bool(self._blocks.since)
+        self._has_doubt |= bool(self._blocks.changed) or (self._adds and self._has_odd_sizes())
+        if not self._watched:
+            return self._has_doubt
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]
         return sum(late[1:], late[0]) if late and not self._has_doubt else self._has_doubt
 
@@ -200,7 +209,10 @@ class RunLosses:
         They do until one has found it; in steps that are compared on all ranks; and `again`, where one has a doubt.
         Raises `MisfitError` on all ranks, unless there is one microbatch alone, whose loss may be over anything.
         """
-        self._look()
+        if self.loss.was_called:
+            self._look()
+        if again and self._trains:
+            self._blocks.examine_changed()
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
@@ -216,6 +228,10 @@ class RunLosses:
         if self._refusal:
             raise MisfitError(self._refusal)
 
+    def _has_odd_sizes(self) -> bool:
+        """Whether microbatches of this rank have other numbers of samples than usual ones."""
+        return bool(self._sizes - {0, self._usual})
+
     def why_late(self, trains: bool) -> str:
         """Return what is wrong with an evaluation in which some rank has a doubt, in words; "": nothing may be."""
         return "" if trains or self.loss.is_alone else LATE.format(self.loss.rule) + _MEANT
@@ -227,7 +243,7 @@ class RunLosses:
 
     def _look(self) -> None:
         """Look, once in a step, whether losses and metrics are what they were found to be."""
-        if self._has_looked or not self.loss.was_called:
+        if self._has_looked:
             return
         self._has_looked, batch, self.loss.real = True, self.loss.real, None
         if self._probe is None and batch is not None:
@@ -269,7 +285,8 @@ class RunLosses:
                 refusal = "some microbatches of a step have a gradient, and others have none"
         is_meant = self.loss.rule == LossWeight(Over.MICROBATCH)
         is_sum, is_bare = self.loss.rule == LossWeight(Over.SUM), self.loss.is_bare
-        wrong = (row for row in told if not ((row.adds and is_bare) or (row.is_of_each and is_sum)))
+        adds_right, self._adds = is_bare and not any(row.has_odd_sizes for row in told), any(row.adds for row in told)
+        wrong = (row for row in told if not ((row.adds and adds_right) or (row.is_of_each and is_sum)))
         why = "" if is_meant else next((row.unlinear for row in wrong if row.unlinear), "")
         of_losses = self._blocks.why_wrong(self.loss.rule)
         self._of_blocks = why and UNLINEAR.format(why) + _MEANT
@@ -300,6 +317,7 @@ class RunLosses:
             "unlinear": self._blocks.unlinear.why,
             "adds": self._blocks.unlinear.adds,
             "is_of_each": self._blocks.unlinear.is_of_each,
+            "has_odd_sizes": self._has_odd_sizes(),
             "of_weights": next((reads.refusal for _, reads in self._reads if reads.refusal), ""),
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
@@ -319,6 +337,7 @@ class _Told(NamedTuple):
     unlinear: str
     adds: bool
     is_of_each: bool
+    has_odd_sizes: bool
     is_blind: bool
     of_each: float | None
     is_watched: bool

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -22,11 +22,12 @@ from ..blocks.blocks import Parcel
 from ..blocks.host_state import HostState
 from ..comm import Group
 from ..comm.control import gather_texts
-from ..examine.backwards import Unlinear, suspects, why_unlinear
 from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
+from ..examine.gradients.backwards import BlockBackwards, Unlinear
 from ..examine.losses.rules import LossWeight, Over
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.proof.arrivals import SAMPLES as FEW
 from ..parallel.proof.arrivals import Arrival, Arrivals, FirstUnits
 from ..parallel.proof.features_apart import state_of_host
 from ..parallel.proof.kinds import content_of
@@ -55,14 +56,15 @@ class BlockExaminations:
     """What is found of the blocks of a run.
 
     Attributes:
-        unlinear: why the backward of a block here is not linear.
+        changed: the numbers of the blocks that may have other backwards since they were examined.
         losses: what is known of the losses of blocks, here and elsewhere: the same on all ranks.
         since: what somebody has changed that they may go by; "": nothing.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups) -> None:
         self._model, self._groups = model, groups
-        self.unlinear = Unlinear()
+        self._backwards: BlockBackwards | None = None
+        self.changed: list[int] = []
         self.losses: list[BlockLoss] = []
         self.since = ""
         self._kinds: list[_Kind] = []
@@ -81,19 +83,30 @@ class BlockExaminations:
             gathered: makes the weights of a stage resident.
         """
         model = self._model
-        for stage, held in sorted(model.stages.items()):
-            blocks = suspects({int(number): block for number, block in held.blocks.items()})
-            if blocks and not self.unlinear.why:
-                arrivals = Arrivals(units, model.outlines, parcels, *self._cut)
-                given = {number: arrivals.at(number, model.outlines[number]) for number in blocks}
-                with gathered(stage):
-                    found = [
-                        why_unlinear(
-                            self._run, n, block, given[n], partial(self._alike, n, block, range(given[n].samples))
-                        )
-                        for n, block in blocks.items()
-                    ]
-                self.unlinear = next((one for one in found if one.why), Unlinear())
+
+        @cache
+        def arrivals(samples: int | None) -> Arrivals:
+            return Arrivals(units, model.outlines, parcels, *self._cut, samples=samples)
+
+        def arrival_of(number: int, has_few: bool) -> Arrival:
+            is_cut = self._cut[0].size * self._cut[1] > 1
+            return arrivals(FEW if has_few or is_cut else None).at(number, model.outlines[number])
+
+        blocks = {stage: {int(n): block for n, block in held.blocks.items()} for stage, held in model.stages.items()}
+        self._backwards = BlockBackwards(blocks, self._run, self._alike, gathered)
+        self._backwards.examine(arrival_of)
+
+    @property
+    def unlinear(self) -> Unlinear:
+        """Why the backward of a block here is not linear."""
+        return Unlinear() if self._backwards is None else self._backwards.found
+
+    def examine_changed(self) -> None:
+        """Examine the backwards of blocks that have changed on any rank (collective)."""
+        if self._backwards is not None:
+            told = gather_texts(self._groups.world, " ".join(map(str, self.changed)))
+            self._backwards.again({int(number) for text in told for number in text.split()})
+            self.changed = []
 
     def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out what the losses of blocks that are not built in are over (collective); see `examine_backwards`."""
@@ -152,6 +165,8 @@ class BlockExaminations:
 
     def end(self) -> None:
         """End a step: what forwards have changed themselves goes by microbatches, as all state within blocks."""
+        if self._backwards is not None:
+            self.changed = self._backwards.changed()
         if self._state is not None and not self.since:
             self._own.update(self._moved())
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from ...blocks.trees import flatten
 from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_numbers
 from .calls_checked import CallsChecked
 from .divisors import divisor_of
+from .linear import UNLINEAR, gradients_of, is_linear
 from .own_writes import depends_on_calls
 from .parts import (
+    Given,
     Parts,
     along_samples,
     along_tokens,
@@ -58,18 +60,6 @@ class Tried(NamedTuple):
     gradients: Sequence[Tensor | None]
     divisor: Tensor | int | float | None
     dtype: torch.dtype = torch.float64
-
-
-class Given(Protocol):
-    """Leaves of an output and of targets."""
-
-    @property
-    def outputs(self) -> Sequence[Tensor]:
-        """Those of the output."""
-
-    @property
-    def targets(self) -> Sequence[Tensor]:
-        """Those of the targets."""
 
 
 class Share(NamedTuple):
@@ -115,9 +105,22 @@ class LossExamination:
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
         self.is_safe, self._counts = True, False
         self._usual: float | None = None
+        self._is_linear = True
 
     def run(self) -> Finding:
         """Return what all experiments agree on."""
+        finding = self._agreed()
+        why = "" if finding.weight is None else self.why_unlinear(finding.weight)
+        return Finding(None, why) if why else finding
+
+    def why_unlinear(self, weight: LossWeight) -> str:
+        """Return why gradients times what a microbatch weighs are not the batch's, by all calls so far; "": they are.
+
+        A sum is added up as it is.
+        """
+        return "" if self._is_linear or weight.over is Over.SUM else UNLINEAR
+
+    def _agreed(self) -> Finding:
         if not self.has_rows():
             return Finding(None, "its output has no rows of samples")
         parts = self.usable()
@@ -344,7 +347,8 @@ class LossExamination:
                 if not isinstance(value, Tensor) or value.dim():
                     return None
                 divisor = divisor_of(value)
-                found = torch.autograd.grad(value, wanted, allow_unused=True) if value.requires_grad else ()
+                found = gradients_of(value, wanted) if value.requires_grad else ()
+                self._is_linear = self._is_linear and is_linear(value, wanted, found)
         except Exception:  # what a user's code says to what is no batch of its own
             return None
         finally:

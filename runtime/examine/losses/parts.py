@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd, prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,18 @@ _HITS, _SURE = 3, 10.0
 _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 Change = Callable[[Tensor], Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Given(Protocol):
+    """Leaves of an output and of targets."""
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """Those of the output."""
+
+    @property
+    def targets(self) -> Sequence[Tensor]:
+        """Those of the targets."""
 
 
 @dataclass(frozen=True)

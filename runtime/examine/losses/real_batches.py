@@ -175,7 +175,7 @@ class RealBatch:
             if len(each) < len(tried):
                 break
             tolerance = _ROUNDING * of.tolerance(together)
-            why = _misfit(rule, tables, parts, each, together, self._copies, tolerance)
+            why = _misfit(rule, tables, parts, each, together, self._copies, tolerance) or of.why_unlinear(rule)
             return Comparison(why, self._divisor_of_each(rule, parts, each), Way(dtype, tolerance))
         return Comparison()
 

@@ -29,7 +29,7 @@ class StatedExamination(LossExamination):
 
     def run(self) -> Finding:
         """Return that it is stated, or what the first experiment says that fails."""
-        doubt = self._doubt()
+        doubt = self._doubt() or self.why_unlinear(LossWeight(Over.STATED))
         return Finding(None if doubt else LossWeight(Over.STATED), doubt)
 
     def _doubt(self) -> str:

@@ -1,14 +1,19 @@
 """Blocks whose backward is not linear in the gradient are refused where microbatches make that another backward."""
 
+import functools
+import types
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.examine.backwards import suspects, why_unlinear
+from quintsched.runtime.examine.gradients.backwards import calls_own, why_unlinear
+from quintsched.runtime.examine.gradients.own_backwards import Code
 from quintsched.runtime.parallel.proof.arrivals import Arrival, Given, GivenTree
 
 
@@ -65,6 +70,14 @@ def with_hook(how, hook):
     return block
 
 
+def halve(weight):
+    weight.grad.mul_(0.5)
+
+
+def sign(weight):
+    weight.grad.sign_()
+
+
 SEEN: list[float] = []
 LINEAR = {
     "reversal": Block(backward_of(torch.neg)),
@@ -72,7 +85,7 @@ LINEAR = {
     "mask": hooked("register_hook", lambda g: g * torch.eye(3, dtype=g.dtype)),
     "mean taken out": hooked("register_hook", lambda g: g - g.mean()),
     "log": hooked("register_hook", lambda g: SEEN.append(float(g.sum()))),
-    "halved": hooked("register_post_accumulate_grad_hook", lambda p: p.grad.mul_(0.5)),
+    "halved": hooked("register_post_accumulate_grad_hook", halve),
     "scaled": with_hook("register_full_backward_hook", lambda m, given, _: (given[0] * 0.9,)),
 }
 OTHERS = {
@@ -80,27 +93,165 @@ OTHERS = {
     "largest": Block(backward_of(lambda g: torch.where(g.abs() >= g.abs().mean(), g, 0.0))),
     "clip in a hook": Hooking(),
     "clip of a weight": hooked("register_hook", lambda g: g.clamp(-0.01, 0.01)),
-    "sign of a sum": hooked("register_post_accumulate_grad_hook", lambda p: p.grad.sign_()),
+    "sign of a sum": hooked("register_post_accumulate_grad_hook", sign),
     "clip before a module": with_hook("register_full_backward_pre_hook", lambda m, g: (g[0].clamp(-0.1, 0.1),)),
     "decay of its own": hooked("register_hook", lambda g: g + 0.1),
     "loss added": Block(lambda x: AddsLoss.apply(x, x.pow(2).mean())),
 }
 
 
+ARRIVAL = Arrival(GivenTree([Given(torch.tensor([[0.1, -0.4, 0.9], [-1.3, 0.2, 0.6]], dtype=torch.float64))]))
+
+
+def run(number, block, given, taken):
+    return block(given, **taken)
+
+
 @pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
 def test_gradients_that_are_not_linear_are_found(name):
     block = {**LINEAR, **OTHERS}[name]
-    assert suspects({3: block, 4: block}) == {3: block}
-    arrival = Arrival(GivenTree([Given(torch.tensor([[0.1, -0.4, 0.9], [-1.3, 0.2, 0.6]], dtype=torch.float64))]))
-    found = why_unlinear(lambda number, block, given, taken: block(given, **taken), 3, block, arrival)
+    assert Code(block).is_suspect
+    found = why_unlinear(run, 3, block, ARRIVAL)
     assert found.why.startswith("block 3 (") == (name in OTHERS)
     assert found.adds == (name in ("decay of its own", "loss added"))
     assert block.inner.weight.grad is None
     assert not SEEN  # as hooks have not run
 
 
+INSTALLED = types.ModuleType("installed_clamps")
+INSTALLED.__file__ = "/site-packages/installed_clamps.py"
+CLAMP = backward_of(lambda g: g.clamp(-0.01, 0.01))
+exec("def clamp(x): return function(x)", vars(INSTALLED) | {"function": CLAMP}, vars(INSTALLED))
+
+
+@torch.library.custom_op("quintsched_tests::clamped", mutates_args=())
+def clamped(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+clamped.register_autograd(lambda ctx, gradient: gradient.clamp(-0.01, 0.01))
+
+
+class Helper:
+    def __call__(self, x):
+        return CLAMP(x)
+
+
+class Named(Block):
+    def forward(self, x):
+        return getattr(self, "_ch" + "ange")(self.inner(x))
+
+    def _change(self, x):
+        return functools.partial(*self.change)(x)
+
+
+class HookingByName(Block):
+    def forward(self, x):
+        x = self.inner(x)
+        getattr(x if self.change is None else x.grad_fn, "register" + (self.change or "_hook"))(lambda *g: None)
+        return x
+
+
+def with_forward_hook():
+    block = Block()
+    block.inner.register_forward_hook(lambda module, given, made: INSTALLED.clamp(made))
+    return block
+
+
+HIDDEN = {
+    "function of an installed package": Block(INSTALLED.clamp),
+    "object that is called": Block(Helper()),
+    "behind an underscore, by a string": Named((CLAMP,)),
+    "reentrant checkpoint": Block(lambda x: checkpoint(INSTALLED.clamp, x, use_reentrant=True)),
+    "other checkpoint": Block(lambda x: checkpoint(INSTALLED.clamp, x, use_reentrant=False)),
+    "custom operator": Block(torch.ops.quintsched_tests.clamped),
+    "forward hook": with_forward_hook(),
+    "tensor hook, by a string": HookingByName(None),
+    "hook of a node, by a string": HookingByName("_prehook"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_wherever_it_is_written_one_run_shows_it(name):
+    block = HIDDEN[name]
+    code = Code(block)
+    assert code.is_suspect or code.has_more
+    assert calls_own(run, 3, block, ARRIVAL)
+    is_linear = "hook" in name and "string" in name
+    assert ("as a clamp does" in why_unlinear(run, 3, block, ARRIVAL).why) != is_linear
+    assert not calls_own(run, 3, Block(), ARRIVAL)
+    assert not calls_own(run, 3, Block(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)), ARRIVAL)
+
+
+def test_what_cannot_be_tried_is_no_less_suspect():
+    def fail(x):
+        raise ValueError("only numbers of a batch")
+
+    assert (
+        "fails where it is tried, ValueError: only numbers of a batch" in why_unlinear(run, 3, Block(fail), ARRIVAL).why
+    )
+
+
+class Limited(Block):
+    limit, is_hot = 1e9, False
+
+    def forward(self, x):
+        return super().forward(backward_of(lambda g: g.clamp(-self.limit, self.limit))(x) if self.is_hot else x)
+
+
+LATE = {
+    "number": lambda block: setattr(block, "limit", 0.001),
+    "flag": lambda block: (setattr(Limited, "is_hot", True), setattr(block, "limit", 0.001)),
+    "function": lambda block: setattr(block, "change", INSTALLED.clamp),
+    "hook": lambda block: block.inner.weight.register_post_accumulate_grad_hook(sign),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["number", "hook", *(pytest.param(n, marks=pytest.mark.slow) for n in ("flag", "function"))]
+)
+def test_what_comes_later_is_refused_before_weights_change(name, monkeypatch):
+    monkeypatch.setattr(Limited, "is_hot", name == "number")
+
+    def work(transport):
+        blocks = [nn.Linear(3, 3, dtype=torch.float64), Limited()]
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+        engine = Engine(plan, blocks, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        engine.step(x, x)
+        engine.step(x, x)
+        LATE[name](blocks[1])
+        before = [p.clone() for block in blocks for p in block.parameters()]
+        with pytest.raises(MisfitError, match="changes gradients"):
+            engine.step(x, x)
+        assert all(map(torch.equal, before, [p for block in blocks for p in block.parameters()]))
+
+    run_local(2, work)
+
+
+def test_what_is_added_is_refused_where_microbatches_are_unlike():
+    def work(transport):
+        engine = Engine(
+            qs.compile("1f1b", mesh="pp=2", microbatches=2),
+            [Block(), Block(lambda x: AddsLoss.apply(x, x.pow(2).mean()))],
+            F.mse_loss,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            loss_over="samples",
+            transport=transport,
+        )
+        x = torch.ones(4, 3, dtype=torch.float64)
+        engine.step(x, x)
+        with pytest.raises(MisfitError, match="adds to gradients"):
+            engine.step(x[:3], x[:3])
+
+    run_local(2, work)
+
+
 def test_plain_blocks_are_not_run():
-    assert not suspects(dict(enumerate([Block(), nn.TransformerEncoderLayer(4, 2), nn.Linear(2, 2)])))
+    for block in (Block(), Block(F.relu), nn.TransformerEncoderLayer(4, 2), nn.Linear(2, 2)):
+        code = Code(block)
+        assert not code.is_suspect
+        assert not code.has_more
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from types import BuiltinFunctionType, FunctionType, MethodWrapperType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,9 @@ _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
 
 
 class SteeringState(HostState):
-    """What code of modules goes by, as it is now, but for numbers of tensors and of torch's generators.
+    """What code of modules and functions goes by, as it is now, but for numbers of tensors and of torch's generators.
+
+    `inner`: whether the modules in these are watched as well.
 
     Attributes:
         unseen: the name of the first thing that users' code goes by and nobody can tell whether it has changed.
@@ -42,8 +44,14 @@ class SteeringState(HostState):
 
     _most = 200_000
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__(modules, {})
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        functions: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        inner: bool = True,
+    ) -> None:
+        super().__init__(modules, functions, inner=inner)
         if not self.is_whole:
             self._close("more than can be watched")
 

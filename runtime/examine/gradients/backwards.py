@@ -1,0 +1,300 @@
+"""Backwards of blocks that are not linear in the gradient: what is right for a batch is wrong for its microbatches.
+
+    gradients in flight belong to one microbatch, times the weight of its loss; the total divides their sums
+
+    g * mask, -g, straight-through              linear                 as in one process
+    x.register_hook(lambda g: g.clamp(…))       clamps, clips, signs   another threshold for each way to cut a batch
+    backward: return g, torch.ones(())          adds a constant        right where each microbatch weighs 1
+    backward: return g.clamp(…)                 for each sample alone  right where the loss is a sum
+
+Blocks that can do so (`own_backwards`) are run on a few samples before the first step, backwards from gradients of
+several sizes, and of some samples alone; once more where what they go by has changed. Hooks on weights count as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...agreement.plain_code import asking_elsewhere
+from ...blocks.trees import TensorSpec
+from ...blocks.untouched import untouched
+from ...data.snapshot import Snapshot
+from ...parallel.proof.arrivals import Arrival, draw
+from ...parallel.proof.features_apart import draws_of_python
+from ..block_runs import RunBlock, run_with_graph
+from .own_backwards import Calls, Code, Shape, Watched, hooks_of, is_known
+
+_SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
+_TINY = 2.0**-60
+_DRAWS, _OF_ONE = 4, 2.0**4
+"""How often gradients are drawn; after the first time, how many times larger those of one sample are."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+Gradients = Sequence[Tensor]
+_ALWAYS = 8
+"""So many changes of a block that is no suspect are all looked at."""
+_STEERED = (
+    "block {} ({}) may change gradients, and goes by {}, which may be another in a later step (let the training loop "
+    "set an attribute of it)"
+)
+
+Gathered = Callable[[int], AbstractContextManager[None]]
+ArrivalOf = Callable[[int, bool], Arrival]
+"""What a block of a number is given: of a few samples, or as many as cost least to find out."""
+
+
+class _Draws(Exception):
+    """A block has drawn from Python's or numpy's generator."""
+
+
+class _Begin(NamedTuple):
+    """What gradients a trial backward begins with: those drawn from a seed, times `scale`.
+
+    `only` one sample has such; others, or all without a scale, have `rest` of them.
+    """
+
+    seed: int
+    scale: float
+    only: int | None = None
+    rest: float = 0.0
+
+
+class Unlinear(NamedTuple):
+    """Why the backward of a block is not linear, in words; "": it is.
+
+    `adds`: but for what it adds to gradients. `is_of_each`: each sample has the gradient that it has alone.
+    """
+
+    why: str = ""
+    adds: bool = False
+    is_of_each: bool = False
+
+
+def why_unlinear(
+    run: RunBlock,
+    number: int,
+    block: nn.Module,
+    arrival: Arrival,
+    alike: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Unlinear:
+    """Return why a block's gradients are not proportional to those that it is given; it is as it was.
+
+    Args:
+        run: runs a block on what it is given.
+        number: of the block.
+        block: its weights are resident.
+        arrival: what it is given.
+        alike: a context in which it draws the same each time.
+    """
+    is_short = any(p.dtype is torch.float16 for p in block.parameters())
+    scales = _SHORT_SCALES if is_short else _SCALES
+    hooks = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))})
+
+    def backward(seed: int, scale: float, only: int | None = None) -> Gradients:
+        for rest in (0.0, _TINY):  # of nothing, 0 / 0
+            with alike():
+                found = _gradients(run, number, block, arrival, _Begin(seed, scale, only, rest))
+            if all(bool(gradient.isfinite().all()) for gradient in found):
+                break
+        return found
+
+    try:
+        with asking_elsewhere() as asked:
+            none = backward(0, 0.0)
+        others = [(scale, backward(0, scale)) for scale in scales]
+        ones = [backward(seed, 1.0) for seed in range(_DRAWS)]
+        halves = [[backward(seed, 1.0, only=sample) for sample in range(arrival.samples)] for seed in range(_DRAWS)]
+    except _Draws:
+        return Unlinear(_STEERED.format(number, type(block).__name__, "draws from Python's or numpy's generator"))
+    except Exception as error:  # what a user's code says to numbers that no block has given
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Unlinear(
+            f"block {number} ({type(block).__name__}) may change gradients, and fails where it is tried, {said}"
+        )
+    finally:
+        hooks.put_back()
+
+    def adds_up(added: Gradients) -> bool:
+        return all(_adds_up(one, parts, added) for one, parts in zip(ones, halves, strict=True))
+
+    zeros = [torch.zeros_like(gradient) for gradient in none]
+    is_of_each = adds_up(zeros)
+    if asked:
+        return Unlinear(_STEERED.format(number, type(block).__name__, asked[0]))
+    if is_of_each and _is_linear(none, ones[0], others, zeros):
+        return Unlinear()
+    adds = _is_linear(none, ones[0], others, none) and adds_up(none)
+    what = "adds to gradients" if adds else "changes gradients by more than a factor, as a clamp does,"
+    said = f"block {number} ({type(block).__name__}) {what} in its backward, or by a hook"
+    return Unlinear(said, adds, is_of_each)
+
+
+def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gradients]], added: Gradients) -> bool:
+    """Whether gradients are proportional to what they come from, but for what is `added`."""
+    return all(
+        _is_close(found - more, (whole - more) * scale, zero, (scale, whole))
+        for scale, its in [*others, (0.0, none)]
+        for zero, whole, found, more in zip(none, one, its, added, strict=True)
+    )
+
+
+def _adds_up(one: Gradients, halves: Sequence[Gradients], added: Gradients) -> bool:
+    """Whether gradients are the sums of those of some samples alone, but for what is `added`."""
+    return all(
+        _is_close(sum(half - more for half in its), whole - more, more, (1.0, whole))
+        for whole, more, *its in zip(one, added, *halves, strict=True)
+    )
+
+
+def _is_close(found: Tensor | int, wanted: Tensor, added: Tensor, sizes: tuple[float, Tensor]) -> bool:
+    scale, whole = sizes
+    size, of_added = float(whole.abs().amax()), float(added.abs().amax())
+    least = _TOLERANCE.get(whole.dtype, 3e-2) * (scale * size + of_added) + 1e-12 * size
+    return float((found - wanted).abs().amax()) <= least + 1e-30
+
+
+def calls_own(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) -> bool:
+    """Whether a block's forward applies a Function, or registers a hook, of no known library; it is as it was."""
+    calls = Calls()
+    if any(isinstance(weight, DTensor) for weight in block.parameters()):
+        return False
+    with suppress(Exception), untouched(block):  # what it says to numbers that no block has given
+        with calls.watched():
+            ran = run_with_graph(run, number, block, arrival)
+        calls.look_at(ran.made)
+    return calls.has_own
+
+
+def _gradients(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: _Begin) -> list[Tensor]:
+    """Return gradients of what a block is given and of its weights."""
+    with untouched(block) as kept, _gradients_kept([*block.parameters(), *kept.snapshot.values()]):
+        drawn = draws_of_python()
+        leaves, weights, made, _ = run_with_graph(run, number, block, arrival)
+        if made:  # not by autograd.grad, which checkpoints may refuse
+            torch.autograd.backward(made, [_begun(t, k, arrival.samples, begin) for k, t in enumerate(made)])
+        if draws_of_python() != drawn:
+            raise _Draws
+        found = [torch.zeros_like(t) if t.grad is None else t.grad for t in (*leaves, *weights) if t.numel()]
+        return [(g.to_dense() if g.is_sparse else g).detach().clone() for g in found]
+
+
+@contextmanager
+def _gradients_kept(things: Iterable[Any]) -> Iterator[None]:
+    """A context in which leaves have no gradient yet, and hooks of this package do not run on them."""
+    leaves = {id(t): t for t in things if isinstance(t, Tensor) and t.requires_grad and t.is_leaf}.values()
+    kept = [(t, t.grad, t._post_accumulate_grad_hooks, {**(t._post_accumulate_grad_hooks or {})}) for t in leaves]
+    for leaf, _, hooks, before in kept:
+        leaf.grad = None
+        for key, hook in before.items():
+            if is_known(getattr(hook, "func", hook)):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for leaf, gradient, hooks, before in kept:
+            leaf.grad = gradient
+            if before:
+                hooks.clear()
+                hooks.update(before)
+
+
+def _begun(output: Tensor, place: int, samples: int, begin: _Begin) -> Tensor:
+    number = 100 * (1 + begin.seed) + place
+    drawn = draw(TensorSpec(tuple(output.shape), output.dtype), number, output.device).to(output.dtype)
+    scales = torch.full_like(drawn, begin.scale or begin.rest)
+    has_samples = bool(drawn.dim()) and drawn.shape[0] == samples
+    if begin.seed and has_samples:
+        drawn[begin.seed % samples] *= _OF_ONE
+    if begin.only is not None and has_samples:
+        scales[: begin.only] = scales[begin.only + 1 :] = begin.rest
+    elif begin.only:
+        scales.fill_(begin.rest)  # of what belongs to no sample all is in the first
+    return drawn * scales
+
+
+class BlockBackwards:
+    """The backwards of a rank's blocks.
+
+    Args:
+        blocks: by stages and numbers.
+        run: runs a block on what it is given.
+        alike: gives a context in which a block, of a number, draws the same for some samples each time.
+        gathered: makes the weights of a stage resident (collective over replicas).
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[int, Mapping[int, nn.Module]],
+        run: RunBlock,
+        alike: Callable[[int, nn.Module, range], AbstractContextManager[None]],
+        gathered: Gathered,
+    ) -> None:
+        self._blocks, self._run, self._alike, self._gathered = blocks, run, alike, gathered
+        self._arrival_of: ArrivalOf | None = None
+        self._found: dict[int, Unlinear] = {}
+        self._watched: dict[int, Watched] = {}
+        self._suspects, self._owns = set[int](), False
+        self._shape: Shape | None = None
+        self._num_changes: dict[int, int] = {}
+
+    @property
+    def found(self) -> Unlinear:
+        """What the first block is like whose backward is not linear."""
+        return next((found for found in self._found.values() if found.why), Unlinear())
+
+    def changed(self) -> list[int]:
+        """Return the numbers of the blocks that may have other backwards than they were found to have.
+
+        Once in a step; blocks that are no suspects and change in each step are named ever more rarely.
+        """
+        if not self._owns and (self._shape is None or self._shape.is_same()):
+            return []
+        found = [number for number, watched in self._watched.items() if watched.has_changed()]
+        for number in found:
+            self._num_changes[number] = self._num_changes.get(number, 0) + 1
+        return [number for number in found if number in self._suspects or _is_due(self._num_changes[number])]
+
+    def examine(self, arrival_of: ArrivalOf) -> None:
+        """Find out which blocks are not linear in gradients; see `again`."""
+        self._arrival_of = arrival_of
+        self.again({number for blocks in self._blocks.values() for number in blocks})
+
+    def again(self, numbers: Collection[int]) -> None:
+        """Find it out of the blocks of these numbers, those of other ranks too (collective over who has the same)."""
+        for stage, blocks in sorted(self._blocks.items()):
+            some = {number: block for number, block in blocks.items() if number in numbers}
+            if some and self._arrival_of is not None:
+                with self._gathered(stage):
+                    for number, block in some.items():
+                        self._found[number] = self._examine(number, block, self._arrival_of)
+        self._owns = any(watched.is_own for watched in self._watched.values())
+        self._shape = Shape(block for blocks in self._blocks.values() for block in blocks.values())
+
+    def _examine(self, number: int, block: nn.Module, arrival_of: ArrivalOf) -> Unlinear:
+        code, found = Code(block), Unlinear()
+        is_suspect = code.is_suspect
+        if code.has_more and not is_suspect:
+            arrival = arrival_of(number, False)
+            with self._alike(number, block, range(arrival.samples)):
+                is_suspect = calls_own(self._run, number, block, arrival)
+        if is_suspect:
+            arrival = arrival_of(number, True)
+            alike = partial(self._alike, number, block, range(arrival.samples))
+            found = why_unlinear(self._run, number, block, arrival, alike)
+        is_taken = not found.why or found.adds or found.is_of_each
+        if is_suspect and is_taken and (unknown := code.unknown()) is not None:
+            found = Unlinear(_STEERED.format(number, type(block).__name__, f"a {type(unknown).__name__}"))
+        self._suspects = self._suspects | {number} if is_suspect else self._suspects - {number}
+        self._watched[number] = Watched(block, code, is_suspect=is_suspect)
+        return found
+
+
+def _is_due(count: int) -> bool:
+    return count <= _ALWAYS or not count & (count - 1)

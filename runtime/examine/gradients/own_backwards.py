@@ -1,0 +1,234 @@
+"""Which blocks may have backwards of their own: by all that can be reached from their code, and by one run of each.
+
+    reached    a class of autograd Functions; code that names a hook on gradients; such hooks       ┐ suspects, which
+    run        Function.apply, register_hook, … called, wherever that is written; nodes of C++      ┘ `backwards` tries
+    neither    a block is run where its code leads to other packages than those below, or looks names up by strings
+
+What steers the code of users' blocks, and the hooks of all, are looked at once in a step: who finds anything new says
+so with the figures of the step, and all ranks examine their blocks again before a weight changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+
+from ...agreement.plain_code import has_known_content, only_tells
+from ...agreement.user_code import is_library_module, is_of_library, names_of
+from ...blocks.host_state import HOOKS
+from ...data.snapshot import Snapshot
+from ...parallel.proof.reads.steering import SteeringState
+
+_KNOWN = frozenset({"torch", "numpy", "transformers", "timm", "peft", "quintsched", *sys.stdlib_module_names})
+_KNOWN_BY_NAME = _KNOWN - {"__main__"}
+_OF_OTHERS = ("torch._", "torch.utils._")
+"""Where torch makes Functions of what users give it, and calls their code back."""
+
+_HOOKING = {
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    torch.autograd.graph.register_multi_grad_hook,
+    nn.Module.register_full_backward_hook,
+    nn.Module.register_full_backward_pre_hook,
+    nn.Module.register_backward_hook,
+}
+_HOOKING_CODE = {function.__code__ for function in _HOOKING}
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_NAMES = frozenset({function.__name__ for function in _HOOKING} | {"apply", "register_prehook"})
+"""What code names that calls a Function of autograd, or registers a hook while it runs."""
+
+_BY_STRINGS = frozenset({"getattr", "__getattr__", "__getattribute__", "attrgetter", "methodcaller", "ops"}) | {
+    *("eval", "exec", "compile", "globals", "__import__", "import_module"),
+}
+"""What code names that looks up names which are not in it."""
+_LOOKED_INTO = (
+    *(nn.Module, Tensor, tuple, OrderedDict, defaultdict, deque),
+    *(MethodType, partial, property, staticmethod, classmethod, SimpleNamespace, UserDict),
+)
+
+_OF_GRADIENT, _OF_SUM = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def is_known(thing: Any) -> bool:
+    """Whether a class or function is of a library whose backwards are linear in the gradient."""
+    return _is_known_module(str(getattr(thing, "__module__", None) or ""))
+
+
+def _is_known_module(name: str) -> bool:
+    return name.partition(".")[0] in _KNOWN_BY_NAME and not name.startswith(_OF_OTHERS)
+
+
+def hooks_of(block: nn.Module) -> list[Any]:
+    """Return hooks of a user's on gradients of modules and weights."""
+    found = [*global_hooks._global_backward_hooks.values(), *global_hooks._global_backward_pre_hooks.values()]
+    for module in block.modules():
+        of_weights = ((p._backward_hooks, p._post_accumulate_grad_hooks) for p in module.parameters(recurse=False))
+        for held in (module._backward_hooks, module._backward_pre_hooks, *(h for pair in of_weights for h in pair)):
+            found += (held or {}).values()
+    return [hook for hook in found if not is_known(getattr(hook, "func", hook))]
+
+
+class Code:
+    """What can be reached from a block.
+
+    Attributes:
+        is_plain: whether nothing of it is a user's, or of a library that is not known.
+        is_suspect: whether it can change gradients.
+        has_more: whether it leads to what nobody looks into, which may do so: other packages, names made of strings.
+        hooks: a user's, on gradients of modules and weights.
+        tensors: those that are a user's, and no weights.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        root = getattr(getattr(getattr(block, "_origin", None), "frame", None), "root", None)
+        self.hooks = {f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}
+        roots = {"block": block, "model": root, **self.hooks, **{name: getattr(global_hooks, name) for name in _OF_ALL}}
+        reached = [*Snapshot({name: thing for name, thing in roots.items() if thing}, numbers=False).values()]
+        others = [thing for thing in reached if isinstance(thing, FunctionType | type) and not is_known(thing)]
+        of_known = {id(t) for m in reached if isinstance(m, nn.Module) and is_known(type(m)) for t in m.buffers(False)}
+        tensors = (thing for thing in reached if isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter))
+        self.is_plain = not others
+        self.is_suspect = bool(self.hooks) or any(map(_is_sign, others))
+        self.tensors = [tensor for tensor in tensors if id(tensor) not in of_known and not tensor.is_inference()]
+        self.has_more = any(map(_leads_on, reached))
+        self._reached = reached
+
+    def unknown(self) -> Any:
+        """Return an object of which nobody can say whether it has changed; None: there is none."""
+        return next((thing for thing in self._reached if not (has_known_content(thing) or only_tells(thing))), None)
+
+
+def _is_sign(thing: FunctionType | type) -> bool:
+    if isinstance(thing, type):
+        return issubclass(thing, torch.autograd.Function)
+    of_start = "init" in thing.__name__  # where nn.Module.apply is called
+    return not (of_start or is_of_library(thing) or _NAMES.isdisjoint(names_of(thing.__code__)))
+
+
+def _leads_on(thing: Any) -> bool:
+    if isinstance(thing, FunctionType) and not is_of_library(thing):
+        names = {thing.__name__, *names_of(thing.__code__)}
+        found = (thing.__globals__.get(name, sys.modules.get(name)) for name in names)
+        of_others = (module.__name__ for module in found if isinstance(module, ModuleType))
+        return not _BY_STRINGS.isdisjoint(names) or any(
+            is_library_module(m) and not _is_known_module(m) for m in of_others
+        )
+    if isinstance(thing, FunctionType | type):
+        return is_of_library(thing) and not is_known(thing)
+    if isinstance(thing, BuiltinFunctionType):
+        return str(thing.__module__ or "builtins").partition(".")[0] not in _KNOWN
+    kind = type(thing)
+    if isinstance(thing, _LOOKED_INTO) or kind in (dict, list, set) or not is_of_library(kind):
+        return False
+    return not is_known(kind) or callable(thing) or isinstance(thing, Mapping | Iterator | Set)
+
+
+class Calls:
+    """Watches what a block runs.
+
+    Attributes:
+        has_own: whether it has applied a Function, or registered a hook, that is not of a known library.
+    """
+
+    def __init__(self) -> None:
+        self.has_own = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context in which this thread's calls are looked at."""
+        before = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def look_at(self, made: Sequence[Tensor]) -> None:
+        """Look for Functions of C++ in the graph of what was made."""
+        nodes, seen = [t.grad_fn for t in made], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                self.has_own |= "CppNode" in node.name()
+                nodes += [before for before, _ in node.next_functions]
+
+    def _note(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "call" and frame.f_code is _APPLY:
+            self.has_own |= not is_known(frame.f_locals["cls"])
+        elif event == "call" and frame.f_code in _HOOKING_CODE:
+            self._note_caller(frame.f_back)
+        elif event == "c_call" and getattr(called, "__name__", "") in _NAMES:  # of nodes of a graph
+            self._note_caller(frame)
+
+    def _note_caller(self, frame: FrameType | None) -> None:
+        self.has_own |= frame is None or not _is_known_module(str(frame.f_globals.get("__name__", "")))
+
+
+class Shape:
+    """Hooks on blocks and on their weights, and the modules in them: compared without a call of Python's."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        modules = [module for block in blocks for module in block.modules()]
+        self._hooks = [getattr(module, name) for module in modules for name in HOOKS]
+        self._hooks += [getattr(global_hooks, name) for name in _OF_ALL]
+        self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        self._inner = [module._modules for module in modules if module._modules]
+        self._seen = self._now()
+        self._of_user = self._hooks_of_user()
+
+    def is_same(self) -> bool:
+        """Whether no hook of a user's came or went, and no module."""
+        weights = self._weights
+        held = chain(self._hooks, filter(None, map(_OF_GRADIENT, weights)), filter(None, map(_OF_SUM, weights)))
+        if (sum(map(sum, held)), list(chain.from_iterable(map(dict.values, self._inner)))) == self._seen:
+            return True
+        now = self._now()
+        is_same = now[1] == self._seen[1] and self._hooks_of_user() == self._of_user
+        self._seen = now if is_same else self._seen
+        return is_same
+
+    def _now(self) -> tuple[int, list[Any]]:
+        ids = sum(sum(held) for held in self._held())
+        return ids, [child for inner in self._inner for child in inner.values()]
+
+    def _held(self) -> Iterator[Mapping[int, Any]]:
+        yield from self._hooks
+        yield from (held for weight in self._weights for of in (_OF_GRADIENT, _OF_SUM) if (held := of(weight)))
+
+    def _hooks_of_user(self) -> list[Any]:
+        return [hook for held in self._held() for hook in held.values() if not is_known(getattr(hook, "func", hook))]
+
+
+class Watched:
+    """What may give a block another backward: its shape, what steers a user's code, and suspects' tensors.
+
+    Attributes:
+        is_own: whether there is more to it than its shape.
+    """
+
+    def __init__(self, block: nn.Module, code: Code, *, is_suspect: bool) -> None:
+        self._shape, modules = Shape([block]), enumerate(block.modules())
+        own = {str(place): module for place, module in modules if not is_known(type(module))}
+        self.is_own = bool(own or code.hooks or is_suspect)
+        self._state = SteeringState(own, code.hooks, inner=False)
+        self._state.let_go()
+        self._tensors = [(tensor, tensor._version) for tensor in code.tensors if is_suspect]
+
+    def has_changed(self) -> bool:
+        """Whether something is another now."""
+        if not self._shape.is_same() or any(tensor._version != version for tensor, version in self._tensors):
+            return True
+        return any("its hooks" not in slot.name for slot in self._state.moved())
