@@ -174,30 +174,32 @@ def test_a_row_with_a_forward_or_hooks_of_its_own_keeps_them(kind, prepare):
     assert torch.equal(x, expected)
 
 
-class Drawing(nn.Linear):
-    """It draws from its own generator, and counts in its class and outside."""
+def drawing():
+    """Return a layer that draws from its own generator, and counts in its class and outside; each has its own."""
+    totals = {"calls": 0}
 
-    calls = 0
+    class Drawing(nn.Linear):
+        calls = 0
 
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.random = random.Random(0)
+        def __init__(self):
+            super().__init__(4, 4)
+            self.random = random.Random(0)
 
-    def forward(self, x):
-        Drawing.calls += 1
-        TOTALS["calls"] += 1
-        return super().forward(x) * self.random.random() / (Drawing.calls + TOTALS["calls"])
+        def forward(self, x):
+            Drawing.calls += 1
+            totals["calls"] += 1
+            return super().forward(x) * self.random.random() / (Drawing.calls + totals["calls"])
 
-
-TOTALS = {"calls": 0}
+    return Drawing()
 
 
 def stepped(model, mesh, blocks=None, steps=2):
     """Return the losses of a few steps."""
     plan, x = qs.compile("1f1b", mesh=mesh, microbatches=2), inputs()
+    models = [model() for _ in range(plan.mesh.size)]  # ranks are threads, which would share torch's generator
 
     def work(transport):
-        own = model()
+        own = models[transport.rank]
         engine = Engine(plan, split(own) if blocks is None else blocks(own), loss, sgd, transport=transport)
         return [engine.step(x, x[:, 0, 0]).loss.item() for _ in range(steps)]
 
@@ -220,11 +222,9 @@ def in_one_process(model, steps=2):
 def test_trial_runs_move_no_generator_and_no_counter(mesh):
     def model():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), Drawing(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        return nn.Sequential(nn.Linear(3, 4), drawing(), nn.Tanh(), nn.Linear(4, 2)).double()
 
-    Drawing.calls = TOTALS["calls"] = 0
     expected = in_one_process(model)
-    Drawing.calls = TOTALS["calls"] = 0
     assert stepped(model, mesh) == [pytest.approx(expected, rel=1e-12)] * (2 if mesh == "pp=2" else 1)
 
 
