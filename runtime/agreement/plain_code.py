@@ -95,12 +95,13 @@ class _Side(Enum):
 
 
 @contextmanager
-def asking_elsewhere() -> Iterator[list[str]]:
+def asking_elsewhere(*, clocks: bool = True) -> Iterator[list[str]]:
     """A context that gives what users' code calls on this thread that is not plain, and where, each once.
 
-    The profile function of this thread is put back afterwards; a context in another hears alone.
+    Without `clocks`, reading one is taken to measure, and to steer nothing. The profile function of this thread is put
+    back afterwards; a context in another hears alone.
     """
-    before, heard = sys.getprofile(), _Calls()
+    before, heard = sys.getprofile(), _Calls(() if clocks else ("time.",))
     sys.setprofile(heard)
     try:
         yield heard.found
@@ -154,8 +155,9 @@ def _is_of_c(kind: type) -> bool:
 class _Calls:
     """A profile function that notes what is asked elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed: tuple[str, ...]) -> None:
         self.found: list[str] = []
+        self._passed = ("time.sleep", *passed)
         self._sides: dict[str, _Side] = {}
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
@@ -165,7 +167,7 @@ class _Calls:
             name, caller = _asked_of_python(frame), frame.f_back
         else:
             return
-        if name and (user := self._user(caller)) is not None:
+        if name and not name.startswith(self._passed) and (user := self._user(caller)) is not None:
             text = f"{name} ({Path(user.f_code.co_filename).name}, line {user.f_lineno})"
             self.found += [] if text in self.found else [text]
 

@@ -77,7 +77,7 @@ PLAIN: list[Callable[[], object]] = [
     lambda: torch.autocast("cpu", torch.bfloat16).__enter__().__exit__(None, None, None),
     lambda: (torch.is_grad_enabled(), torch.func.vmap(torch.sin)(X), torch.compiler.is_compiling()),
     lambda: (replace(Options(), rate=2.0), functools.reduce(operator.add, [1, 2]), random.random(), np.sqrt(2.0)),
-    lambda: (tell(), sorted({1: 2}), getattr(X, "shape", None)),
+    lambda: (tell(), sorted({1: 2}), getattr(X, "shape", None), time.sleep(0)),
 ]
 
 
@@ -86,6 +86,13 @@ def test_what_is_asked_elsewhere_is_heard(name: str) -> None:
     with asking_elsewhere() as found:
         ASKS[name]()
     assert found[0].startswith(f"{name} (test_plain_code.py, line ")
+
+
+def test_clocks_may_be_taken_to_measure() -> None:
+    with asking_elsewhere(clocks=False) as found:
+        time.perf_counter()
+        os.getenv("A")
+    assert [one.partition(" ")[0] for one in found] == ["os.getenv"]
 
 
 def test_plain_code_is_not() -> None:
