@@ -12,6 +12,7 @@ content nobody knows are found where they are named, by their kinds.
 from __future__ import annotations
 
 import cProfile
+import dis
 import inspect
 import itertools
 import random
@@ -22,10 +23,11 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from logging import Logger
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,9 @@ _OWN = ("__dict__", "__weakref__")
 _SLOTS_OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType)
 
 
+_TAKES_OVER = _names("__torch_function__ __torch_dispatch__")
+
+
 class _Side(Enum):
     """Whose code a frame runs: it is a user's, does what that asks for, or is not looked into."""
 
@@ -95,13 +100,14 @@ class _Side(Enum):
 
 
 @contextmanager
-def asking_elsewhere(*, clocks: bool = True) -> Iterator[list[str]]:
+def asking_elsewhere(*, clocks: bool = True, straight: bool = False) -> Iterator[list[str]]:
     """A context that gives what users' code calls on this thread that is not plain, and where, each once.
 
-    Without `clocks`, reading one is taken to measure, and to steer nothing. The profile function of this thread is put
-    back afterwards; a context in another hears alone.
+    Without `clocks`, reading one is taken to measure, and to steer nothing. Code that has to be `straight` neither
+    catches errors, imports modules of users, nor takes torch's functions or backwards over (`_odd`). The profile
+    function of this thread is put back afterwards; a context in another hears alone.
     """
-    before, heard = sys.getprofile(), _Calls(() if clocks else ("time.",))
+    before, heard = sys.getprofile(), _Calls(() if clocks else ("time.",), straight=straight)
     sys.setprofile(heard)
     try:
         yield heard.found
@@ -155,9 +161,9 @@ def _is_of_c(kind: type) -> bool:
 class _Calls:
     """A profile function that notes what is asked elsewhere."""
 
-    def __init__(self, passed: tuple[str, ...]) -> None:
+    def __init__(self, passed: tuple[str, ...], *, straight: bool) -> None:
         self.found: list[str] = []
-        self._passed = ("time.sleep", *passed)
+        self._passed, self._straight = ("time.sleep", *passed), straight
         self._sides: dict[str, _Side] = {}
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
@@ -165,6 +171,8 @@ class _Calls:
             name, caller = asked_of(called), frame
         elif event == "call" and frame.f_back is not None:
             name, caller = _asked_of_python(frame), frame.f_back
+            if self._straight and not name and self._side(_module_of(frame)) is _Side.USER:
+                name, caller = _odd(frame), frame
         else:
             return
         if name and not name.startswith(self._passed) and (user := self._user(caller)) is not None:
@@ -193,6 +201,27 @@ def _asked_of_python(frame: FrameType) -> str:
         return ""
     called = f"{module}.{frame.f_code.co_qualname}".replace("os._Environ", "os.environ")
     return called.rpartition(".")[0] if name.startswith("__") else called
+
+
+def _odd(frame: FrameType) -> str:
+    """Return what a function of a user's does that is not straight, in words; empty: nothing."""
+    code = frame.f_code
+    given = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(given, torch._C._FunctionBase) or code.co_name in _TAKES_OVER:
+        return f"what {code.co_qualname} does"
+    return _odd_code(code)
+
+
+@cache
+def _odd_code(code: CodeType) -> str:
+    steps = list(dis.get_instructions(code))
+    for step, following in pairwise(steps):
+        if step.opname == "IMPORT_NAME" and not is_library_module(str(step.argval)):
+            return f"for the module {step.argval!r}"
+        catches_all = step.opname == "PUSH_EXC_INFO" and following.opname == "POP_TOP"
+        if catches_all or step.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH"):
+            return "whether an error is raised"
+    return ""
 
 
 def _is_judged(module: str, name: str) -> bool:

@@ -95,7 +95,7 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
     states = [state_of_host({"block": twin})]
-    with asking_elsewhere() as asked:
+    with asking_elsewhere(straight=True) as asked:
         for _ in range(times):
             with reads.watching(), HostReads(), owners:
                 outputs = outputs_of(twin, arrival)

@@ -104,7 +104,7 @@ class Prover:
         known = self._agreed(self._contents.get(content, -1))
         if known is None:
             try:
-                blueprint = Blueprint(block, builder)
+                blueprint = Blueprint(block, builder, [cut.path.partition(".")[2] for cut in cuts])
             except Exception as error:
                 return self._unproved(number, block, cuts, error)
             hooked = (join(str(number), n) for n, module in block.named_modules() if has_hooked_weights(module))

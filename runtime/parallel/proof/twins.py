@@ -9,7 +9,7 @@ what is cut wrongly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from quintsched.errors import MisfitError
 
 from ...blocks.blocks import build_block, on_meta
 from ..tensor.pairs import restore_sizes
+from .reads.held_beside import require_held_once
 
 SEED = 20_240_229
 
@@ -43,10 +44,14 @@ def at_work(dtype: torch.dtype) -> torch.dtype:
 class Blueprint:
     """A block as it was before anything was cut, without its weights; its buffers are copies.
 
-    One that cannot be copied is built again, where there is a `builder`; otherwise the error is raised.
+    One that cannot be copied is built again, where there is a `builder`; otherwise the error is raised. So is
+    `MisfitError` where the block holds the `layers` that are to be cut in other places too.
     """
 
-    def __init__(self, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(
+        self, block: nn.Module, builder: Callable[[], nn.Module] | None = None, layers: Iterable[str] = ()
+    ) -> None:
+        require_held_once(block, [block.get_submodule(name) for name in layers])
         metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in block.parameters()}
         self._builder: Callable[[], nn.Module] | None = None
         self._hooks: dict[str, dict[str, Any]] = {}
@@ -66,6 +71,7 @@ class Blueprint:
         """
         if self._builder is not None:
             raise MisfitError("it cannot be copied")
+        require_held_once(block, [m for m in block.modules() if type(m).__module__.startswith(_CUT)])
         names, modules = dict(self.bare.named_parameters(remove_duplicate=False)), dict(self.bare.named_modules())
         weights, memo, hooks = dict[int, nn.Parameter](), dict[int, Any](), dict[str, dict[str, Any]]()
         for name, parameter in block.named_parameters(remove_duplicate=False):

@@ -1,0 +1,79 @@
+"""Where a block holds its own layers and weights beside its modules: there a copy, or a rank's shard, would be missed.
+
+self.fc1                                    a module: it is copied, and cut in its place
+self.tied = [self.fc1.weight]               the whole weight, which is trained no more once the layer is cut
+self.run = lambda x: self.fc2(self.fc1(x))  a closure: no copy of the block has one of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from quintsched.errors import MisfitError
+
+from ....agreement.user_code import PLAIN, is_of_library
+from ....blocks.host_state import OF_TORCH, own_attributes
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MOST = 10_000
+"""So many things are looked at."""
+
+
+def require_held_once(block: nn.Module, layers: Collection[nn.Module]) -> None:
+    """Raise `MisfitError` where a block holds layers of it that are cut, or their weights, in other places too."""
+    walk = _Walk(block, layers)
+    if not layers:
+        return
+    for path, module in block.named_modules():
+        own = {key: value for key, value in vars(module).items() if key not in OF_TORCH}
+        for key, value in (*own.items(), *((key, vars(module)[key]) for key in _HOOKS)):
+            if what := walk.find(value, is_shared=False):
+                raise MisfitError(f"{f'{path}.{key}'.lstrip('.')!r} holds {what} beside its modules")
+
+
+class _Walk:
+    """Looks through what modules hold, but for modules themselves."""
+
+    def __init__(self, block: nn.Module, layers: Collection[nn.Module]) -> None:
+        self._modules = {id(module): path or "the block" for path, module in block.named_modules()}
+        of_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        self._weights = {id(p): name for name, p in block.named_parameters() if id(p) in of_layers}
+        self._layers = set(map(id, layers))
+        self._seen: dict[tuple[int, bool], Any] = {}
+
+    def find(self, thing: Any, *, is_shared: bool) -> str:
+        """Return which layer or weight a thing holds; `is_shared`: copies of the block have the same thing."""
+        key = id(thing), is_shared
+        if isinstance(thing, PLAIN) or key in self._seen or len(self._seen) > _MOST:
+            return ""
+        self._seen[key] = thing
+        if isinstance(thing, nn.Parameter):
+            return self._weights.get(id(thing), "")
+        if isinstance(thing, nn.Module):
+            is_found = id(thing) in self._layers or (is_shared and id(thing) in self._modules)
+            return self._modules.get(id(thing), "") if is_found else ""
+        is_shared = is_shared or isinstance(thing, FunctionType)
+        return next(filter(None, (self.find(part, is_shared=is_shared) for part in _parts(thing))), "")
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, FunctionType):
+        if not is_of_library(thing):
+            yield from (cell.cell_contents for cell in thing.__closure__ or () if cell != type(cell)())
+            yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), vars(thing))
+    elif isinstance(thing, MethodType):
+        yield from () if isinstance(thing.__self__, nn.Module) else (thing.__self__, thing.__func__)
+    elif isinstance(thing, partial):
+        yield from (thing.func, *thing.args, thing.keywords)
+    elif isinstance(thing, Mapping):
+        yield from dict.values(thing) if isinstance(thing, dict) else ()
+    elif isinstance(thing, list | tuple | set | frozenset):
+        yield from thing
+    elif not isinstance(thing, type) and not is_of_library(type(thing)):
+        own = own_attributes(thing)
+        yield from own.values() if isinstance(own, dict) else ()
