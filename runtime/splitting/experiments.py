@@ -10,6 +10,7 @@ In the experiment of a block its own weights and its hidden state are finite num
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -290,13 +291,16 @@ def find_unneeded(
 ) -> dict[str, Tensor]:
     """Return the inputs of floating point (images, sounds) of which no block but the first needs any number or size.
 
-    They are tried with NaN in their place, and with twice their sizes, where the model takes such.
+    They are tried with NaN in their place, and with twice their sizes, where the model takes such. One with a default,
+    but for the first, is needed: by it later blocks see whether it was given.
     """
     unneeded: dict[str, Tensor] = {}
     if None in flow.arguments[1:]:
         return unneeded
+    parameters = [*inspect.signature(frame.root.forward).parameters.values()]
+    optional = {p.name for p in parameters[1:] if p.default is not p.empty}
     for name, tensor in inputs.items():
-        if not is_number(tensor):
+        if name in optional or not is_number(tensor):
             continue
         shapes: list[list[torch.Size]] = []
         for factor in (1, 2):

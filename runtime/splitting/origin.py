@@ -188,13 +188,18 @@ class Origin:
         found = {at: replaced(call, places.get(at, {})) for at, call in walk.found.items()}
         return as_meta(found) if hidden.is_meta else found
 
-    def called_with(self, inputs: Mapping[str, Any], like: Tensor, sight: Sight | None) -> dict[str, Any]:
-        """Return what the forward is called with for a batch of as many samples as `like` has."""
+    def called_with(
+        self, inputs: Mapping[str, Any], like: Tensor, sight: Sight | None, *, is_first: bool = False
+    ) -> dict[str, Any]:
+        """Return what the forward is called with for a batch of as many samples as `like` has.
+
+        Of `uncarried` inputs the first block has all that there are, and later ones what stands in for them.
+        """
         device = computable(like).device
         stand_ins = {
             name: torch.full((like.shape[0], *sample.shape[1:]), torch.nan, dtype=sample.dtype, device=device)
             for name, sample in self.uncarried.items()
-            if name not in inputs
+            if name not in inputs and not is_first
         }
         called = {**self.settings, **tree_map(computable, dict(inputs)), **stand_ins}
         if sight is not None:

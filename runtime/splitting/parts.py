@@ -9,7 +9,7 @@ A block's weights are the model's own modules. The forward that leads to them ru
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -158,7 +158,7 @@ class Segment(nn.Module):
         if origin.has_routers and span.is_last:
             walk.logits = {call: computable(extras.get(routers.rider(call))) for call in range(len(origin.flow.calls))}
         asked = {routers.ASKS: True} if walk.logits is not None else {}
-        output = walk.go(origin.called_with(inputs, like, sight) | asked)
+        output = walk.go(origin.called_with(inputs, like, sight, is_first=span.is_first) | asked)
         if span.is_last:
             selected = origin.select(output)
             return as_meta(selected) if like.is_meta else selected
@@ -231,6 +231,29 @@ class _SegmentWalk(SpanWalk):
 
     def is_training(self) -> bool:
         return self._block._origin.is_training(self._block.training)
+
+    def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
+        name_in_model = f"{self.frame.name_of(owner)}.{name}".removeprefix(".")
+        self._require_own(name_in_model, dict(self._block.named_parameters(remove_duplicate=False)))
+        return super().weight(owner, name, parameter)
+
+    def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(True for _ in module.parameters()):
+            name = self.frame.name_of(module)
+            self._require_own(
+                name, [name for slot, *_ in self._block._place.slots if f"{name}.".startswith(f"{slot}.")]
+            )
+        return super().beside(module, args, kwargs)
+
+    def _require_own(self, name: str, own: Collection[str]) -> None:
+        """Raise `MisfitError` where the block's part of the forward uses what it did not when the model was split."""
+        if self.calls in self.span.phases and name not in own:
+            raise MisfitError(
+                f"the forward of {type(self.frame.root).__name__} uses {name!r} in this step, which the example of the "
+                "split did not lead to, so that this block has it not: an input that is left out, or another one, "
+                "steers it; let the forward use both in each step (torch.where), or split the model again for such "
+                "steps, split(model, example=…)"
+            )
 
     def called(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self._block.get_submodule(self.flow.calls[number])

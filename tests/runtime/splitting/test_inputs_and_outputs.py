@@ -1,0 +1,106 @@
+"""Inputs that a step leaves out, and what a model returns: the loss has what it has in one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, run_local, split
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.fc(x).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.null = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.ends(self.embed(x))
+
+    def ends(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).double()
+
+
+def train(kind, loss, batches, example=None):
+    """Return losses of steps on two stages, and those of a plain loop; a batch is inputs by name."""
+    torch.manual_seed(0)
+    model, targets = kind().double(), drawn(4, 2)
+    plain, plan = copy.deepcopy(model), qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    optimizer, expected = sgd(plain.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(plain(**batch), targets)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+
+    def work(transport):
+        own = copy.deepcopy(model)
+        engine = Engine(plan, split(own, example=example or batches[0]), loss, sgd, transport=transport)
+        return [
+            engine.step(batch["x"], targets, **{n: t for n, t in batch.items() if n != "x"}).loss.item()
+            for batch in batches
+        ]
+
+    return run_local(2, work), [pytest.approx(expected, rel=1e-12)] * 2
+
+
+X, COND = drawn(4, 3), drawn(4)
+
+
+class Optional(Model):
+    """The first block scales by an input, and the forward goes on with its default where that is left out."""
+
+    def forward(self, x, cond=2.0):
+        return self.ends(self.embed(x) * (cond[:, None] if isinstance(cond, torch.Tensor) else cond))
+
+
+class OptionalFlag(Model):
+    """Behind the layers only matters whether the input was given."""
+
+    def forward(self, x, cond=None):
+        return self.ends(self.embed(x)) * (1 if cond is None else 3)
+
+
+class Otherwise(Model):
+    """Without the input the forward takes a weight that it takes nowhere else."""
+
+    def forward(self, x, cond=None):
+        return self.ends(self.embed(x) + (self.null if cond is None else cond[:, None]))
+
+
+@pytest.mark.parametrize("kind", [Optional, OptionalFlag])
+def test_an_input_that_a_step_leaves_out_has_its_default(kind):
+    found, expected = train(kind, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
+    assert found == expected
+
+
+def test_weights_that_the_example_did_not_lead_to_are_refused():
+    with pytest.raises(MisfitError, match=r"the forward of Otherwise uses 'null' in this step"):
+        train(Otherwise, F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
