@@ -11,11 +11,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _MEAN = 1
 """What autograd calls the reduction to a mean."""
 _HANDED_ON = ("Neg", "Mul", "Add", "Sub", "ToCopy", "Squeeze", "View", "Reshape", "Clone", "Alias")
+
+
+def counts(divisor: Tensor | int | None, samples: int) -> bool:
+    """Whether a divisor is found from data, or is how many samples there are: a number of Python's may be any other."""
+    if not isinstance(divisor, Tensor):
+        return False
+    short = torch.float16 if divisor.dtype.is_floating_point else torch.int8
+    is_of_python = torch.result_type(torch.zeros((), dtype=short, device=divisor.device), divisor) != divisor.dtype
+    return not is_of_python or divisor.item() == samples
 
 
 def divisor_of(loss: Tensor) -> Tensor | int | None:

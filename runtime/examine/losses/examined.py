@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...blocks.trees import tensors_of
 from ..functions_kept import FunctionKept, FunctionState, class_weights, versions_kept
-from .divisors import divisor_of
+from .divisors import counts, divisor_of
 from .examination import WRITES, LossExamination
 from .metrics import MetricExamination, StatedMetricExamination
 from .real_batches import RealBatch, Unit, Way
@@ -168,7 +168,7 @@ class Examined:
         if self._old is not None and self._holds_still(output, targets, samples):
             return Finding(self._old)
         if self._is_loss and any(found is tensor for tensor in tensors_of(output)):
-            is_mean = isinstance(divisor_of(found), Tensor)
+            is_mean = counts(divisor_of(found), samples)
             why = "" if is_mean else "a block has found it, and it is only handed on"
             return Finding(LossWeight(Over.DIVISOR, is_guarded=True) if is_mean else None, why)
         self._kind = _KINDS[self._is_loss, isinstance(found, tuple)]
