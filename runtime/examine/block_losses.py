@@ -144,6 +144,8 @@ class _Examination:
             b = self._try_once(*other, range(some.first, both))
             if whole is not None and a is not None and b is not None:
                 has_run = True
+                if self._goes_by_rest(some, whole):
+                    return BlockLoss(name, (), "it goes by what it is given that belongs to no sample")
                 candidates = {w: None for w in candidates if self._holds(self._shares(w, some), some, (whole, a, b))}
         return BlockLoss(name, tuple(candidates), "" if has_run else "it cannot be run on numbers that are drawn")
 
@@ -216,6 +218,11 @@ class _Examination:
         names = [*self._beside, *([TARGETS] if self._targets else [])]
         extras = {name: replace(given.extras[name], parts=take(given.extras[name].parts)) for name in names}
         return replace(given, activation=activation, riders=riders, extras=extras)
+
+    def _goes_by_rest(self, parts: Parts, tried: _Tried) -> bool:
+        """Whether a loss has a gradient of what the block is given and is of no sample."""
+        units = [parts.units[i] for i in range(self._num_leaves) if parts.outputs[i].is_floating_point()]
+        return any(not unit and bool(g.any()) for unit, g in zip(units, tried.gradients, strict=False))
 
     def _shares(self, weight: LossWeight, parts: Parts) -> tuple[float, float] | None:
         """Return what each part weighs in the whole by a weight; None: it says nothing."""

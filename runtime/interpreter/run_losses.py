@@ -9,7 +9,7 @@ other steps       nothing is asked but whether what it goes by is as it was; whe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from quintsched.plan import Plan
 from ..blocks.blocks import Parcel
 from ..blocks.trees import map_tensors
 from ..comm.control import gather_texts
-from ..examine.losses.examined import Examined
+from ..examine.losses.examined import OF_REST, Examined
 from ..examine.losses.real_batches import RealBatch, Unit
 from ..examine.losses.rules import LossWeight, Over
 from ..examine.weights_elsewhere import ReadsElsewhere
@@ -276,6 +276,8 @@ class RunLosses:
         if len(of_each) > 1 and not refusal:
             numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
             refusal = f"in step {self._step} it is over unlike numbers of things for a sample: {numbers}"
+        if (rest := _unlike_rest([row.rests for row in told])) is not None:
+            refusal = refusal or OF_REST.format(rest)
         if found and not refusal:
             rule = _rule_of(next(iter(found)))
             if any(row.has_supposed for row in told) and (rule.over in SUMS) != (self.loss.supposed in SUMS):
@@ -321,6 +323,7 @@ class RunLosses:
             "of_weights": next((reads.refusal for _, reads in self._reads if reads.refusal), ""),
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
+            "rests": {path: told for one in its for path, told in one.rests.items()},
             "is_watched": any(not one.is_believed for one in self._watched),
             "has_supposed": loss.has_supposed and not loss.is_settled,
         }
@@ -340,6 +343,7 @@ class _Told(NamedTuple):
     has_odd_sizes: bool
     is_blind: bool
     of_each: float | None
+    rests: dict[str, list[str]]
     is_watched: bool
     has_supposed: bool
 
@@ -349,6 +353,12 @@ def _some_numbers(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor)
     return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)
+
+
+def _unlike_rest(rests: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
+    """Return where outputs have what belongs to no sample and is unlike on some ranks; None: nowhere."""
+    paths = {path for row in rests for path in row}
+    return next((path for path in sorted(paths) if len({t for row in rests for t in row.get(path, [])}) > 1), None)
 
 
 def _with_nothing(rules: Sequence[str]) -> list[str]:

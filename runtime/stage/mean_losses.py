@@ -327,7 +327,7 @@ def _divisor_of(found: Tensor) -> Tensor | int:
     weight = divisor_of(found)
     if weight is None and found.detach().any():
         raise MisfitError(
-            "the loss function has given a sum that it divides at its end, and now a number that it does not; return "
-            "(sum, weight) always"
+            "the loss function has given a sum that it divides at its end, and now a number whose divisor is not "
+            'known, as of one that a block has found in an evaluation; return (sum, weight), or loss_over="samples"'
         )
     return 0 if weight is None else weight

@@ -29,6 +29,11 @@ from .stated import StatedExamination
 from .values import Late, compare_values, is_known
 
 _OTHERWISE = "it was found to be {}, but in step {} it is not so: {}"
+OF_REST = (
+    "it goes by output{}, which belongs to no sample and is another in each microbatch; give it for each sample, or "
+    'say that it is a mean over them, loss_over="samples", or a sum, "sum"'
+)
+HANDED_ON = 'a block has found it, and it is handed on; say that it is a mean over samples, loss_over="samples"'
 _OF_THIS_PACKAGE = __name__.split(".")[0]
 
 
@@ -48,6 +53,7 @@ class Examined:
         refusal: why no weights make its microbatches the batch; "": some do.
         is_blind: whether it has had no gradient so far.
         late: what values have shown in this step; None: they were not compared.
+        rests: what it goes by in outputs of microbatches that belongs to no sample (see `RealBatch.rests`).
         of_each: by what it was last seen to be divided for each sample; None: by unlike numbers, or nobody knows.
     """
 
@@ -64,6 +70,7 @@ class Examined:
         self._harmless = set[str]()
         self._num_changes = 0
         self.of_each: float | None = None
+        self.rests: dict[str, list[str]] = {}
         self.late: Late | None = None
         self._is_known, self._writes = self._is_ours or is_known(function), False
         self._way: Way | None = None
@@ -122,7 +129,7 @@ class Examined:
             probe: a few samples of earlier ones.
             step: its number, for messages.
         """
-        self.of_each = None
+        self.of_each, self.rests = None, {}
         if self.rule is None:
             return
         moved = self._state is not None and self._state.changed()
@@ -137,6 +144,8 @@ class Examined:
             self._state = FunctionState(self._function, self._name)
         if batch is not None and not self.refusal and (why := self._misfit(batch, self.rule)):
             self.refusal = _OTHERWISE.format(self.rule, step, why)
+        if unlike := [path for path, told in self.rests.items() if len(told) > 1]:
+            self.refusal = OF_REST.format(unlike[0])
 
     def compare_values(self, batch: RealBatch) -> None:
         """Compare its values of a step's microbatches with what it was found to be over; see `late`."""
@@ -169,8 +178,7 @@ class Examined:
             return Finding(self._old)
         if self._is_loss and any(found is tensor for tensor in tensors_of(output)):
             is_mean = counts(divisor_of(found), samples)
-            why = "" if is_mean else "a block has found it, and it is only handed on"
-            return Finding(LossWeight(Over.DIVISOR, is_guarded=True) if is_mean else None, why)
+            return Finding(LossWeight(Over.DIVISOR, is_guarded=True)) if is_mean else Finding(None, HANDED_ON)
         self._kind = _KINDS[self._is_loss, isinstance(found, tuple)]
         with versions_kept(self._function):
             after = FunctionKept(self._function, torch.device("cpu") if self._first is None else self._first.device)
@@ -194,6 +202,7 @@ class Examined:
 
     def _misfit(self, batch: RealBatch, rule: LossWeight) -> str:
         with versions_kept(self._function):
+            self.rests = {} if self._is_ours else batch.rests(self._kind, self._function)
             found = batch.misfit(self._kind, self._function, rule, self.tables)
         self.of_each, self._way = found.of_each, found.way or self._way
         return found.why

@@ -11,7 +11,7 @@ No more is kept than a few megabytes, or a sample of two microbatches. What cann
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +35,8 @@ class Unit(NamedTuple):
     outputs: Sequence[Tensor]
     targets: Sequence[Tensor]
     samples: int
-
-    @property
-    def rows(self) -> list[int]:
-        """How many rows of each leaf belong to a sample."""
-        return [rows_of_each(leaf, self.samples) for leaf in (*self.outputs, *self.targets)]
+    rows: Sequence[int]
+    """How many rows of each leaf belong to a sample."""
 
     def built(self) -> tuple[Any, Any]:
         """Return output and targets."""
@@ -77,6 +74,15 @@ class Unit(NamedTuple):
     def leaves(self) -> Sequence[Tensor]:
         """Those of outputs, then of targets."""
         return (*self.outputs, *self.targets)
+
+    @property
+    def of_rest(self) -> list[int]:
+        """Which leaves of its output belong to no sample."""
+        return [n for n, leaf in enumerate(self.outputs) if not self.rows[n] and leaf.numel()]
+
+    def with_leaves(self, others: Mapping[int, Tensor]) -> Unit:
+        """Return it with other leaves of its output, by their numbers."""
+        return self._replace(outputs=[others.get(number, leaf) for number, leaf in enumerate(self.outputs)])
 
     def moved(self, place: torch.device, dtype: torch.dtype | None) -> Unit:
         """Return it elsewhere, its floating numbers in another type."""
@@ -136,7 +142,8 @@ class RealBatch:
             leaves, given = map(list, shortened(leaves, given, samples))  # type: ignore[assignment]
         count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
         if count or len(self._units) < 2:
-            unit = Unit(tree, target_tree, leaves, given, samples).cut(0, max(1, count))
+            rows = [rows_of_each(leaf, samples) for leaf in (*leaves, *given)]
+            unit = Unit(tree, target_tree, leaves, given, samples, rows).cut(0, max(1, count))
             self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
 
     @property
@@ -178,6 +185,35 @@ class RealBatch:
             why = _misfit(rule, tables, parts, each, together, self._copies, tolerance) or of.why_unlinear(rule)
             return Comparison(why, self._divisor_of_each(rule, parts, each), Way(dtype, tolerance))
         return Comparison()
+
+    def rests(self, kind: type[LossExamination], loss: Callable[[Any, Any], Any]) -> dict[str, list[str]]:
+        """Return what belongs to no sample in the output of each microbatch, by where it is, if a loss goes by it.
+
+        A pair that is made of these alone is believed.
+        """
+        if not self._units or not self._units[0].of_rest:
+            return {}
+        unit = self._units[0]
+        units = [some for some in self._units if len(some.outputs) == len(unit.outputs)]
+        of = kind(loss, *unit.built(), unit.samples)
+        for place, dtype in of.ways():
+            moved = unit.moved(place, dtype)
+            if (one := of.try_once(moved.outputs, moved.targets)) is None:
+                continue
+            halved = {n: t * 0.5 for n, t in enumerate(moved.outputs) if moved.rows[n] and t.is_floating_point()}
+            if isinstance(one.divisor, float) and not _differs(of, one, moved, halved):
+                break
+            used = [n for n in moved.of_rest if _differs(of, one, moved, {n: _other(moved.outputs[n])})]
+            return {unit.output.paths[n]: sorted({_told(some.outputs[n]) for some in units}) for n in used}
+        return {}
+
+    def swapped(self) -> tuple[Unit, Unit] | None:
+        """Return a unit, and the same with what belongs to no sample in another; None: there is nothing."""
+        one = self._units[0] if self._units else None
+        other = next((some for some in self._units[1:] if one is not None and one.fits(some)), None)
+        if one is None or other is None or not one.of_rest:
+            return None
+        return one, one.with_leaves({number: other.outputs[number] for number in one.of_rest})
 
     def _alike(self) -> list[Unit]:
         """Return units that can be joined, or the halves of one; none where there are no two."""
@@ -259,6 +295,20 @@ def _misfit(
         if not float((joint - single).norm()) <= tolerance * max(float(joint.norm()), 1e-3 * size) + 1e-12:
             return "of all together it has another gradient"
     return ""
+
+
+def _other(rest: Tensor) -> Tensor:
+    return rest.logical_not() if rest.dtype is torch.bool else rest + 1
+
+
+def _told(rest: Tensor) -> str:
+    return f"{float(rest.double().sum()):.9g} {float(rest.double().norm()):.9g}"
+
+
+def _differs(of: LossExamination, one: Tried, unit: Unit, others: Mapping[int, Tensor]) -> bool:
+    """Whether a loss is another where some leaves of the output are; what cannot be called so tells nothing."""
+    other = of.try_once(unit.with_leaves(others).outputs, unit.targets)
+    return other is not None and (not torch.equal(one.value, other.value) or str(one.divisor) != str(other.divisor))
 
 
 def _is_of_rest(tried: Tried, rows: Sequence[int]) -> bool:

@@ -58,10 +58,16 @@ def compare_values(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], batch: RealBatch, way: Way
 ) -> Late | None:
     """Compare what a function gives of samples together with what a rule says; None: it cannot be called with these."""
-    parts = batch.two_parts()
-    if parts is None or rule.over is Over.MICROBATCH:
+    parts, swapped = batch.two_parts(), batch.swapped()
+    if rule.over is Over.MICROBATCH:
         return None
     try:
+        if parts is None and swapped is not None:
+            one, other = (_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in swapped)
+            least = way.tolerance * (one[0].abs() + other[0].abs() + 1e-9)
+            return Late((one[0] - other[0]).abs() > least, other[0], one[0])
+        if parts is None:
+            return None
         one, other, whole = (_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in parts)
     except Exception:  # what a user's code says to what is no batch of its own
         return None

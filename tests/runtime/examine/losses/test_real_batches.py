@@ -253,3 +253,45 @@ def test_weights_of_a_loss_that_nobody_trains_are_refused() -> None:
     with pytest.raises(UsageError, match=r"requires_grad_\(False\)"):
         Engine(plan, BLOCKS, Learnt(), sgd)
     Engine(plan, BLOCKS, Learnt().requires_grad_(requires_grad=False), sgd)
+
+
+class Beside(nn.Linear):
+    """Gives what belongs to no sample beside its output."""
+
+    def __init__(self, find: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(8, CLASSES)
+        self.find, self.scale = find, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": super().forward(x), "rest": self.find(x), "scale": self.scale.exp()}
+
+
+def with_rest(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output["scale"] * output["logits"], targets) + output["rest"].square().sum()
+
+
+RESTS: dict[str, tuple[Any, Any, str]] = {
+    "spread": (lambda x: x.std(), with_rest, "goes by output['rest']"),
+    "gram": (lambda x: x[:, :3].T @ x[:, :3] / len(x), with_rest, "goes by output['rest']"),
+    "handed on": (lambda x: x.square().mean(), lambda output, _: output["rest"], 'loss_over="samples"'),
+    "divisor": (
+        lambda x: (x[:, 0] > 0).sum() + 1,
+        lambda o, _: o["logits"].sum() / o["rest"],
+        "goes by output['rest']",
+    ),
+    "stated": (lambda x: x.square().sum(), lambda o, _: (o["rest"], len(o["logits"])), ""),
+    "unused": (lambda x: x.std(), lambda o, targets: F.cross_entropy(o["scale"] * o["logits"], targets), ""),
+    "the same": (lambda x: torch.ones(1), with_rest, ""),
+}
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+@pytest.mark.parametrize("name", RESTS)
+def test_what_belongs_to_no_sample_is_the_same_in_all_microbatches(
+    mesh: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, loss, said = RESTS[name]
+    monkeypatch.setattr(f"{__name__}.BLOCKS", [BLOCKS[0], partial(Beside, find)])
+    for found in step_all(mesh, loss, [LABELS]):
+        assert said in str(found[-1])
+        assert isinstance(found[-1], str) == bool(said)
