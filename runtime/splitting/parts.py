@@ -161,7 +161,8 @@ class Segment(nn.Module):
         output = walk.go(origin.called_with(inputs, like, sight, is_first=span.is_first) | asked)
         if span.is_last:
             selected = origin.select(output)
-            return as_meta(selected) if like.is_meta else selected
+            selected = as_meta(selected) if like.is_meta else selected
+            return Carry(selected) if isinstance(selected, tuple) else selected
         beside = {**walk.made, **self._carried(inputs, extras)}
         assert walk.left is not None
         left = as_meta(walk.left) if like.is_meta else walk.left

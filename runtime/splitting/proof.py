@@ -80,11 +80,22 @@ def require_equal(
         run = _Run(model, blocks, inputs, training)
         expected = run.of(lambda given: select(_run(model, given)), weights)
         changed |= run.changed
+        _require_tree(type(model).__name__, expected.outputs)
         if training and expected.has_drawn:
             continue
         found = run.of(lambda given: chain(blocks, given), copies)
         _compare(type(model).__name__, expected, found)
     return changed
+
+
+def _require_tree(what: str, leaves: Sequence[Any]) -> None:
+    """Raise `MisfitError` for an output that holds objects in which nobody looks for tensors."""
+    other = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | str | bool | int | float | None)), None)
+    if other is not None:
+        raise MisfitError(
+            f"the forward of {what} returns a {type(other).__name__}; return tensors, or tuples, lists, dicts of them "
+            "(dataclasses.asdict)"
+        )
 
 
 class _Run:

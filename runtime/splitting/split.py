@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, TypeGuard, overload
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError, UsageError
 
@@ -343,7 +344,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     """Find out what passes between the layers; return also with what the names of each block's weights begin."""
     layers = find_layers(model) if blocks is None else named_layers(model, blocks)
     frame = Frame(model, layers)
-    select = transformers.select if transformers.is_one(model) else _first
+    select = transformers.select if transformers.is_one(model) else _output
     settings = transformers.settings(model) if transformers.is_one(model) else {}
     has_routers = transformers.is_one(model) and routers.asked(model)
     if has_routers:
@@ -384,5 +385,7 @@ def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     return segment(model, origin, number)
 
 
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output
+def _output(output: Any) -> Any:
+    """Return what a forward gives; of a tuple without other tensors, as (logits, None), the first entry."""
+    is_one = isinstance(output, tuple) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output[1:]))
+    return output[0] if is_one and output else output

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from quintsched.errors import MisfitError
 
@@ -57,8 +58,18 @@ class Segment(nn.Module):
         steps.extra_traceback = False
         with steps:
             result = steps.run(*(_in_order(given, names) if self.number else _by_names(given, names)))
-        result = recordable(result)
+        result = recordable(_plain(result))
         return Carry(result) if isinstance(result, tuple) else result
+
+
+def _plain(tree: Any) -> Any:
+    """Return a tree with the containers that the forward made: steps have immutable ones."""
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()} if type(tree) is immutable_dict else tree
+    if type(tree) in (immutable_list, tuple):
+        entries = map(_plain, tree)
+        return tuple(entries) if type(tree) is tuple else list(entries)
+    return tree
 
 
 class _Steps(fx.Interpreter):

@@ -1,6 +1,7 @@
 """Inputs that a step leaves out, and what a model returns: the loss has what it has in one process."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def drawn(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).double()
 
 
-def train(kind, loss, batches, example=None):
+def train(kind, loss, batches, example=None, **settings):
     """Return losses of steps on two stages, and those of a plain loop; a batch is inputs by name."""
     torch.manual_seed(0)
     model, targets = kind().double(), drawn(4, 2)
@@ -62,7 +63,7 @@ def train(kind, loss, batches, example=None):
 
     def work(transport):
         own = copy.deepcopy(model)
-        engine = Engine(plan, split(own, example=example or batches[0]), loss, sgd, transport=transport)
+        engine = Engine(plan, split(own, example=example or batches[0]), loss, sgd, transport=transport, **settings)
         return [
             engine.step(batch["x"], targets, **{n: t for n, t in batch.items() if n != "x"}).loss.item()
             for batch in batches
@@ -95,6 +96,7 @@ class Otherwise(Model):
         return self.ends(self.embed(x) + (self.null if cond is None else cond[:, None]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Optional, OptionalFlag])
 def test_an_input_that_a_step_leaves_out_has_its_default(kind):
     found, expected = train(kind, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
@@ -104,3 +106,56 @@ def test_an_input_that_a_step_leaves_out_has_its_default(kind):
 def test_weights_that_the_example_did_not_lead_to_are_refused():
     with pytest.raises(MisfitError, match=r"the forward of Otherwise uses 'null' in this step"):
         train(Otherwise, F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
+
+
+class Tuple(Model):
+    def forward(self, x):
+        hidden = self.embed(x)
+        return super().forward(x), hidden.square()
+
+
+class Dict(Tuple):
+    def forward(self, x):
+        out, hidden = super().forward(x)
+        return {"out": out, "all": [hidden]}
+
+
+class Penalised(Model):
+    """It returns a number of each microbatch, of which the loss cannot know whether it is a mean."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out, out.square().mean()
+
+
+@dataclass
+class Output:
+    out: torch.Tensor
+
+
+class Object(Model):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+def loss_of_all(output, targets):
+    if isinstance(output, dict):
+        return F.mse_loss(output["out"], targets) + output["all"][0].mean()
+    return F.mse_loss(output[0], targets) + output[1].mean()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", [Tuple, Dict])
+def test_the_loss_has_all_that_a_model_returns(kind):
+    found, expected = train(kind, loss_of_all, [{"x": X}])
+    assert found == expected
+
+
+def test_a_mean_of_each_microbatch_beside_the_output_counts_as_is_said():
+    found, expected = train(Penalised, loss_of_all, [{"x": X}], loss_over="samples")
+    assert found == expected
+
+
+def test_an_output_that_is_no_tree_is_refused():
+    with pytest.raises(MisfitError, match=r"the forward of Object returns a Output; return tensors, or tuples"):
+        split(Object(), example=X.float())
