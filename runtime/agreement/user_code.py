@@ -9,6 +9,7 @@ own (RANK, device, log_dir, …) is left out.
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import re
@@ -117,6 +118,14 @@ def names_of(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_of(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: CodeType) -> frozenset[str]:
+    """Return the names that code, and what is defined in it, looks up in its module: no names of attributes."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME"))}
+    inner = (globals_of(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(found).union(*inner)
 
 
 def texts(code: CodeType) -> Iterator[str]:

@@ -17,12 +17,21 @@ Iterators cannot be put back. It serves all that is tried beside the training: s
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from operator import is_
 from random import Random, SystemRandom
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of
+from ..agreement.user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _GONE: Any = object()
@@ -110,6 +119,11 @@ class Snapshot:
         yield from ((held.name, id(held.holder)) for held in (*self._held, *self._empty))
         yield from ((name, id(tensor)) for name, tensor, *_ in self._tensors)
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors, weights too, by their names, the nearer ones first."""
+        weights = [(held.name, held.holder) for held in self._held if isinstance(held.holder, Tensor)]
+        return weights + [(name, tensor) for name, tensor, *_ in self._tensors]
+
     def values(self) -> Iterator[Any]:
         """Yield all that was looked into."""
         return iter(self._seen.values())
@@ -166,6 +180,12 @@ class Snapshot:
         elif isinstance(thing, MethodType):
             self._enter(name, thing.__self__)
             self._enter(name, thing.__func__)
+        elif isinstance(thing, weakref.ref):
+            self._enter(f"{name}()", thing())
+        elif isinstance(thing, BuiltinMethodType):
+            self._enter(name, thing.__self__)
+        elif isinstance(thing, _lru_cache_wrapper):
+            self._enter(name, thing.__wrapped__)
         elif isinstance(thing, staticmethod | classmethod | property):
             self._enter(name, thing.fget if isinstance(thing, property) else thing.__func__)
         elif isinstance(thing, FunctionType):
@@ -219,17 +239,18 @@ class Snapshot:
         if is_of_library(function):
             return
         self._enter(name, vars(function))
-        self._enter_space(function.__globals__, frozenset(names_of(function.__code__)))
+        names = frozenset(names_of(function.__code__))
+        self._enter_space(function.__globals__, globals_of(function.__code__), names)
 
-    def _enter_space(self, space: dict[str, Any], names: frozenset[str]) -> None:
-        """Look into what some names are in a module of the user's."""
-        read = partial(_read_names, space, names)
+    def _enter_space(self, space: dict[str, Any], own: frozenset[str], names: frozenset[str]) -> None:
+        """Look into what some names are in a module of the user's; `own` are those of the module itself."""
+        read = partial(_read_names, space, own)
         for key, value in self._hold("", space, read, partial(_put_names, space, read), "{}").items():
             if not isinstance(value, ModuleType):
                 self._enter(key, value)
             elif not is_library_module(value.__name__) and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self._enter_space(vars(value), names)
+                self._enter_space(vars(value), names, names)
 
     def _enter_class(self, kind: type) -> None:
         if not is_of_library(kind):

@@ -3,7 +3,7 @@
     model[1] = model[4] = norm     stage 0: norm.running_mean  ┐ each stage would change its own, and neither has
                                    stage 1: norm.running_mean  ┘ what one process would have: refused, where one does
 
-Weights are tied, and tables that no forward changes may be shared.
+Weights are tied, where both blocks have them in submodules, and tables that no forward changes may be shared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from quintsched.errors import MisfitError
@@ -21,6 +21,7 @@ from ..blocks.blocks import Parcel, State
 from ..blocks.shapes import HAND_ON
 from ..data.snapshot import Snapshot, label_in
 from .handed_on import MarkRead, ReadMark, Reads
+from .weights_elsewhere import require_own_weights
 
 Place = tuple[int, str]
 """The number of a block, and the name of something in a snapshot of it."""
@@ -49,8 +50,11 @@ class SharedState:
         self._readers: dict[str, Reads] = {}
         first: dict[int, Place] = {}
         owns: dict[Place, int] = {}
+        tensors: list[Sequence[tuple[str, Tensor]]] = []
         for number, block in enumerate(blocks):
-            for name, token in Snapshot({"": block}, numbers=False).holders():
+            snapshot = Snapshot({"": block}, numbers=False)
+            tensors.append(snapshot.tensors())
+            for name, token in snapshot.holders():
                 here = number, name
                 self._tokens.setdefault(here, set()).add(token)
                 self._places.setdefault(token, set()).add(here)
@@ -59,6 +63,7 @@ class SharedState:
                     is_copy = owns[home] != owns[here]
                     self._homes.setdefault(home, []).append((here, is_copy))
                     self._homes.setdefault(here, []).append((home, is_copy))
+        require_own_weights(blocks, self._stage_of, tensors)
         for number, name in sorted({*changed, *_norms(blocks)}):
             self._require_one_stage(number, name, is_attribute=False)
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quintsched.errors import MisfitError
+
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -77,6 +79,37 @@ class ReadsElsewhere(TorchDispatchMode):
                     "weight return a loss of it, (output, loss), or take engine.full_weights() between steps"
                 )
         return func(*args, **(kwargs or {}))
+
+
+def require_own_weights(
+    blocks: Sequence[nn.Module], stage_of: Mapping[int, int], held: Sequence[Sequence[tuple[str, Tensor]]]
+) -> None:
+    """Raise `MisfitError` where a block holds, other than in its modules, a weight that another stage trains.
+
+    `held` are the tensors that each block reaches, through lists, closures, methods, weak references and others.
+    """
+    homes: dict[int, dict[int, str]] = {}
+    for number, block in enumerate(blocks):
+        for name, weight in block.named_parameters():
+            if weight.requires_grad:
+                homes.setdefault(_place(weight), {}).setdefault(stage_of[number], f"{number}.{name}")
+    for number, tensors in enumerate(held):
+        stage = stage_of[number]
+        for name, tensor in tensors:
+            home = homes.get(_place(tensor), {})
+            if home and stage not in home and "_state_dict_" not in name:
+                other = min(home)
+                raise MisfitError(
+                    f"block {number} ({type(blocks[number]).__name__}) on stage {stage} holds {home[other]!r} "
+                    f"(<block>.<weight>), which stage {other} trains, as {name.partition(' ')[2] or name!r}, and would "
+                    "have it as it was at the start; register its module in the block (split ties what several blocks "
+                    "have), hand what it gives on as an argument, or have both blocks on one stage"
+                )
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a tensor's numbers begin, or else which one it is."""
+    return next(iter(_memory(tensor)), id(tensor))
 
 
 def _memory(leaf: Any) -> Iterable[int]:

@@ -1,5 +1,9 @@
 """A loss or a metric that reads weights which other ranks train is refused on all ranks."""
 
+import weakref
+from functools import lru_cache, partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +12,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
+from quintsched.runtime.examine.shared_state import SharedState
 from quintsched.runtime.examine.weights_elsewhere import ReadsElsewhere, WeightsElsewhere
 
 READS = {
@@ -56,3 +61,79 @@ def test_all_ranks_refuse_it(of):
         assert torch.equal(before, model[transport.rank].weight)
 
     run_local(2, work)
+
+
+ELSEWHERE = nn.Linear(2, 2)
+
+
+class Reader(nn.Module):
+    """A layer that may hold another stage's one."""
+
+    def __init__(self, held=None):
+        super().__init__()
+        self.own, self.held = nn.Linear(2, 2), held
+
+    def forward(self, x):
+        return self.own(x)
+
+
+class ByName(Reader):
+    def forward(self, x):
+        return self.own(x) @ ELSEWHERE.weight
+
+
+class NamesAnAttribute(Reader):
+    """Its code has an attribute called as something in its module is, and no more."""
+
+    def forward(self, x):
+        return self.held.ELSEWHERE(self.own(x))
+
+
+def set_past_torch(other):
+    reader = Reader()
+    object.__setattr__(reader, "other", other)
+    return reader
+
+
+def hooked(other):
+    reader = Reader()
+    reader.register_forward_hook(lambda module, args, made: made @ other.weight)
+    return reader
+
+
+HOLDS = {
+    "a list": lambda other: Reader([other]),
+    "a weight": lambda other: Reader({"its": (other.weight,)}),
+    "a parent": lambda other: Reader([nn.Sequential(other)]),
+    "a closure": lambda other: Reader(lambda x: other(x)),
+    "its forward": lambda other: Reader(other.forward),
+    "a partial": lambda other: Reader(partial(F.linear, weight=other.weight)),
+    "an object": lambda other: Reader(SimpleNamespace(other=other)),
+    "set past torch": set_past_torch,
+    "a hook": hooked,
+    "a weak reference": lambda other: Reader(weakref.ref(other)),
+    "a method of a weight": lambda other: Reader(other.weight.norm),
+    "what is kept of calls": lambda other: Reader(lru_cache(lambda: other.weight.norm())),
+    "without its gradient": lambda other: Reader([other.weight.detach()]),
+    "a view": lambda other: Reader([other.weight.t()]),
+    "a global": lambda other: ByName(),
+}
+HOLDS_NOT = {
+    "its own": lambda other: Reader([nn.Linear(2, 2)]),
+    "a frozen one": lambda other: Reader([other.requires_grad_(False)]),
+    "a copy": lambda other: Reader([other.weight.detach().clone()]),
+    "a name": lambda other: NamesAnAttribute(SimpleNamespace(ELSEWHERE=torch.tanh)),
+}
+
+
+@pytest.mark.parametrize("name", [*HOLDS, *HOLDS_NOT])
+def test_blocks_hold_no_weight_of_another_stage_but_in_modules(name):
+    other = ELSEWHERE if name in ("a global", "a name") else nn.Linear(2, 2)
+    blocks = [other, nn.Linear(2, 2), {**HOLDS, **HOLDS_NOT}[name](other)]
+    SharedState(blocks, [range(3)])
+    if name in HOLDS_NOT:
+        SharedState(blocks, [range(2), range(2, 3)])
+        return
+    says = r"block 2 \(.*on stage 1 holds '0\.weight' .*stage 0 trains, as .*; register its module"
+    with pytest.raises(MisfitError, match=says):
+        SharedState(blocks, [range(2), range(2, 3)])
