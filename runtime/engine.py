@@ -222,6 +222,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         self._state = TrainingState(
             self.plan, model.pp_rank, model.stages, self._groups, model.tied, builds, bucket_bytes=bucket_bytes
         )
+        model.bind_copies()
         self._access, self._averages = WeightAccess(self._state, model.stages), Averages()
 
     def _bind(self, blocks: Blocks, options: RunOptions) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import dis
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from operator import is_
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
@@ -203,7 +204,9 @@ def _shown(kind: type) -> type:
 
 
 class Copies:
-    """Modules in blocks that are copies, since blocks share weights: their attributes are those of the model's own.
+    """Modules in blocks that are copies, since blocks share weights: what they have is what the model's own have.
+
+    The model's own weight has the memory of a copy that this rank trains, so what a loop writes into it holds in both.
 
     Args:
         model: the model; it is not kept alive.
@@ -217,7 +220,17 @@ class Copies:
         own = dict(model.named_modules(remove_duplicate=False))
         copied: list[str] = []
         self._pairs: list[tuple[nn.Module, Any, dict[str, Any]]] = []
-        for block, prefix in blocks:
+        self._weights: list[tuple[tuple[int, int], nn.Module, str, Any, str]] = []
+        self._tied: list[_Tied] = []
+        homes: dict[int, int] = {}
+        for number, (block, prefix) in enumerate(blocks):
+            for path, weight in block.named_parameters(remove_duplicate=False):
+                owner, _, key = path.rpartition(".")
+                its = own.get(f"{prefix}{owner}".rstrip("."))
+                home = homes.setdefault(id(weight if its is None else its._parameters.get(key, weight)), number)
+                if its is not None and its._parameters.get(key, weight) is not weight:
+                    place = block.get_submodule(owner), key, weakref.ref(its), f"{prefix}{path}"
+                    self._weights.append(((home, number), *place))
             for path, module in block.named_modules():
                 name = f"{prefix}{path}".rstrip(".")
                 if (its := own.get(name)) is None or its is module or not isinstance(module, type(its)):
@@ -227,8 +240,20 @@ class Copies:
                     self._pairs.append((module, weakref.ref(its), dict(vars(its))))
         self._structure = Structure(model, [""] if is_row else [], copied)
 
+    def bind(self, stages: Iterable[nn.Module], cuts: Sequence[range]) -> None:
+        """Let the model's own weights be those of the copies that this rank trains, in its stages."""
+        here = {parameter for stage in stages for parameter in stage.parameters()}
+        for homes, module, key, reference, name in self._weights:
+            its, weight = reference(), module._parameters[key]
+            own = None if its is None else its._parameters.get(key)
+            is_apart = len({next(cut.start for cut in cuts if home in cut) for home in homes}) > 1
+            if weight is not None and own is not None and not own.is_meta and is_apart:
+                self._tied.append(_Tied(weight if weight in here else None, own, reference, key, name, own in here))
+
     def follow(self) -> None:
         """Let copies have what the model's own modules have been given; raises `MisfitError` for another row."""
+        for tied in self._tied:
+            tied.follow()
         if (name := self._structure.changed()) is not None:
             raise MisfitError(f"{name} is no longer what it was when the model was split; {SPLIT_AGAIN}")
         for module, reference, noted in self._pairs:
@@ -236,6 +261,53 @@ class Copies:
             for key, now in () if its is None else vars(its).items():
                 if key not in ("_parameters", "_buffers", "_modules") and now is not noted.get(key, self):
                     noted[key] = module.__dict__[key] = now
+
+
+class _Tied:
+    """The model's own of a weight that lies on several stages, which is in the memory of the copy that a rank trains.
+
+    Args:
+        weight: the copy; None: others train it.
+        own: the model's own, which is the attribute `key` of a `module`.
+        name: what the model calls it there.
+        is_trained: whether this rank trains the model's own itself, which then has its own memory.
+    """
+
+    def __init__(self, weight: Tensor | None, own: Tensor, module: Any, key: str, name: str, is_trained: bool) -> None:
+        self._weight, self._module, self._key, self._name = weight, module, key, name
+        self._is_trained, self._own = is_trained, weakref.ref(own)
+        self._share(own)
+
+    def follow(self) -> None:
+        """Take over what the loop has done; raises `MisfitError`, on all ranks, for what nobody can."""
+        its, own = self._module(), self._own()
+        if its is None:
+            return
+        if own is None or its._parameters.get(self._key) is not own:
+            raise MisfitError(f"model.{self._name} is another weight than when the model was split; {SPLIT_AGAIN}")
+        hooks = (own._backward_hooks, getattr(own, "_post_accumulate_grad_hooks", None))
+        if not all(_is_ours(hook) for held in hooks if held for hook in held.values()):
+            raise MisfitError(
+                f"model.{self._name} has a hook, and is a weight of several stages, of which each has a part of its "
+                "gradient; put the hook on what uses the weight, or have these blocks on one stage"
+            )
+        if self._weight is None:
+            return
+        if self._weight.requires_grad != own.requires_grad:
+            self._weight.requires_grad_(own.requires_grad)
+        if self._is_trained or own.data_ptr() != self._place:
+            with torch.no_grad():
+                self._weight.copy_(own)
+        self._share(own)
+
+    def _share(self, own: Tensor) -> None:
+        if self._weight is not None and not self._is_trained and own.data_ptr() != self._weight.data_ptr():
+            own.data = self._weight.data
+        self._place = own.data_ptr()
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", None)).startswith(_OURS)
 
 
 def label_of(name: str) -> str:

@@ -30,7 +30,7 @@ from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
 from ..comm.control import share_bytes
 from ..examine.eval_mode import eval_mode_warning
-from ..examine.followed import Source, sources_of
+from ..examine.followed import Copies, Source, sources_of
 from ..examine.shared_state import SharedState
 from ..examine.weights_elsewhere import WeightsElsewhere
 from ..job.choices import BufferChoice, ContextMethod, Proofs
@@ -108,11 +108,16 @@ class RankModel:
         self._coordinates = plan.mesh.coordinates(transport.rank)
         self.pp_rank = self._coordinates.get("pp", 0)
         self.sequences = ContextParallel(options.context, groups.context, transport, options.compiled)
-        self._copies: Sequence[Source] = getattr(blocks, "copies", ())
+        self._copies: Sequence[Copies] = getattr(blocks, "copies", ())
         self._cut(blocks)
         self._build(blocks)
         self.tied = TiedWeights(plan, options.tied, self.cuts, self.stages, groups)
         self.queues, self.deferred_share = self._defer()
+
+    def bind_copies(self) -> None:
+        """Let weights of the model that are tied be those of the copies on this rank, wherever these lie by now."""
+        for copies in self._copies:
+            copies.bind(self.stages.values(), self.cuts)
 
     def _cut(self, blocks: Blocks) -> None:
         """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""

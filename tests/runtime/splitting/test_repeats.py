@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import quintsched as qs
+from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local, split
 
 WIDTH = 4
@@ -102,6 +103,55 @@ def test_layers_that_come_again_stay_one(kind, example, mesh):
     whole = plain.state_dict()
     for block, own in names.items():
         torch.testing.assert_close(weights[f"model.{block}"], whole[own], rtol=0, atol=1e-12)
+
+
+def freeze(model, is_trained=False):
+    model.layers[0].requires_grad_(is_trained)
+
+
+def shrink(model):
+    freeze(model, is_trained=True)
+    with torch.no_grad():
+        model.layers[2].fc.weight.mul_(0.5)
+
+
+def rebind(model):
+    model.layers[2].fc.weight.data = model.layers[0].fc.weight.data * 0.5
+
+
+def load(model):
+    model.load_state_dict({name: held * 0.9 for name, held in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("schedule", [{"schedule": "1f1b"}, {"schedule": "interleaved-1f1b", "chunks": 2}])
+def test_copies_follow_what_a_loop_does_to_weights(schedule):
+    torch.manual_seed(0)
+    model, (x, y) = Row().double(), batch()
+    plain, does = copy.deepcopy(model), [freeze, shrink, rebind, load]
+    optimizer, expected = sgd(plain.parameters()), []
+    for do in does:
+        do(plain)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+
+    def work(transport):
+        mine = copy.deepcopy(model)
+        plan = qs.compile(**schedule, mesh="pp=2", microbatches=2)
+        engine = Engine(plan, split(mine, example=x[:2]), nn.MSELoss(), sgd, transport=transport)
+        losses = []
+        for do in does:
+            do(mine)
+            losses.append(engine.step(x, y).loss.item())
+        mine.layers[0].fc.weight.register_hook(lambda grad: grad * 0.1)
+        with pytest.raises(MisfitError, match=r"fc\.weight has a hook, and is a weight of several stages"):
+            engine.step(x, y)
+        return losses
+
+    for losses in run_local(2, work):
+        assert losses == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_rows_own_modules_stay_as_they_are():
