@@ -65,6 +65,12 @@ def numbers_of(tensor: Tensor) -> str | None:
     return _digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) if _is_short(tensor) else None
 
 
+def marks_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that users put on a plain tensor or parameter."""
+    own = vars(tensor) if type(tensor) in (Tensor, nn.Parameter) else {}
+    return {key: value for key, value in own.items() if not key.startswith("_quintsched")}
+
+
 def _is_short(tensor: Tensor) -> bool:
     return 0 < tensor.nbytes <= _MOST_BYTES
 

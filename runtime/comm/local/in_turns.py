@@ -9,10 +9,14 @@ Nothing leaves the process. Where members issue unlike collectives, or one of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatches
 
 from ..base import Group
 from ..device import use_device
@@ -22,6 +26,41 @@ from .world import Awaited, LocalWorld
 Result = TypeVar("Result")
 
 _LONGEST_S = 1e6
+
+
+@dataclass(frozen=True)
+class EnteredModes:
+    """Modes of functions and of operators, and hooks of saved tensors, that are entered on a thread."""
+
+    functions: tuple[Any, ...]
+    operators: tuple[Any, ...]
+    hooks: tuple[Any, ...]
+
+    @classmethod
+    def here(cls) -> EnteredModes:
+        """Return those of this thread."""
+        functions, operators = (
+            overrides._get_current_function_mode_stack(),
+            dispatches._get_current_dispatch_mode_stack(),
+        )
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return cls(tuple(functions), tuple(operators), tuple(hooks or ()))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context in which this thread has them too; their own `__enter__` is not called again."""
+        for mode in self.functions:
+            overrides._push_mode(mode)
+        for mode in self.operators:
+            dispatches._push_mode(mode)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(*self.hooks) if self.hooks else nullcontext():
+                yield
+        finally:
+            for _ in self.operators:
+                dispatches._pop_mode()
+            for _ in self.functions:
+                overrides._pop_mode()
 
 
 class _Turns(LocalWorld):
@@ -45,7 +84,7 @@ def run_in_turns(size: int, device: torch.device, work: Callable[[Group], Result
     Raises the first error that a member raises; `StallError` where they issue unlike collectives.
     """
     world, results = _Turns(size, device), dict[int, Result]()
-    records = torch.is_grad_enabled()
+    records, modes = torch.is_grad_enabled(), EnteredModes.here()
 
     def run(index: int) -> None:
         transport = LocalTransport(world, index)
@@ -54,7 +93,8 @@ def run_in_turns(size: int, device: torch.device, work: Callable[[Group], Result
                 if device.index is not None:
                     use_device(device, device.index)
                 # one thread of torch's runs the backwards of a device: it must not wait for a member behind it
-                with torch.set_grad_enabled(records), torch.autograd.set_multithreading_enabled(False):
+                serially = torch.autograd.set_multithreading_enabled(False)
+                with torch.set_grad_enabled(records), serially, modes.entered():
                     results[index] = work(transport.world_group())
             except BaseException as error:
                 world.abort(index, error)

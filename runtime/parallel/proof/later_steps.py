@@ -30,8 +30,8 @@ from ...comm import SelfGroup
 from .arrivals import Arrival, Arrivals, FirstUnits, specs_of
 from .bench import Kind
 from .bench_here import BenchHere
-from .features_apart import state_of_host
 from .kinds import content_of
+from .reads.steering import SteeringState
 from .trial import Setting
 
 
@@ -93,7 +93,7 @@ class LaterSteps:
         self._bench, self._outlines, self._dtype = bench, outlines, dtype
         self._followed: list[Followed] = []
         self._lengths = set[str]()
-        self._state = state_of_host({})
+        self._state = SteeringState({})
 
     def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
         """Follow kinds of blocks from now on, whose sequences may be cut into units of these shapes."""
@@ -103,12 +103,14 @@ class LaterSteps:
     def _watch(self) -> None:
         kinds = [one.kind for one in self._followed]
         blocks = [(kind.number, place, block) for kind in kinds for place, block in enumerate(kind.blocks)]
-        self._state = state_of_host(
+        self._state = SteeringState(
             {
                 f"block {number}" if not place else f"block {place} like {number}": block
                 for number, place, block in blocks
-            }
+            },
+            around=bool(blocks),
         )
+        self._state.let_go()
 
     def why_unsound(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
         """Return which blocks may not be cut where units are of these shapes, in words; empty: all may."""

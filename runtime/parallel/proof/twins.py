@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
+from ...agreement.host_values import marks_of
 from ...blocks.blocks import build_block, on_meta
 from ..tensor.pairs import restore_sizes
 from .reads.held_beside import require_held_once
+
+TensorOf = TypeVar("TensorOf", bound=Tensor)
 
 SEED = 20_240_229
 
@@ -52,7 +55,10 @@ class Blueprint:
         self, block: nn.Module, builder: Callable[[], nn.Module] | None = None, layers: Iterable[str] = ()
     ) -> None:
         require_held_once(block, [block.get_submodule(name) for name in layers])
-        metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in block.parameters()}
+        metas = {
+            id(p): marked(nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad), p)
+            for p in block.parameters()
+        }
         self._builder: Callable[[], nn.Module] | None = None
         self._hooks: dict[str, dict[str, Any]] = {}
         try:
@@ -77,7 +83,8 @@ class Blueprint:
         for name, parameter in block.named_parameters(remove_duplicate=False):
             if name not in names:
                 raise MisfitError(f"it has another weight, {name!r}")
-            weight = nn.Parameter(torch.empty_like(names[name], device="meta"), parameter.requires_grad)
+            outline = torch.empty_like(names[name], device="meta")
+            weight = marked(nn.Parameter(outline, parameter.requires_grad), parameter)
             memo[id(parameter)] = weights[id(names[name])] = memo.get(id(parameter), weight)
         for name, module in block.named_modules():
             if type(module).__module__.startswith(_CUT):
@@ -109,7 +116,10 @@ class Blueprint:
 
     def _copy(self) -> nn.Module:
         if self._builder is None:
-            return copy.deepcopy(self.bare)
+            twin = copy.deepcopy(self.bare)
+            for own, its in zip(twin.parameters(), self.bare.parameters(), strict=True):
+                marked(own, its)
+            return twin
         return build_block(self._builder, 0, SEED)
 
     @property
@@ -132,11 +142,12 @@ class Blueprint:
                     if id(parameter) not in drawn:
                         weight = draw_weight(name, parameter, device, generator)
                         weight = weight.to(parameter.dtype) if as_built else weight
-                        drawn[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
+                        drawn[id(parameter)] = marked(nn.Parameter(weight, parameter.requires_grad), parameter)
                     module._parameters[name] = drawn[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(device, buffer.dtype if as_built else at_work(buffer.dtype))
+                    dtype = buffer.dtype if as_built else at_work(buffer.dtype)
+                    module._buffers[name] = marked(buffer.to(device, dtype), buffer)
         for module, its in zip(twin.modules(), self.bare.modules(), strict=False):
             module.training = trains and (its.training or not self.bare.training)
         return twin
@@ -145,6 +156,12 @@ class Blueprint:
 def _is_ours(hook: Any) -> bool:
     """Whether a hook was registered as layers were cut."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OURS)
+
+
+def marked(tensor: TensorOf, like: Tensor) -> TensorOf:
+    """Return a tensor, with the attributes that users put on another."""
+    vars(tensor).update(marks_of(like))
+    return tensor
 
 
 def draw_weight(name: str, like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
@@ -167,13 +184,13 @@ def draw_state(twin: nn.Module, scale: float) -> None:
             for name, tensor in held.items():
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     drawn = 0.5 + torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
-                    held[name] = (tensor.detach() + drawn) * scale
+                    held[name] = marked((tensor.detach() + drawn) * scale, tensor)
                 elif (
                     isinstance(tensor, Tensor)
                     and tensor.device.type == "cpu"
                     and tensor.dtype in (torch.bool, torch.int64)
                 ):
-                    held[name] = _counted(tensor, scale)
+                    held[name] = marked(_counted(tensor, scale), tensor)
 
 
 def _counted(tensor: Tensor, scale: float) -> Tensor:

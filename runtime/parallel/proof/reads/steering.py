@@ -6,6 +6,8 @@ state.changed()        "block 2 (Mixer).rate", as `HostState` has it, whose watc
 attributes  how many there are: names that code looks up in vain count
 modules     classes, modes, weights that are frozen; of libraries also what is in attributes, and plain ones of classes
 libraries   plain values of their modules, of the names in code; attributes of objects
+tensors     attributes that users put on weights and buffers, of the names in code
+torch       where `around`: hooks of all modules, and modes and hooks of saved tensors that a loop enters around a step
 names       strings that are found, by which code may look something up
 
 state.unseen           "block 2 (Mixer).table": an object of unknown content, or a tensor that is none of a module's
@@ -24,19 +26,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....agreement.host_values import GONE, state_of, without_numbers
+from ....agreement.host_values import GONE, marks_of, state_of, without_numbers
 from ....agreement.plain_code import asked_of, has_known_content, only_tells
-from ....agreement.user_code import PLAIN, is_library_module, is_of_framework, names_of, texts
+from ....agreement.user_code import (
+    PLAIN,
+    is_library_module,
+    is_of_framework,
+    names_of,
+    texts,
+)
 from ....blocks.host_state import LONGEST, OF_TORCH, HostState, own_attributes
+from ....comm.local.in_turns import EnteredModes
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
+_HOOKS_OF_ALL = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 class SteeringState(HostState):
     """What code of modules and functions goes by, as it is now, but for numbers of tensors and of torch's generators.
 
-    `inner`: whether the modules in these are watched as well.
+    `inner`: whether the modules in these are watched as well; `around`: whether what torch calls besides is.
 
     Attributes:
         unseen: the name of the first thing that users' code goes by and nobody can tell whether it has changed.
@@ -50,8 +65,22 @@ class SteeringState(HostState):
         functions: Mapping[str, Any] = MappingProxyType({}),
         *,
         inner: bool = True,
+        around: bool = False,
     ) -> None:
+        self._outlined: list[tuple[str, nn.Module]] = []
         super().__init__(modules, functions, inner=inner)
+        outlined = [(label, module) for label, module in self._outlined if module._parameters or module._buffers]
+        for label, module in outlined:
+            self._enter_all(label, _marks(module, self._names))
+        if around:
+            for key in _HOOKS_OF_ALL:
+                hooks: Mapping[int, Any] = vars(nn.modules.module)[key]
+                read = functools.partial(tuple, hooks.values())
+                self._enter_all(key, self._watch(f"torch.nn.modules.module.{key}", read))
+            self._watch("modes and hooks of saved tensors around the step", _modes)
+        self._look_up_all()
+        for label, module in outlined:
+            self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self._names))
         if not self.is_whole:
             self._close("more than can be watched")
 
@@ -95,6 +124,7 @@ class SteeringState(HostState):
             self._watch(f"{name}, its attributes", functools.partial(dict.__len__, own))
 
     def _watch_outline(self, label: str, module: nn.Module, root: nn.Module) -> None:
+        self._outlined.append((label, module))
         for held in (*vars(module).values(), *module._buffers.values()):
             if isinstance(held, Tensor):
                 self._known[id(held)] = self._tensors[id(held)] = held
@@ -107,7 +137,7 @@ class SteeringState(HostState):
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
         if type(module).__module__.startswith("quintsched."):
             return
-        around, self._is_of_library = self._is_of_library, True
+        around, self._is_of_library = self._True
         for key in ["forward", *vars(module)]:
             if key not in OF_TORCH:
                 read = functools.partial(vars(module).get, key, GONE)
@@ -156,3 +186,19 @@ def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
     """Return whether a module trains where the whole does, as it was the last time that this did."""
     known[0] = module.training if root.training else known[0]
     return known[0]
+
+
+def _modes() -> tuple[object, ...]:
+    """Return the modes of users that are entered here, by their classes, and hooks of saved tensors, by their code."""
+    entered = EnteredModes.here()
+    kinds = map(type, (*entered.functions, *entered.operators))
+    users = (thing for thing in (*kinds, *entered.hooks) if not is_of_framework(thing))
+    return tuple(getattr(thing, "__code__", thing) for thing in users)
+
+
+def _marks(module: nn.Module, names: Set[str]) -> tuple[Any, ...]:
+    """Return the attributes of a module's tensors that code names, by the names of both."""
+    held = (*module._parameters.items(), *module._buffers.items())
+    marks = [(key, own) for key, tensor in held if tensor is not None and (own := marks_of(tensor))]
+    is_named = names.__contains__ if names.isdisjoint(_BY_ANY_NAME) else lambda name: True
+    return tuple((key, name, value) for key, own in marks for name, value in own.items() if is_named(name))

@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
 from quintsched.errors import MisfitError
@@ -69,6 +73,22 @@ def layer(block: Any, name: str) -> nn.Module:
     return dict(block.named_modules())[name]
 
 
+class Halving(TorchDispatchMode):
+    """A mode that a loop enters around a step, which keeps features apart."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func is torch.ops.aten.gelu.default else found
+
+
+class Joining(TorchFunctionMode):
+    """A mode that a loop enters around a step, which joins features."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return places(found) if func is torch.sigmoid else found
+
+
 NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
     "a flag": (lambda self, y: places(y) if self.config.hot else y, lambda block: setattr(block.config, "hot", True)),
     "a global": (lambda self, y: switched(y, SETTINGS["hot"]), lambda block: SETTINGS.update(hot=True)),
@@ -82,6 +102,23 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
     "a hook before": (
         lambda self, y: y,
         lambda block: layer(block, "fc2").register_forward_pre_hook(lambda m, args: (places(args[0]),)),
+    ),
+    "a hook of all modules": (
+        lambda self, y: self.act(y),
+        lambda block: register_module_forward_hook(lambda m, a, out: places(out) if isinstance(m, nn.Tanh) else out),
+    ),
+    "a mode around": (lambda self, y: torch.sigmoid(y), lambda block: Joining().__enter__()),
+    "hooks of saved tensors": (
+        lambda self, y: y.tanh(),
+        lambda block: saved_tensors_hooks(lambda saved: saved / saved.abs().max(), lambda saved: saved).__enter__(),
+    ),
+    "an attribute of a weight": (
+        lambda self, y: places(y) if hasattr(self.fc1.weight, "hot") else y,
+        lambda block: setattr(layer(block, "fc1").weight, "hot", True),
+    ),
+    "an attribute of another": (
+        lambda self, y: y * torch.arange(y.shape[-1]) ** getattr(self.fc2.bias, "power", 0),
+        lambda block: setattr(layer(block, "fc2").bias, "power", 1),
     ),
     "a partial": (lambda self, y: self.partial(y), lambda block: block.partial.keywords.update(hot=True)),
     "a function's": (lambda self, y: switched(y), lambda block: setattr(switched, "hot", True)),
@@ -104,6 +141,7 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
     "a width": (lambda self, y: y * (y.shape[-1] if y.shape[1] > TOKENS else 1), lambda block: None),
 }
 STILL: dict[str, tuple[Step, Callable[[Any], object]]] = {
+    "a mode around": (lambda self, y: F.gelu(y), lambda block: Halving().__enter__()),
     "a module": (lambda self, y: self.act(y), lambda block: setattr(block, "act", nn.Sigmoid())),
     "a hook": (lambda self, y: y, lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: out * 1.5)),
     "a number": (lambda self, y: y * self.config.hot, lambda block: setattr(block.config, "hot", 0.5)),
@@ -115,6 +153,7 @@ STILL: dict[str, tuple[Step, Callable[[Any], object]]] = {
 def as_before() -> Any:
     SETTINGS["hot"] = False
     yield
+    nn.modules.module._global_forward_hooks.clear()
     switched.__dict__.clear()
     switched.__defaults__ = (False,)
 
