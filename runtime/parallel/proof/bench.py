@@ -24,6 +24,7 @@ from ..tensor.shard import shard_of
 from .arrivals import Arrival, Given, GivenTree
 from .features_apart import DRAWS, draws_of_python, why_joined
 from .reads.draws import undisturbed
+from .reads.other_numbers import others_of
 from .reads.weight_reads import WeightReads
 from .tokens.gathered import Gathered
 from .tokens.tokens_apart import why_tokens_meet
@@ -223,15 +224,17 @@ class Bench:
         why = self.why(kind, arrival, choice, is_asked=is_asked)
         if self.most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
-        unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
-        if unlike is not None or kind.scales.keys() >= {cut.path for cut in pairs}:
+        is_known, trained = kind.scales.keys() >= {cut.path for cut in pairs}, replace(setting, trains=True)
+        given = others_of(arrival, kind.blueprint.bare, partial(self.most, setting=setting), pads=not is_known)
+        unlike = next(filter(None, (self.unlike(kind, other, trained, choice) for other in given)), None)
+        if unlike is not None or is_known:
             return unlike
         proved = {1.0}
         for scale in SCALES:
             whole = self.whole(kind, arrival, scaled := replace(setting, scale=scale))
             finding = None if whole is None else self.find(kind, arrival, scaled, whole, choice)
-            given = replace(setting, state=scale if scale > 1 else -max(SCALES), trains=scale == max(SCALES))
-            finding = finding or self.unlike(kind, arrival.scaled(scale), given, choice)
+            drawn = replace(setting, state=scale if scale > 1 else -max(SCALES), trains=scale == max(SCALES))
+            finding = finding or self.unlike(kind, arrival.scaled(scale), drawn, choice)
             if finding is not None:
                 return finding
             proved |= {scale} if whole is not None else set()
@@ -239,12 +242,12 @@ class Bench:
         return None
 
     def unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
-        """Return what is off in a setting, if anything. What draws is not compared: ranks draw for their features."""
+        """Return what is off in a setting, if anything; in evaluation where it draws, for ranks draw for features."""
         whole = self.whole(kind, arrival, setting)
         if whole is None or self.most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
-            return None
+            return self.unlike(kind, arrival, replace(setting, trains=False), choice) if setting.trains else None
         finding = self.find(kind, arrival, setting, whole, choice)
-        usual = "in training" if setting.trains else "as it is given"
+        usual = arrival.words or ("in training" if setting.trains else "as it is given")
         where = "where it is given other numbers" if setting.state else usual
         return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
 
@@ -276,9 +279,7 @@ class Bench:
     def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
         """Return why tokens of several ranks, or slices, may meet in a kind, as this rank finds it: "it …"."""
         try:
-            found = ""
-            if setting.cuts > 1:
-                found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device)
+            found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device) if setting.cuts > 1 else ""
             if setting.slices_tokens and not found:
                 found = self._why_slices_meet(kind, arrival)
         except Exception as error:

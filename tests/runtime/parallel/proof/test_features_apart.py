@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -62,14 +63,14 @@ class Config:
 
 def train(transport: Transport, mesh: str, block: Callable[[], nn.Module], **more: Any) -> tuple[list[float], str]:
     plan = qs.compile("gpipe", mesh=mesh, microbatches=more.pop("microbatches", 2))
-    dtype = more.pop("dtype", torch.float64)
+    dtype, extras = more.pop("dtype", torch.float64), more.pop("extras", {})
     engine = Engine(plan, [block], loss, sgd, dtype=dtype, transport=transport, **more)
     losses = []
     for step, scale in enumerate(SCALES):
         generator = torch.Generator().manual_seed(step)
         x, y = (torch.randn(4, TOKENS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-        losses.append(float(engine.step((scale * x).to(dtype), y.to(dtype)).loss))
-    losses.append(float(engine.evaluate(x.to(dtype), y.to(dtype)).loss))
+        losses.append(float(engine.step((scale * x).to(dtype), y.to(dtype), **extras).loss))
+    losses.append(float(engine.evaluate(x.to(dtype), y.to(dtype), **extras).loss))
     return losses, str(engine.tensor_cuts)
 
 
@@ -226,6 +227,44 @@ def test_what_a_block_does_for_as_many_samples_as_there_are_parts_its_pair(caplo
     caplog.clear()
     said_of(lambda self, y: F.relu(y) if len(y) == 4 else F.gelu(y), microbatches=1)
     assert "one by one" not in caplog.text
+
+
+class Marked(Given):
+    """What is between may look at an extra, too."""
+
+    def forward(self, x: Tensor, mark: Tensor) -> Tensor:  # type: ignore[override]
+        object.__setattr__(self, "mark", mark)
+        result = super().forward(x)
+        del self.mark
+        return result
+
+
+def where(condition: Tensor, y: Tensor) -> Tensor:
+    return torch.where(condition, torch.arange(y.shape[-1], dtype=y.dtype), y)
+
+
+MARKED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Tensor]] = {
+    "factors": (lambda self, y: y * self.mark[:, None, : y.shape[-1]], torch.ones(4, 4 * WIDTH)),
+    "additions": (lambda self, y: y + self.mark[:, None, : y.shape[-1]], torch.zeros(4, 4 * WIDTH)),
+    "flags": (lambda self, y: y * self.mark[:, None, : y.shape[-1]], torch.ones(4, 4 * WIDTH, dtype=torch.bool)),
+    "a step": (lambda self, y: where(self.mark >= 50, y), torch.tensor(0)),
+    "a class": (lambda self, y: where(self.mark[:, None, None] == 1000, y), torch.arange(4)),
+    "kinds": (lambda self, y: where(self.mark[..., None] == 3, y), torch.zeros(4, TOKENS, dtype=torch.int64)),
+    "a class of many": (lambda self, y: where(self.mark[..., None] == -100, y), torch.arange(4 * TOKENS).view(4, -1)),
+    "tokens of 0": (lambda self, y: where((self.given == 0).all(-1, keepdim=True), y), torch.ones(4)),
+    "a pair": (lambda self, y: y * self.mark[..., None] * (self.given == 0).all(-1, True), torch.ones(4, TOKENS)),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("what", MARKED)
+def test_pairs_are_some_for_other_extras_and_with_padding(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    between, mark = MARKED[what]
+    mark = mark.double() if mark.is_floating_point() else mark
+    said_of(between, kind=Marked, extras={"mark": mark}, microbatches=1)
+    why = r"cut one by one, .* where (its extras are other numbers|it is given tokens that are 0)"
+    assert bool(re.search(why, caplog.text)) == (what != "a pair")
+    assert ("one by one" in caplog.text) == (what != "a pair")
 
 
 HOT = False
