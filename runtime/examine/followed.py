@@ -62,6 +62,7 @@ class Followed:
         self._lengths: dict[str, int] = {}
         self._keys: dict[str, tuple[dict[str, Any], Set[str]]] = {}
         self._structure = Structure(model, self._names)
+        self._trained: list[tuple[str, Any, bool]] = []
         near = {name: model.get_submodule(name) for name in self._names}
         near |= {f"{n}.{key}".lstrip("."): child for n, m in [*near.items()] for key, child in m.named_children()}
         self._spaces = {name: vars(module) for name, module in near.items()}
@@ -85,6 +86,8 @@ class Followed:
         every = {**labels, **others}
         spaces = {name: vars(module) for name, module in every.items()}
         spaces |= {f"{name}, its buffers": module._buffers for name, module in every.items()}
+        if not is_of_library(type(model)) and "requires_grad" in self._state.names:
+            self._trained = [(name, weakref.ref(p), p.requires_grad) for name, p in model.named_parameters()]
         self._keys = {name: (own, own.keys() & self._state.names) for name, own in spaces.items()}
         self._lengths = {name: len(own) for name, own in spaces.items()}
         own = {id(tensor) for module in modules.values() for tensor in tensors_in(module).values()}
@@ -110,8 +113,13 @@ class Followed:
         return self._state.changed()
 
     def require_same_structure(self) -> None:
-        """Raise `MisfitError` for what blocks cannot follow: another module, weight, hook or forward."""
-        if (name := self._structure.changed()) is not None:
+        """Raise `MisfitError` for what blocks cannot follow: another module, weight, hook or forward.
+
+        So is whether weights are trained, where the code asks for it: on a rank most of them are others'.
+        """
+        now = ((name, weight(), was) for name, weight, was in self._trained)
+        flags = (f"{label_of(name)}.requires_grad" for name, p, was in now if p is not None and p.requires_grad != was)
+        if (name := next(flags, None) or self._structure.changed()) is not None:
             raise MisfitError(f"{name} is no longer what it was when the model was split; {SPLIT_AGAIN}")
 
     def copy_attributes(self, root: nn.Module) -> None:

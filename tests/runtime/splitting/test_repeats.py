@@ -154,6 +154,28 @@ def test_copies_follow_what_a_loop_does_to_weights(schedule):
         assert losses == pytest.approx(expected, abs=1e-12)
 
 
+class AsksWhatTrains(Row):
+    def forward(self, x):
+        count = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        return super().forward(x) * (1 + count / 1000)
+
+
+@pytest.mark.parametrize("kind", [Row, AsksWhatTrains])
+def test_code_between_layers_that_asks_what_is_trained_is_split_again(kind):
+    model, (x, y) = kind().double(), batch()
+    plan = qs.compile("gpipe", mesh="dp=1", microbatches=2)
+    engine = Engine(plan, split(model, example=x[:2]), nn.MSELoss(), sgd)
+    engine.step(x, y)
+    model.layers[1].fc.requires_grad_(False)
+    if kind is Row:
+        engine.step(x, y)
+        return
+    with pytest.raises(
+        MisfitError, match=r"model\.layers\.1\.fc\.weight\.requires_grad is no longer .*split the model"
+    ):
+        engine.step(x, y)
+
+
 def test_the_rows_own_modules_stay_as_they_are():
     model = sequential()
     split(model)
