@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from types import MethodType
+from typing import Any
 
 from torch import nn
 
@@ -53,7 +55,9 @@ def _fresh(weight: str, taken: Collection[str]) -> str:
 def _give_copy(block: nn.Module, name: str) -> None:
     """Let a block have a copy of a weight wherever it has it, in copies of the modules around it."""
     weight = block.get_parameter(name)
-    object.__setattr__(block, "__dict__", dict(vars(block)))  # a layer that is a block has the same one
+    before = vars(block)
+    object.__setattr__(block, "__dict__", dict(before))  # a layer that is a block has the same one
+    _bind_methods(block, before)
     own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     for path, found in list(block.named_parameters(remove_duplicate=False)):
         if found is weight:
@@ -68,6 +72,14 @@ def _own_child(module: nn.Module, key: str) -> nn.Module:
     its = module._modules[key]
     assert its is not None
     child = shallow_copy(its)
+    _bind_methods(child, vars(its))
     child._modules, child._parameters = dict(child._modules), dict(child._parameters)
     module._modules = {**module._modules, key: child}
     return child
+
+
+def _bind_methods(copied: nn.Module, before: dict[str, Any]) -> None:
+    """Let methods that a module keeps of itself, `self.act = self._gelu`, be those of a copy."""
+    for key, method in before.items():
+        if isinstance(method, MethodType) and getattr(method.__self__, "__dict__", None) is before:
+            copied.__dict__[key] = MethodType(method.__func__, copied)

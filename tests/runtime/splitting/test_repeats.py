@@ -77,10 +77,31 @@ def losses_of_one_process(model, steps):
     return losses
 
 
-@pytest.mark.sampled(3)
+class KeepsItsMethod(Layer):
+    def __init__(self):
+        super().__init__()
+        self.run = self.add
+
+    def add(self, x):
+        return super().forward(x)
+
+    def forward(self, x):
+        return self.run(x)
+
+
+class OwnMethods(Row):
+    """Layers that keep a bound method: of a copy it is the copy's."""
+
+    def __init__(self):
+        super().__init__()
+        one, other = KeepsItsMethod(), KeepsItsMethod()
+        self.layers = nn.ModuleList([one, other, one, other])
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 @pytest.mark.parametrize("example", [True, False])
-@pytest.mark.parametrize("kind", [Row, Loop, sequential])
+@pytest.mark.parametrize("kind", [Row, Loop, sequential, OwnMethods])
 def test_layers_that_come_again_stay_one(kind, example, mesh):
     torch.manual_seed(0)
     model = kind().double()
