@@ -163,7 +163,7 @@ class _Calls:
 
     def __init__(self, passed: tuple[str, ...], *, straight: bool) -> None:
         self.found: list[str] = []
-        self._passed, self._straight = ("time.sleep", *passed), straight
+        self._passed, self._straight = ("time.sleep", "_thread.RLock.__exit__", *passed), straight
         self._sides: dict[str, _Side] = {}
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:

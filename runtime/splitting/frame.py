@@ -50,6 +50,9 @@ class Frame:
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self.layers = tuple(layers)
         self.flags: Callable[[], Mapping[str, bool]] = dict
+        scripted = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+        if scripted is not None:
+            raise MisfitError(f"{label_of(scripted)} is compiled by torch.jit; split it before it is scripted")
         metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
         try:
             self.root = copy.deepcopy(model, dict[int, object](metas))
@@ -207,11 +210,15 @@ class Walk:
 
 
 def by_place_or_name(model: nn.Module, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with: by place, as hooks expect it that look at inputs, else by name."""
+    """Return what a model is called with: by place, as hooks on inputs expect it, else by name.
+
+    Hooks that look at names as well have the first by place, as in a step.
+    """
     is_theirs = is_of_library(type(model)) and not isinstance(model, nn.Sequential)
     if not model._forward_pre_hooks or is_theirs:
         return (), dict(given)
     names = list(takewhile(given.__contains__, inspect.signature(model.forward).parameters))
+    names = names[:1] if model._forward_pre_hooks_with_kwargs else names
     return tuple(given[name] for name in names), {name: given[name] for name in given if name not in names}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, QuintschedError
 
 from ..agreement.user_code import is_of_library
 from ..blocks.blocks import accepted_extras, split_result
@@ -83,7 +83,14 @@ def require_equal(
         _require_tree(type(model).__name__, expected.outputs)
         if training and expected.has_drawn:
             continue
-        found = run.of(lambda given: chain(blocks, given), copies)
+        try:
+            found = run.of(lambda given: chain(blocks, given), copies)
+        except Exception as error:
+            if isinstance(error, QuintschedError):
+                raise
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            name = type(model).__name__
+            raise MisfitError(f"the blocks of {name} do not run, and the model does ({said}); {_ADVICE}") from error
         _compare(type(model).__name__, expected, found)
     return changed
 

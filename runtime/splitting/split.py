@@ -329,12 +329,13 @@ def _adapted(model: nn.Module) -> nn.Module:
     return found
 
 
-def _inputs(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the inputs that a model's forward takes."""
+def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names of the inputs that a model's forward takes; one of one's own takes all that its example has."""
     kinds = inspect.Parameter
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    names = tuple(name for name in named if name not in NOT_INPUTS)
+    others = NOT_INPUTS if transformers.is_one(model) else NOT_INPUTS.difference(example)
+    names = tuple(name for name in named if name not in others)
     if not names:
         raise UsageError(f"the forward of {type(model).__name__} names no inputs")
     return names
@@ -342,6 +343,12 @@ def _inputs(model: nn.Module) -> tuple[str, ...]:
 
 def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str, Any]) -> tuple[Origin, list[str]]:
     """Find out what passes between the layers; return also with what the names of each block's weights begin."""
+    for name, given in inputs.items():
+        if isinstance(given, Mapping | list | tuple):
+            raise MisfitError(
+                f"the forward of {type(model).__name__} takes {name!r} as a {type(given).__name__}, of which no part "
+                "travels by itself; let it take tensors by name, forward(self, x, mask)"
+            )
     layers = find_layers(model) if blocks is None else named_layers(model, blocks)
     frame = Frame(model, layers)
     select = transformers.select if transformers.is_one(model) else _output
@@ -353,7 +360,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     called = {**inputs, **settings}
     search = partial(explore, select=select, is_own=not is_of_library(type(model)))
     found, is_one = search(frame, model, called), transformers.is_one(model)
-    pools, names = is_one and transformers.pools(model), _inputs(model)
+    pools, names = is_one and transformers.pools(model), _inputs(model, inputs)
     origin = Origin(frame, found, names, settings, select, sees=is_one, pools=pools, has_routers=has_routers)
     origin.watch(model, lambda now: search(frame, now, called))
     origin.unused = _unused(model, origin.flow)

@@ -96,6 +96,8 @@ def _by_names(given: Any, names: Sequence[str]) -> Sequence[Any]:
     """Return the values of a tree for a segment's parameters: one for one, by name, or in order."""
     if isinstance(given, Mapping):
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
+        if len(names) == 1 and missing and len(unknown) > 1:  # a dict is what the model takes
+            return [given]
         if missing or unknown:
             raise MisfitError(f"the model takes {', '.join(names)}; it was given {', '.join(map(str, given))}")
         return [given[name] for name in names]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime.splitting.proof import chain
 
 WIDTH = 4
 
@@ -159,3 +160,50 @@ def test_a_mean_of_each_microbatch_beside_the_output_counts_as_is_said():
 def test_an_output_that_is_no_tree_is_refused():
     with pytest.raises(MisfitError, match=r"the forward of Object returns a Output; return tensors, or tuples"):
         split(Object(), example=X.float())
+
+
+class Labelled(Model):
+    def forward(self, x, labels):
+        return super().forward(x) - labels
+
+
+class Nested(Model):
+    def forward(self, batch):
+        return super().forward(batch["x"]) * batch["w"][:, None]
+
+
+class Guessing(Model):
+    """It calls layers so that they raise, which a trace does not see."""
+
+    def ends(self, x):
+        for layer in self.layers:
+            try:
+                x = layer(x, 1.0)
+            except TypeError:
+                x = layer(x)
+        return self.head(x)
+
+
+def test_inputs_named_as_targets_ride_along_in_models_of_ones_own():
+    model, labels = Labelled().double(), drawn(4, 2)
+    blocks = split(model, example={"x": X, "labels": labels})
+    given = X
+    for block in blocks:
+        given = block(given, labels=labels)
+    assert torch.equal(given, model(X, labels))
+
+
+def test_a_batch_may_be_the_one_input():
+    model, batch = Nested().double(), {"x": X, "w": COND}
+    assert torch.equal(chain(split(model, example={"batch": batch}), batch), model(batch))
+
+
+def test_hooks_on_inputs_see_names():
+    model = Labelled().double()
+    model.register_forward_pre_hook(lambda _, a, kw: (a, {"labels": kw["labels"] + 1}), with_kwargs=True)
+    assert len(split(model, example={"x": X, "labels": drawn(4, 2)})) == 4
+
+
+def test_layers_that_raise_as_they_are_called_are_refused():
+    with pytest.raises(MisfitError, match="do not run, and the model does"):
+        split(Guessing(), example=X.float())
