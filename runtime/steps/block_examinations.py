@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quintsched.errors import MisfitError
+from quintsched.ir.instructions import Compute, Fwd, Instruction, Overlap, Recompute
 
 from ..blocks.blocks import Parcel
 from ..blocks.host_state import HostState
@@ -93,7 +94,8 @@ class BlockExaminations:
             return arrivals(FEW if has_few or is_cut else None).at(number, model.outlines[number])
 
         blocks = {stage: {int(n): block for n, block in held.blocks.items()} for stage, held in model.stages.items()}
-        self._backwards = BlockBackwards(blocks, self._run, self._alike, gathered)
+        overtaken = _overtaken(model.plan.programs[model.pp_rank])
+        self._backwards = BlockBackwards(blocks, self._run, self._alike, gathered, overtaken)
         self._backwards.examine(arrival_of)
 
     @property
@@ -204,6 +206,18 @@ class BlockExaminations:
 
     def _alike(self, number: int, block: nn.Module, samples: range) -> AbstractContextManager[None]:
         return drawing(self._model.masks, number, block, samples, self._model.tensor.tokens.group_of)
+
+
+def _overtaken(program: Sequence[Instruction]) -> set[int]:
+    """Return the stages where a forward of one microbatch runs between that of another and its backward."""
+    latest, found = dict[int, int](), set[int]()
+    sides = (side for one in program for side in (one.sides if isinstance(one, Overlap) else (one,)))
+    for side in sides:
+        if isinstance(side, Fwd | Recompute):
+            latest[side.stage] = side.microbatch
+        elif isinstance(side, Compute) and latest.get(side.stage) != side.microbatch:
+            found.add(side.stage)
+    return found
 
 
 def _count(units: FirstUnits, parcels: Sequence[Parcel]) -> int:

@@ -6,6 +6,9 @@
     x.register_hook(lambda g: g.clamp(…))       clamps, clips, signs   another threshold for each way to cut a batch
     backward: return g, torch.ones(())          adds a constant        right where each microbatch weighs 1
     backward: return g.clamp(…)                 for each sample alone  right where the loss is a sum
+    backward: return g - g.mean(0), g * len(g)  mixes samples          those of a microbatch, and not of the batch
+    forward: self.kept = x; backward: … kept    a later forward's      where it has run before the backward
+    p.grad.mul_(0.5), of a sum so far           earlier ones again     once for each microbatch
 
 Blocks that can do so (`own_backwards`) are run on a few samples before the first step, backwards from gradients of
 several sizes, and of some samples alone; once more where what they go by has changed. Hooks on weights count as well.
@@ -13,10 +16,10 @@ several sizes, and of some samples alone; once more where what they go by has ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,8 @@ from ...data.snapshot import Snapshot
 from ...parallel.proof.arrivals import Arrival, draw
 from ...parallel.proof.features_apart import draws_of_python
 from ..block_runs import RunBlock, run_with_graph
-from .own_backwards import Calls, Code, Shape, Watched, hooks_of, is_known
+from .microbatches import Alike, anyhow, gradients_kept, why_of_microbatch, why_of_others
+from .own_backwards import Calls, Code, Shape, Watched, hooks_of
 
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
 _TINY = 2.0**-60
@@ -48,6 +52,9 @@ _STEERED = (
 Gathered = Callable[[int], AbstractContextManager[None]]
 ArrivalOf = Callable[[int, bool], Arrival]
 """What a block of a number is given: of a few samples, or as many as cost least to find out."""
+
+
+_COUNTS = "block {} ({}) divides gradients by how often ids are in a batch, scale_grad_by_freq=True"
 
 
 class _Draws(Exception):
@@ -82,7 +89,7 @@ def why_unlinear(
     number: int,
     block: nn.Module,
     arrival: Arrival,
-    alike: Callable[[], AbstractContextManager[None]] = nullcontext,
+    alike: Alike = anyhow,
 ) -> Unlinear:
     """Return why a block's gradients are not proportional to those that it is given; it is as it was.
 
@@ -91,7 +98,7 @@ def why_unlinear(
         number: of the block.
         block: its weights are resident.
         arrival: what it is given.
-        alike: a context in which it draws the same each time.
+        alike: a context in which it draws the same each time for some samples.
     """
     is_short = any(p.dtype is torch.float16 for p in block.parameters())
     scales = _SHORT_SCALES if is_short else _SCALES
@@ -99,7 +106,7 @@ def why_unlinear(
 
     def backward(seed: int, scale: float, only: int | None = None) -> Gradients:
         for rest in (0.0, _TINY):  # of nothing, 0 / 0
-            with alike():
+            with alike(range(arrival.samples)):
                 found = _gradients(run, number, block, arrival, _Begin(seed, scale, only, rest))
             if all(bool(gradient.isfinite().all()) for gradient in found):
                 break
@@ -174,7 +181,7 @@ def calls_own(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) ->
 
 def _gradients(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: _Begin) -> list[Tensor]:
     """Return gradients of what a block is given and of its weights."""
-    with untouched(block) as kept, _gradients_kept([*block.parameters(), *kept.snapshot.values()]):
+    with untouched(block) as kept, gradients_kept([*block.parameters(), *kept.snapshot.values()]):
         drawn = draws_of_python()
         leaves, weights, made, _ = run_with_graph(run, number, block, arrival)
         if made:  # not by autograd.grad, which checkpoints may refuse
@@ -183,26 +190,6 @@ def _gradients(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, b
             raise _Draws
         found = [torch.zeros_like(t) if t.grad is None else t.grad for t in (*leaves, *weights) if t.numel()]
         return [(g.to_dense() if g.is_sparse else g).detach().clone() for g in found]
-
-
-@contextmanager
-def _gradients_kept(things: Iterable[Any]) -> Iterator[None]:
-    """A context in which leaves have no gradient yet, and hooks of this package do not run on them."""
-    leaves = {id(t): t for t in things if isinstance(t, Tensor) and t.requires_grad and t.is_leaf}.values()
-    kept = [(t, t.grad, t._post_accumulate_grad_hooks, {**(t._post_accumulate_grad_hooks or {})}) for t in leaves]
-    for leaf, _, hooks, before in kept:
-        leaf.grad = None
-        for key, hook in before.items():
-            if is_known(getattr(hook, "func", hook)):
-                del hooks[key]
-    try:
-        yield
-    finally:
-        for leaf, gradient, hooks, before in kept:
-            leaf.grad = gradient
-            if before:
-                hooks.clear()
-                hooks.update(before)
 
 
 def _begun(output: Tensor, place: int, samples: int, begin: _Begin) -> Tensor:
@@ -227,6 +214,7 @@ class BlockBackwards:
         run: runs a block on what it is given.
         alike: gives a context in which a block, of a number, draws the same for some samples each time.
         gathered: makes the weights of a stage resident (collective over replicas).
+        overtaken: the stages where a forward of another microbatch may run before a backward.
     """
 
     def __init__(
@@ -235,7 +223,9 @@ class BlockBackwards:
         run: RunBlock,
         alike: Callable[[int, nn.Module, range], AbstractContextManager[None]],
         gathered: Gathered,
+        overtaken: Collection[int] = (),
     ) -> None:
+        self._overtaken = {number for stage in overtaken for number in blocks.get(stage, ())}
         self._blocks, self._run, self._alike, self._gathered = blocks, run, alike, gathered
         self._arrival_of: ArrivalOf | None = None
         self._found: dict[int, Unlinear] = {}
@@ -286,14 +276,30 @@ class BlockBackwards:
                 is_suspect = calls_own(self._run, number, block, arrival)
         if is_suspect:
             arrival = arrival_of(number, True)
-            alike = partial(self._alike, number, block, range(arrival.samples))
-            found = why_unlinear(self._run, number, block, arrival, alike)
+            found = why_unlinear(self._run, number, block, arrival, partial(self._alike, number, block))
         is_taken = not found.why or found.adds or found.is_of_each
+        if is_taken:
+            found = self._of_microbatches(number, block, arrival_of, code, found, is_suspect=is_suspect)
+            is_taken = not found.why or found.adds or found.is_of_each
         if is_suspect and is_taken and (unknown := code.unknown()) is not None:
             found = Unlinear(_STEERED.format(number, type(block).__name__, f"a {type(unknown).__name__}"))
         self._suspects = self._suspects | {number} if is_suspect else self._suspects - {number}
         self._watched[number] = Watched(block, code, is_suspect=is_suspect)
         return found
+
+    def _of_microbatches(
+        self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, found: Unlinear, *, is_suspect: bool
+    ) -> Unlinear:
+        """Return why gradients are those of a microbatch, or what was found before."""
+        if any(getattr(module, "scale_grad_by_freq", False) is True for module in block.modules()):
+            return Unlinear(_COUNTS.format(number, type(block).__name__))
+        if not (is_suspect or code.may_detach):
+            return found
+        given = self._run, number, block, arrival_of(number, True), partial(self._alike, number, block)
+        why = "" if found.why else why_of_microbatch(*given)
+        if is_suspect and not why:
+            why = why_of_others(*given, overtaken=number in self._overtaken)
+        return Unlinear(why) if why else found
 
 
 def _is_due(count: int) -> bool:

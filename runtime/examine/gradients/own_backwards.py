@@ -47,6 +47,10 @@ _HOOKING_CODE = {function.__code__ for function in _HOOKING}
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _NAMES = frozenset({function.__name__ for function in _HOOKING} | {"apply", "register_prehook"})
 """What code names that calls a Function of autograd, or registers a hook while it runs."""
+_DETACHING = frozenset({"detach", "detach_", "no_grad", "data"}) | {
+    *("_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine"),
+}
+"""What code names that lets a value have another gradient than its own."""
 
 _BY_STRINGS = frozenset({"getattr", "__getattr__", "__getattribute__", "attrgetter", "methodcaller", "ops"}) | {
     *("eval", "exec", "compile", "globals", "__import__", "import_module"),
@@ -86,6 +90,7 @@ class Code:
     Attributes:
         is_plain: whether nothing of it is a user's, or of a library that is not known.
         is_suspect: whether it can change gradients.
+        may_detach: whether it can give values other gradients than their own.
         has_more: whether it leads to what nobody looks into, which may do so: other packages, names made of strings.
         hooks: a user's, on gradients of modules and weights.
         tensors: those that are a user's, and no weights.
@@ -101,6 +106,8 @@ class Code:
         tensors = (thing for thing in reached if isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter))
         self.is_plain = not others
         self.is_suspect = bool(self.hooks) or any(map(_is_sign, others))
+        own = (f for f in others if isinstance(f, FunctionType) and not is_of_library(f))
+        self.may_detach = any(not _DETACHING.isdisjoint(names_of(f.__code__)) for f in own)
         self.tensors = [tensor for tensor in tensors if id(tensor) not in of_known and not tensor.is_inference()]
         self.has_more = any(map(_leads_on, reached))
         self._reached = reached

@@ -85,12 +85,12 @@ class Arrival:
         """How many there are."""
         return self.activation.parts[0].tensor.shape[0]
 
-    def of_first_sample(self) -> Arrival:
-        """Return what the block is given of the first sample."""
+    def of_sample(self, number: int = 0) -> Arrival:
+        """Return what the block is given of one sample."""
 
         def first(given: Given) -> Given:
             has_samples = given.tensor.dim() and given.tensor.shape[0] == self.samples
-            return replace(given, tensor=given.tensor[:1]) if has_samples else given
+            return replace(given, tensor=given.tensor[number : number + 1]) if has_samples else given
 
         activation, *extras = (
             replace(tree, parts=[first(part) for part in tree.parts])

@@ -50,7 +50,7 @@ class BenchHere(Bench):
             whole = _drawn_shapes(self, kind, arrival, Setting())
             if not whole:
                 return {}
-            of_one = _drawn_shapes(self, kind, arrival.of_first_sample(), Setting())
+            of_one = _drawn_shapes(self, kind, arrival.of_sample(), Setting())
             cut = run_in_turns(
                 group.size,
                 group.device,

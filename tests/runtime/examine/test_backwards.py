@@ -13,6 +13,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
 from quintsched.runtime.examine.gradients.backwards import calls_own, why_unlinear
+from quintsched.runtime.examine.gradients.microbatches import why_of_microbatch, why_of_others
 from quintsched.runtime.examine.gradients.own_backwards import Code
 from quintsched.runtime.parallel.proof.arrivals import Arrival, Given, GivenTree
 
@@ -85,7 +86,7 @@ LINEAR = {
     "mask": hooked("register_hook", lambda g: g * torch.eye(3, dtype=g.dtype)),
     "mean taken out": hooked("register_hook", lambda g: g - g.mean()),
     "log": hooked("register_hook", lambda g: SEEN.append(float(g.sum()))),
-    "halved": hooked("register_post_accumulate_grad_hook", halve),
+    "halved": hooked("register_post_accumulate_grad_hook", halve),  # of one microbatch
     "scaled": with_hook("register_full_backward_hook", lambda m, given, _: (given[0] * 0.9,)),
 }
 OTHERS = {
@@ -116,6 +117,50 @@ def test_gradients_that_are_not_linear_are_found(name):
     assert found.adds == (name in ("decay of its own", "loss added"))
     assert block.inner.weight.grad is None
     assert not SEEN  # as hooks have not run
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        Kept.mask = x > 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Kept.mask
+
+
+def stepped(weight):
+    with torch.no_grad():
+        weight.add_(weight.grad, alpha=-0.1)
+
+
+def sized(x):
+    return x / len(x) + (x - x / len(x)).detach()
+
+
+OF_MICROBATCHES = {
+    "centred": (Block(backward_of(lambda g: g - g.mean(0))), "mixes samples"),
+    "by size": (Block(sized), "mixes samples"),
+    "kept on a class": (Block(Kept.apply), "what its latest forward has kept"),
+    "halved sums": (hooked("register_post_accumulate_grad_hook", halve), "changes sums"),
+    "stepped": (hooked("register_post_accumulate_grad_hook", stepped), "changes weights"),
+    **{name: (LINEAR[name], "") for name in LINEAR if name not in ("halved", "log")},
+    "mixed forward": (Block(lambda x: x - x.mean(0)), ""),
+    "straight through": (Block(lambda x: x + (x.round() - x).detach()), ""),
+}
+
+
+@pytest.mark.parametrize("name", OF_MICROBATCHES)
+def test_gradients_of_a_microbatch_that_are_no_part_of_the_batchs_are_found(name):
+    block, said = OF_MICROBATCHES[name]
+    before = block.inner.weight.clone()
+    found = why_of_microbatch(run, 3, block, ARRIVAL) or why_of_others(run, 3, block, ARRIVAL)
+    assert torch.equal(before, block.inner.weight)
+    assert said in found
+    assert bool(said) == bool(found)
+    if name == "kept on a class":
+        assert not why_of_others(run, 3, block, ARRIVAL, overtaken=False)
 
 
 INSTALLED = types.ModuleType("installed_clamps")

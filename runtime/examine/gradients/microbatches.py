@@ -1,0 +1,171 @@
+"""Gradients of a microbatch that are no part of the batch's, though they are linear: each block alone shows it.
+
+two samples together, and each alone        outputs agree, and gradients have to
+backward, and again on top of its sums      twice the sums
+forward, another's forward, backward        as without the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...blocks.trees import TensorSpec
+from ...blocks.untouched import untouched
+from ...data.snapshot import Snapshot
+from ...parallel.proof.arrivals import Arrival, Given, draw
+from ..block_runs import RunBlock, run_with_graph
+from .own_backwards import hooks_of, is_known
+
+Alike = Callable[[range], AbstractContextManager[None]]
+"""Gives a context in which a block draws the same each time for some samples."""
+
+
+def anyhow(_: range) -> AbstractContextManager[None]:
+    """Return a context in which a block draws as it does."""
+    return nullcontext()
+
+
+_MIXES = "block {} ({}) mixes samples in its backward alone, by a hook or a detach, or goes by how many there are"
+_GROWN = (
+    "block {} ({}) changes sums of gradients by a hook, once for each microbatch; use optimizer.register_step_pre_hook"
+)
+_STEPS = "block {} ({}) changes weights by a hook within its backward; let the optimizer do so"
+_OVERTAKEN = (
+    "block {} ({}) reads in its backward, or in a hook, what its latest forward has kept, which may be that of a later "
+    "microbatch; keep it in ctx.save_for_backward, or in the closure of a hook that the same forward registers"
+)
+_OF_LATER = -0.75
+"""What a later microbatch is times an earlier one."""
+
+
+class _Steps(Exception):
+    """A hook has changed weights."""
+
+
+def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, alike: Alike = anyhow) -> str:
+    """Return why gradients of samples together are not those of each, where their outputs are; "": they are."""
+    samples, trials = range(arrival.samples), list[_Trial]()
+    try:
+        whole = _try(run, number, block, [(arrival, samples)], alike)
+        for k in samples if len(samples) > 1 else ():
+            trials.append(_try(run, number, block, [(arrival.of_sample(k), samples[k : k + 1])], alike))
+    except Exception:  # what takes no other number of samples, or steps weights
+        return ""
+    outputs, gradients = (
+        ([*zip(*of, strict=True)] for of in zip(*(trial[:2] for trial in trials), strict=True)) if trials else ([], [])
+    )
+    if not all(map(_is_made_of, whole.made, outputs)) or all(map(_is_made_of, whole.gradients, gradients)):
+        return ""
+    return _MIXES.format(number, type(block).__name__)
+
+
+def why_of_others(
+    run: RunBlock,
+    number: int,
+    block: nn.Module,
+    arrival: Arrival,
+    alike: Alike = anyhow,
+    *,
+    overtaken: bool = True,
+) -> str:
+    """Return why a block's gradients go by other microbatches, in words; "": they do not.
+
+    `overtaken`: whether a later one's forward may run before its backward.
+    """
+    samples, said = range(arrival.samples), (number, type(block).__name__)
+    turned = [Given(p.tensor.flip(0) if p.tensor.dim() else p.tensor, p.tokens) for p in arrival.activation.parts]
+    later = replace(arrival, activation=replace(arrival.activation, parts=turned)).scaled(_OF_LATER)
+    hooks = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))})
+    try:
+        one = _try(run, number, block, [(arrival, samples)], alike)
+        twice = _try(run, number, block, [(arrival, samples)], alike, times=2)
+        late = _try(run, number, block, [(arrival, samples), (later, samples)], alike) if overtaken else one
+    except _Steps:
+        return _STEPS.format(*said)
+    except Exception as error:  # as of values that a backward takes out of what is empty by then
+        return _OVERTAKEN.format(*said) + f" ({type(error).__name__})"
+    finally:
+        hooks.put_back()
+    sums = zip(twice.gradients[one.num_leaves :], one.gradients[one.num_leaves :], strict=True)
+    if not all(_is_made_of(found, [its, its]) for found, its in sums):
+        return _GROWN.format(*said)
+    is_same = all(map(_is_made_of, one.made, [[made] for made in late.made]))
+    is_late = is_same and not all(map(_is_made_of, one.gradients, [[g] for g in late.gradients]))
+    return _OVERTAKEN.format(*said) if is_late else ""
+
+
+class _Trial(NamedTuple):
+    """What a block gave, and gradients: of as many leaves that it was given, then of weights."""
+
+    made: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    num_leaves: int = 0
+
+
+def _try(
+    run: RunBlock, number: int, block: nn.Module, given: Sequence[tuple[Arrival, range]], alike: Alike, times: int = 1
+) -> _Trial:
+    """Run a block forwards on what is given, then backwards of the first; weights keep their gradients."""
+    samples = given[0][1]
+    with untouched(block) as kept, gradients_kept([*block.parameters(), *kept.snapshot.values()]):
+        sums: Sequence[Tensor] = []
+        for _ in range(times):
+            ran = []
+            for its, of in given:
+                with alike(of):
+                    ran.append(run_with_graph(run, number, block, its))
+            leaves, weights, made, _loss = ran[0]
+            versions = [weight._version for weight in weights]
+            begun = [_rows_begun(t, k, samples) for k, t in enumerate(made)]  # not drawn by keys
+            with alike(samples):
+                torch.autograd.backward(made, begun)
+            if versions != [weight._version for weight in weights]:
+                raise _Steps
+            sums = [torch.zeros_like(t) if t.grad is None else t.grad for t in (*leaves, *weights)]
+        found = [(g.to_dense() if g.is_sparse else g).detach().clone() for g in sums]
+        return _Trial([t.detach().clone() for t in made], found, len(leaves))
+
+
+def _rows_begun(output: Tensor, place: int, samples: range) -> Tensor:
+    """Return for some samples the rows that all begin with; nothing for what belongs to none."""
+    if not output.dim() or output.shape[0] != len(samples):
+        return torch.zeros_like(output)
+    rows = [
+        draw(TensorSpec((1, *output.shape[1:]), output.dtype), 100 * (k + 1) + place, output.device) for k in samples
+    ]
+    return torch.cat(rows).to(output.dtype)
+
+
+def _is_made_of(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether a tensor of samples is what their own are, one after the other, or what they add up to."""
+    is_sum = parts[0].shape == whole.shape
+    found = sum(parts[1:], parts[0]) if is_sum else torch.cat([*parts])
+    size = float(whole.abs().amax()) if whole.numel() else 0.0
+    least = 1e-4 if whole.dtype.itemsize >= 4 else 5e-2
+    return found.shape == whole.shape and (not size or float((found - whole).abs().amax()) <= least * size)
+
+
+@contextmanager
+def gradients_kept(things: Iterable[Any]) -> Iterator[None]:
+    """A context in which leaves have no gradient yet, and hooks of this package do not run on them."""
+    leaves = {id(t): t for t in things if isinstance(t, Tensor) and t.requires_grad and t.is_leaf}.values()
+    kept = [(t, t.grad, t._post_accumulate_grad_hooks, {**(t._post_accumulate_grad_hooks or {})}) for t in leaves]
+    for leaf, _, hooks, before in kept:
+        leaf.grad = None
+        for key, hook in before.items():
+            if is_known(getattr(hook, "func", hook)):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for leaf, gradient, hooks, before in kept:
+            leaf.grad = gradient
+            if before:
+                hooks.clear()
+                hooks.update(before)
