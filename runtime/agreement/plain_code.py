@@ -207,7 +207,8 @@ def _odd(frame: FrameType) -> str:
     """Return what a function of a user's does that is not straight, in words; empty: nothing."""
     code = frame.f_code
     given = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(given, torch._C._FunctionBase) or code.co_name in _TAKES_OVER:
+    takes_over = code.co_name in _TAKES_OVER and isinstance(given, type)  # of a mode, that may be around a step
+    if isinstance(given, torch._C._FunctionBase) or takes_over:
         return f"what {code.co_qualname} does"
     return _odd_code(code)
 
