@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from quintsched.errors import CodeError
 
-WORKER_ENDS_S = 1.0
+WORKER_ENDS_S = 10.0
 """How long a worker that has hung up takes to end, at most."""
 
 _KNOWN = (
