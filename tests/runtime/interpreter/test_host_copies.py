@@ -158,7 +158,15 @@ def test_what_a_block_keeps_of_its_input_stays_what_it_was() -> None:
     inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def run(plan: qs.Plan, transport: Transport) -> list[float]:
-        engine = Engine(plan, [Hoarder] * 4, nn.functional.mse_loss, sgd, dtype=torch.float64, transport=transport)
+        engine = Engine(
+            plan,
+            [Hoarder] * 4,
+            nn.functional.mse_loss,
+            sgd,
+            loss_over="microbatch",
+            dtype=torch.float64,
+            transport=transport,
+        )
         return [float(engine.step(inputs, targets).loss) for _ in range(3)]
 
     without, offloaded = (run_local(2, partial(run, plan)) for plan in plans)

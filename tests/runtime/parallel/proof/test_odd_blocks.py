@@ -94,7 +94,7 @@ def test_what_is_proved_may_be_compiled() -> None:
     assert is_equal([WideNorms], "tp=2", compiled=True)[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_short_types_are_cut_alike(dtype: torch.dtype) -> None:
     plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)

@@ -157,6 +157,7 @@ class WholeShifted(Whole):
         return super().forward(x + shift[..., None])
 
 
+@pytest.mark.slow
 def test_attentions_that_are_kept_whole_get_whole_tokens_or_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     blocks: list[type[nn.Module]] = [Mlp, Whole, Mlp]
     weights, _, engine = train("tp=2", blocks, sequence_parallel=True)
