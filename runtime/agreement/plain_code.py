@@ -112,7 +112,12 @@ def asking_elsewhere(*, clocks: bool = True, straight: bool = False) -> Iterator
     try:
         yield heard.found
     finally:
-        before.enable() if isinstance(before, cProfile.Profile) else sys.setprofile(before)
+        put_back(before)
+
+
+def put_back(profile: Any) -> None:
+    """Have this thread profiled again by what `sys.getprofile` gave, which may be no function but Python's profiler."""
+    profile.enable() if isinstance(profile, cProfile.Profile) else sys.setprofile(profile)
 
 
 def has_known_content(thing: object) -> bool:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 from quintsched.errors import MisfitError
 
+from ..agreement.plain_code import put_back
+
 _OF_MODES = (
     *("is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),
     *("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
@@ -61,4 +63,4 @@ def unheard() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        put_back(before)

@@ -15,7 +15,7 @@ from ...comm.device import DeviceGraph
 from ...state.training_state import Gradients
 from ..clock import Clock
 from ..interpreter import PreparedStep
-from .static_batch import copy_of, tensors_in
+from .static_batch import copy_of, taken_apart
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class CapturedStep:
         self._tally, self._changing = step.interpreter.state.compute.tally, changing
         self._replays = self._compared = 0
         self._batch = copy_of(step.batch)
-        self._inputs = list(tensors_in(self._batch))
+        self._inputs = list(taken_apart(self._batch)[1])
         try:
             with clock.off(), self._tally.unasked(), graph.capturing():
                 self._figures = self._interpreter.lead(self._batch)

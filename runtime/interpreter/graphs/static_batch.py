@@ -11,18 +11,13 @@ from ...blocks.trees import Tensors, Tree, flatten
 from ...stage.batches.microbatches import Batch
 
 
-def shape_of(batch: Batch) -> Hashable | None:
-    """Return what tells batches of different shapes apart; None where nobody can tell."""
+def taken_apart(batch: Batch) -> tuple[Hashable | None, Tensors]:
+    """Return what tells batches of different shapes apart, and the tensors of one; None where nobody can tell."""
     tree, tensors = _taken_apart(batch)
     if tree.unknown() is not None or batch.input_tree.unknown() is not None:
-        return None
+        return None, tensors
     specs = tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors])
-    return tree, batch.input_tree, specs, batch.microbatches
-
-
-def tensors_in(batch: Batch) -> Tensors:
-    """Return the tensors of a batch, in an order that its shape fixes."""
-    return _taken_apart(batch)[1]
+    return (tree, batch.input_tree, specs, batch.microbatches), tensors
 
 
 def copy_of(batch: Batch) -> Batch:

@@ -16,7 +16,7 @@ compared with the instructions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from ...steps.units import Latest, Units
 from ..clock import Clock
 from ..interpreter import Interpreter, PreparedStep
 from .captured_step import CapturedStep
-from .static_batch import shape_of, tensors_in
+from .static_batch import taken_apart
 
 _logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class StepGraphs:
 
         Raises `UsageError` where it cannot be captured, or where its graph no longer does what its instructions do.
         """
-        key = shape_of(step.batch)
+        key, given = taken_apart(step.batch)
         shape = self._shapes.get((id(step.interpreter), id(step.units), key), lambda: self._new_shape(step, key))
         if shape.graph is not None and (changed := self._changed(shape)):
             _logger.info("step %d: %s changed; the step is captured again", number, changed)
@@ -119,10 +119,10 @@ class StepGraphs:
             step.interpreter.run(step.batch, -1)
         elif shape.seen == WARM_UP:
             watch()
-            shape.excuse, shape.changing = self._warm_up(step)
+            shape.excuse, shape.changing = self._warm_up(step, given)
         else:
             shape.graph = shape.graph or self._capture(shape, step, number)
-            shape.excuse = shape.graph.run(tensors_in(step.batch), number)
+            shape.excuse = shape.graph.run(given, number)
         shape.tell()
 
     def _capture(self, shape: _Shape, step: PreparedStep, number: int) -> CapturedStep:
@@ -144,7 +144,7 @@ class StepGraphs:
         excuse = "" if key is not None else "an extra, or a target, is an object that nothing is known of"
         return _Shape(step.interpreter, step.units, excuse)
 
-    def _warm_up(self, step: PreparedStep) -> tuple[str, list[Tensor]]:
+    def _warm_up(self, step: PreparedStep, given: Sequence[Tensor]) -> tuple[str, list[Tensor]]:
         """Run a step by its instructions; return why it is not to be captured, and the tensors that it changes."""
         try:
             host, generators = HostState(self._blocks(), self._functions), AllGenerators(self._device)
@@ -152,7 +152,6 @@ class StepGraphs:
             step.interpreter.run(step.batch, -1)
             return f"what the host keeps cannot be looked into: {type(error).__name__}: {error}", []
         parameters, buffers = self._weights()
-        given = tensors_in(step.batch)
         versions = [tensor._version for tensor in (*parameters, *given)]
         figures = step.interpreter.lead(step.batch)
         moved = [t for t, was in zip((*parameters, *given), versions, strict=True) if t._version != was]
