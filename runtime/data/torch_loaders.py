@@ -102,5 +102,8 @@ def _ended_workers(error: BaseException) -> list[str]:
     if not waits or "multiprocessing" not in str(frames[-1].f_globals.get("__name__")):
         return []
     workers = waits[-1]._workers
-    wait([worker.sentinel for worker in workers], WORKER_ENDS_S)
-    return [f"pid {one.pid}, exit code {one.exitcode}" for one in workers if not one.is_alive()]
+    hung_up = wait([worker.sentinel for worker in workers], WORKER_ENDS_S)
+    ended = [worker for worker in workers if worker.sentinel in hung_up]
+    for worker in ended:  # its pipe is closed a moment before its exit code is there
+        worker.join(WORKER_ENDS_S)
+    return [f"pid {one.pid}, exit code {one.exitcode}" for one in ended]
