@@ -23,7 +23,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from logging import Logger
 from pathlib import Path
@@ -131,10 +131,16 @@ def has_known_content(thing: object) -> bool:
 
 def asked_of(function: Any) -> str:
     """Return what a function of C asks that is not plain, in words; empty: it is plain."""
-    module, name, owner = function.__module__, function.__qualname__, function.__self__
+    module, name = function.__module__, function.__qualname__
     if module is None:
+        owner = function.__self__
         kind = owner if isinstance(owner, type) else type(owner)
         return "" if _is_known(kind) or kind is types.MappingProxyType else f"{kind.__module__}.{name}"
+    return _asked_of_module(module, name)
+
+
+@cache
+def _asked_of_module(module: str, name: str) -> str:
     if module == "builtins":
         return name if name in _NOT_PLAIN else ""
     is_users = not is_library_module(module)
@@ -147,6 +153,7 @@ def only_tells(thing: object) -> bool:
     return isinstance(thing, Logger)
 
 
+@lru_cache(4096)
 def _is_known(kind: type) -> bool:
     if any(base.__module__.startswith("torch.") and _is_judged(base.__module__, "") for base in kind.__mro__):
         return not _KNOWN_KINDS.isdisjoint(kind.__mro__[:-1]) or issubclass(kind, torch.nn.Module)
@@ -201,10 +208,14 @@ class _Calls:
 
 def _asked_of_python(frame: FrameType) -> str:
     """Return what is called that is not plain, in words, where a function of Python begins; empty: it is plain."""
-    module, name = _module_of(frame), frame.f_code.co_name
+    return _asked_of_code(_module_of(frame), frame.f_code.co_name, frame.f_code.co_qualname)
+
+
+@lru_cache(1 << 16)
+def _asked_of_code(module: str, name: str, qualname: str) -> str:
     if not _is_judged(module, name) or name == "__del__" or module.startswith("importlib._bootstrap"):
         return ""
-    called = f"{module}.{frame.f_code.co_qualname}".replace("os._Environ", "os.environ")
+    called = f"{module}.{qualname}".replace("os._Environ", "os.environ")
     return called.rpartition(".")[0] if name.startswith("__") else called
 
 
@@ -218,7 +229,7 @@ def _odd(frame: FrameType) -> str:
     return _odd_code(code)
 
 
-@cache
+@lru_cache(4096)
 def _odd_code(code: CodeType) -> str:
     steps = list(dis.get_instructions(code))
     for step, following in pairwise(steps):
@@ -230,6 +241,7 @@ def _odd_code(code: CodeType) -> str:
     return ""
 
 
+@cache
 def _is_judged(module: str, name: str) -> bool:
     """Whether a function of a library is none that is plain; those of installed packages are."""
     top, _, inner = module.partition(".")

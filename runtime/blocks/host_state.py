@@ -342,9 +342,8 @@ class HostState:
                     found(f"{name}.{key}", functools.partial(space.get, key, GONE))
                     if space is not spaces[0]:  # its own would come before it
                         self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, GONE))
-        for key in list(self._names):
-            slot = None if isinstance(holder, FunctionType | type) else _of_type(type(holder), key)
-            if isinstance(slot, MemberDescriptorType) and (id(holder), key) not in self._looked_up:
+        for key, slot in () if isinstance(holder, FunctionType | type) else _slots_of(type(holder)):
+            if key in self._names and (id(holder), key) not in self._looked_up:
                 self._looked_up.add((id(holder), key))
                 self._found(f"{name}.{key}", functools.partial(member_of, slot, holder))
 
@@ -390,6 +389,8 @@ def _module_classes(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if issubclass(base, nn.Module)]
 
 
-def _of_type(kind: type, name: str) -> Any:
-    """Return what a class has under a name, without asking a metaclass."""
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+@functools.lru_cache(4096)
+def _slots_of(kind: type) -> list[tuple[str, MemberDescriptorType]]:
+    """Return the `__slots__` of a class by their names, without asking a metaclass."""
+    found = {key: held for base in reversed(kind.__mro__) for key, held in vars(base).items()}
+    return [(key, held) for key, held in found.items() if isinstance(held, MemberDescriptorType)]

@@ -10,8 +10,8 @@ What depends on more than that, numbers of tensors or draws of Python's, may be 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -101,9 +101,8 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
                 outputs = outputs_of(twin, arrival)
             owners.require_none(outputs)
             ends = [output for output in outputs.values() if output.requires_grad]
-            with _tensors_kept(twin):
-                if ends:
-                    torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])  # others each time
+            if ends:
+                _go_back(twin, ends)
             states.append(state_of_host({"block": twin}))
     changed = states[0 if owners.reads else -2].changed()
     for why in [*reads.found.values(), *(f"asks {what}{_MAY}" for what in asked)]:
@@ -118,12 +117,11 @@ def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival
         )
 
 
-@contextmanager
-def _tensors_kept(block: nn.Module) -> Iterator[None]:
-    """A context in which `Joined` is raised where tensors that code may read are written, as by a backward."""
+def _go_back(block: nn.Module, ends: Sequence[Tensor]) -> None:
+    """Run a backward; raises `Joined` where it writes tensors that code may read."""
     before = SteeringState({"block": block}).tensors()
     copies = [tensor.clone() for tensor in before]
-    yield
+    torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])  # others each time
     after = SteeringState({"block": block}).tensors()
     pairs = zip(after, copies, strict=False)
     if list(map(id, after)) != list(map(id, before)) or any(bool(((a != b) & (a == a)).any()) for a, b in pairs):
