@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .user_code import is_library_module
+from .user_code import is_library_module, once_per_class
 
 
 def _names(text: str) -> frozenset[str]:
@@ -153,7 +153,7 @@ def only_tells(thing: object) -> bool:
     return isinstance(thing, Logger)
 
 
-@lru_cache(4096)
+@once_per_class
 def _is_known(kind: type) -> bool:
     if any(base.__module__.startswith("torch.") and _is_judged(base.__module__, "") for base in kind.__mro__):
         return not _KNOWN_KINDS.isdisjoint(kind.__mro__[:-1]) or issubclass(kind, torch.nn.Module)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from ..agreement.host_values import GONE, OPERATORS, content_of, entry_of, is_same, member_of, state_of, word
 from ..agreement.plain_code import has_known_content, only_tells
-from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of, texts
+from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of, once_per_class, texts
 
 LONGEST = 1024
 """So many entries of a container are watched."""
@@ -389,7 +389,7 @@ def _module_classes(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if issubclass(base, nn.Module)]
 
 
-@functools.lru_cache(4096)
+@once_per_class
 def _slots_of(kind: type) -> list[tuple[str, MemberDescriptorType]]:
     """Return the `__slots__` of a class by their names, without asking a metaclass."""
     found = {key: held for base in reversed(kind.__mro__) for key, held in vars(base).items()}

@@ -94,6 +94,7 @@ class LaterSteps:
         self._followed: list[Followed] = []
         self._lengths = set[str]()
         self._state = SteeringState({})
+        self._calls: dict[tuple[int, str], Called | None] = {}
 
     def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
         """Follow kinds of blocks from now on, whose sequences may be cut into units of these shapes."""
@@ -171,6 +172,7 @@ class LaterSteps:
                 why = f"{changed!r} was set, and now {why}"
                 raise MisfitError(self._bench.refusal_of_tokens(kind, followed.setting, why))
         self._lengths.clear()
+        self._calls.clear()
         self._watch()
 
     def _as_they_are(self, followed: Followed, changed: str) -> list[Followed]:
@@ -192,6 +194,12 @@ class LaterSteps:
         block = self._outlines[number]
         accepts = accepted_extras(block)
         beside = {name: spec for name, spec in beside.items() if accepts(name)}
+        key = number, repr((given, beside))
+        if key not in self._calls:
+            self._calls[key] = self._find_called(block, given, beside)
+        return self._calls[key]
+
+    def _find_called(self, block: nn.Module, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
         calls = _Calls()
         try:
             for trains in (True, False):
