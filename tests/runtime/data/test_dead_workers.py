@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -40,10 +41,13 @@ class Streams(IterableDataset[Tensor]):
 
 
 def fetch_all(data: Dataset[Tensor], workers: int = 1) -> None:
-    batches = iter(DataLoader(data, batch_size=2, num_workers=workers))
-    while True:
-        with naming_workers():
-            next(batches)
+    batches: Any = iter(DataLoader(data, batch_size=2, num_workers=workers))
+    try:
+        while True:
+            with naming_workers():
+                next(batches)
+    finally:
+        batches._shutdown_workers()
 
 
 def test_a_worker_that_exits_is_named() -> None:
