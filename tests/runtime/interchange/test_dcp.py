@@ -45,7 +45,7 @@ def run(
     **more: Any,
 ) -> list[Any]:
     def start(transport: Transport) -> Any:
-        return body(Engine(plan, blocks(), weighed_loss, optimizer, transport=transport, **more))
+        return body(Engine(plan, blocks(), weighed_loss, optimizer, transport=transport, **{"prove": "none", **more}))
 
     return run_local(plan.mesh.size, start, timeout_s=60)
 
