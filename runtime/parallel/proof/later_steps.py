@@ -9,7 +9,7 @@ A step of known shapes, before which nothing was set, is not looked at.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
@@ -100,6 +100,11 @@ class LaterSteps:
         """Follow kinds of blocks from now on, whose sequences may be cut into units of these shapes."""
         self._followed, self._lengths = list(kinds), {_shapes_of(units)}
         self._watch()
+
+    @property
+    def names(self) -> Set[str]:
+        """The names that the code of what is followed names."""
+        return self._state.names
 
     def _watch(self) -> None:
         kinds = [one.kind for one in self._followed]

@@ -30,7 +30,7 @@ from ...job.choices import Proofs, TensorSplit
 from ..context.context import ContextParallel
 from ..dropout import Masks
 from ..tensor.choice import Choice
-from ..tensor.consistency import require_no_hooks, shards_of
+from ..tensor.consistency import CutLayers
 from ..tensor.cuts import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
@@ -89,8 +89,7 @@ class Prover:
         self._here = BenchHere(group, tensor.rules)
         self._later = LaterSteps(self._here, outlines, dtype)
         self._is_done = which == "none"
-        self._blocks: dict[int, nn.Module] = {}
-        self._shards: list[tuple[str, nn.Parameter]] | None = None
+        self._cut = CutLayers()
 
     def choose(self, number: int, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> Choice:
         """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this.
@@ -139,7 +138,7 @@ class Prover:
 
     def note(self, number: int, block: nn.Module) -> None:
         """Take note of a block as it is cut."""
-        self._blocks[number] = block
+        self._cut.add(block, str(number))
         if number in self._numbers:
             self._numbers[number].blocks.append(block)
 
@@ -218,9 +217,7 @@ class Prover:
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set since the last step by which blocks may not be cut."""
-        if self._shards is None:
-            self._shards = [shard for number, block in self._blocks.items() for shard in shards_of(block, str(number))]
-        require_no_hooks(self._shards)
+        self._cut.require_as_cut(self._later.names)
         self._later.require_sound_state()
 
     def _given(

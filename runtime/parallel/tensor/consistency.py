@@ -7,7 +7,7 @@ of the partial sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...comm import Group, ReduceOp
-from .cuts import join
+from .cuts import is_replaced, join
 from .shard import shard_of
 
 _PARAMETER_TOLERANCE = 1e-9
@@ -66,19 +66,44 @@ def _differing(tensors: list[Tensor], group: Group, tolerance: float) -> list[in
     return torch.nonzero(high - low > tolerance * high).flatten().tolist()
 
 
-def shards_of(block: nn.Module, path: str) -> list[tuple[str, nn.Parameter]]:
-    """Return the weights of a block, named `path`, of which this rank has a shard."""
-    return [(join(path, name), p) for name, p in block.named_parameters() if shard_of(p) is not None]
+class CutLayers:
+    """The layers of which this rank has shards, as they were cut: what a loop does to one would be lost."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[str, nn.Module, type, Set[str]]] = []
+        self._weights: list[tuple[str, nn.Parameter]] = []
+
+    def add(self, block: nn.Module, path: str) -> None:
+        """Take note of those of a block."""
+        for name, module in block.named_modules(prefix=path):
+            weights = [(join(name, key), p) for key, p in module._parameters.items() if p is not None and shard_of(p)]
+            self._weights += weights
+            self._layers += [(name, module, type(module), frozenset(vars(module)))] if weights else []
+
+    def require_as_cut(self, names: Collection[str]) -> None:
+        """Raise `MisfitError` where a loop set hooks on weights, or a forward, class or what code `names` on layers."""
+        for name, weight in self._weights:
+            if _has_users_hook(weight):
+                _refuse(f"a hook was registered on the weight {name!r}")
+        for name, layer, kind, known in self._layers:
+            if type(layer) is not kind:
+                _refuse(f"the class of the layer {name!r} was replaced")
+            if len(vars(layer)) != len(known):
+                for key in vars(layer).keys() - known:
+                    if hasattr(kind, key):
+                        _refuse(f"{key!r} was set on the layer {name!r}")
+                    if key in names:
+                        what = f"{key!r}, which its block's code names, was set on the layer {name!r}"
+                        raise MisfitError(f"{what}, of which a rank of tp has a shard: set it on the block")
+        if self._layers and is_replaced():
+            _refuse("torch's own forward of linear layers or embeddings was replaced")
 
 
-def require_no_hooks(shards: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise `MisfitError` where a user registered a hook on a weight of which ranks have shards."""
-    name = next((name for name, parameter in shards if _has_users_hook(parameter)), None)
-    if name is not None:
-        raise MisfitError(
-            f"a hook was registered on the weight {name!r}, of which a rank of tp has a shard: register it before the "
-            "engine is built, which then keeps the layer whole; build the engine again"
-        )
+def _refuse(what: str) -> None:
+    raise MisfitError(
+        f"{what}, of which a rank of tp has a shard: do so before the engine is built, which then keeps the layer "
+        "whole; build the engine again"
+    )
 
 
 def _has_users_hook(parameter: nn.Parameter) -> bool:

@@ -4,6 +4,8 @@
     Conv1D        (in, out)                           x ─▶ lora_A ─▶ lora_B ─▶ scale ─┘          and what joins it
 
 A column whose adapter is added to its output has the adapter's second matrix cut alike, a row the first.
+
+A layer is cut only where calling it runs torch's own forward, or one that is known to be the same: `own_forward`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,19 @@ from torch import nn
 
 from ...job.choices import TensorSplit
 from ...job.tensor_rules import Parts
+
+_OF_TORCH = (nn.Linear, nn.Embedding, nn.Module, object)
+_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding)}
+_SAME_FORWARD = {
+    "transformers.pytorch_utils.Conv1D",
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+    "timm.layers.linear.Linear",
+}
+"""Classes of libraries whose forwards give what a linear layer's does."""
+_CALLED = frozenset(("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "weight", "bias")) | {
+    *("__getattr__", "__getattribute__", "__torch_function__")
+}
+"""What a call of a layer looks up on it."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +93,31 @@ def is_layer(module: nn.Module) -> bool:
 def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
     """Whether a layer does what its class says, and nothing besides; unless `strict`, subclasses will do."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks) or has_hooked_weights(layer):
+    if any(hooks) or has_hooked_weights(layer) or own_forward(layer):
         return False
     if type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer):
         return True
     is_bare = not layer._modules and not layer._buffers and layer._parameters.keys() <= {"weight", "bias"}
     return not strict and isinstance(layer, nn.Linear) and is_bare and "weight" in layer._parameters
+
+
+def own_forward(layer: nn.Module) -> str:
+    """Return what of a layer is a forward of its own, or weights of a type of their own; empty: it is torch's."""
+    kind = type(layer)
+    is_known = f"{kind.__module__}.{kind.__qualname__}" in _SAME_FORWARD
+    bases = () if is_known else (base for base in kind.__mro__ if base not in _OF_TORCH)
+    for name, space in [("it", vars(layer)), *((base.__name__, vars(base)) for base in bases)]:
+        if not _CALLED.isdisjoint(space):
+            return f"{name} has {min(_CALLED & space.keys())!r}"
+    if is_replaced():
+        return "torch's forward of linear layers or embeddings was replaced"
+    odd = (type(p).__name__ for p in layer._parameters.values() if p is not None and type(p) is not nn.Parameter)
+    return next((f"its weights are of type {name!r}" for name in odd), "")
+
+
+def is_replaced() -> bool:
+    """Whether somebody has put another forward into torch's own layers."""
+    return any(kind.forward is not forward for kind, forward in _FORWARDS.items())
 
 
 def has_hooked_weights(layer: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from ...comm.autograd_collectives import gather_from_group
 from ...job.choices import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
 from .choice import Choice
-from .cuts import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, sizes_of
+from .cuts import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, own_forward, sizes_of
 from .rules import Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
 from .sequence import SequenceParallel, partial_weights, run_on_slices
 
@@ -108,7 +108,9 @@ class TensorCuts:
             ):
                 whole.setdefault(name, []).append(number)
         listed = _listed(whole) or "only norms and biases"
-        why = f"{_hooked(self._outlines)}{self._unpaired(whole, choices)}{_proved_at(choices)}{_one_by_one(self.cuts)}"
+        why = _kept(self._outlines, "hooks on their weights", lambda m: is_layer(m) and has_hooked_weights(m))
+        why += _kept(self._outlines, "forwards of their own", lambda m: is_linear(m) and bool(own_forward(m)))
+        why += f"{self._unpaired(whole, choices)}{_proved_at(choices)}{_one_by_one(self.cuts)}"
         return f"tp={self._group.size} cuts {divided} of {total} weights; whole: {listed}{why}"
 
     def _unpaired(self, whole: Mapping[str, Sequence[int]], choices: Mapping[int, Choice]) -> str:
@@ -189,14 +191,14 @@ _MOST_NAMED = 8
 """So many layers that stay whole are named."""
 
 
-def _hooked(outlines: Sequence[nn.Module]) -> str:
-    """Say which layers are whole as hooks are registered on their weights."""
+def _kept(outlines: Sequence[nn.Module], why: str, is_kept: Callable[[nn.Module], bool]) -> str:
+    """Say which layers are whole for something that they have."""
     places: dict[str, list[int]] = {}
     for number, block in enumerate(outlines):
         for name, module in block.named_modules():
-            if is_layer(module) and has_hooked_weights(module):
+            if is_kept(module):
                 places.setdefault(name, []).append(number)
-    return f"; whole for hooks on their weights: {_listed(places)}" if places else ""
+    return f"; whole for {why}: {_listed(places)}" if places else ""
 
 
 def _listed(places: Mapping[str, Sequence[int]]) -> str:

@@ -28,7 +28,7 @@ from quintsched.errors import MisfitError, UsageError, nearest
 
 from ...job.choices import TensorSplit
 from ...job.tensor_rules import TensorRule, read_rule
-from .cuts import Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, sizes_of
+from .cuts import Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, own_forward, sizes_of
 from .families import (
     FAMILIES,
     families_in,
@@ -270,10 +270,12 @@ def _require_cuttable(cut: Cut, shared: set[int], *, strict: bool) -> None:
     is_ids = cut.split is TensorSplit.VOCABULARY
     can = (is_linear(cut.layer) and not is_ids) or (is_ids and isinstance(cut.layer, nn.Linear | nn.Embedding))
     if not can or not is_plain(cut.layer, strict=strict):
+        why = own_forward(cut.layer)
         wanted = "Linear or Embedding" if cut.split is TensorSplit.VOCABULARY else "Linear"
         raise MisfitError(
             f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted} without hooks, also "
-            f"on its weights, and is {type(cut.layer).__name__}"
+            f"on its weights, and without a forward of its own, and is {type(cut.layer).__name__}"
+            f"{why and f', of which {why}'}; keep it whole, by a rule before others: {{{cut.path!r}: 'replicate'}}"
         )
     if id(cut.layer) in shared:
         raise MisfitError(f"{cut.path!r} cannot be cut: it, or its weight, is used in several places; replicate it")

@@ -212,6 +212,9 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
 
 
+Conv1D.__module__ = "transformers.pytorch_utils"  # whose forward is known
+
+
 class Turned(nn.Module):
     """GPT-2's block."""
 

@@ -182,12 +182,48 @@ def test_what_is_no_pair_any_more_is_refused_before_the_step(what: str) -> None:
         run_local(2, lambda transport: train(transport, "tp=2", *NONE[what], what))
 
 
-def test_a_hook_on_a_weight_of_which_ranks_have_shards_is_refused() -> None:
-    def change(block: nn.Module) -> None:
-        layer(block, "fc1").get_parameter("weight").register_hook(lambda gradient: gradient - gradient.mean(0))
+ON_LAYERS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a hook": (
+        lambda fc1: fc1.weight.register_hook(lambda gradient: gradient - gradient.mean(0)),
+        r"a hook was registered on the weight '0\.fc1\.weight', .* engine again",
+    ),
+    "a forward": (
+        lambda fc1: setattr(fc1, "forward", lambda x: F.linear(x, fc1.weight.sign())),
+        r"'forward' was set on the layer '0\.fc1', of .* before the engine is built",
+    ),
+    "a class": (
+        lambda fc1: setattr(fc1, "__class__", Places),
+        r"the class of the layer '0\.fc1' was replaced, of which",
+    ),
+    "an attribute": (
+        lambda fc1: setattr(fc1, "hot", True),
+        r"'hot', which .* names, .* '0\.fc1', .* set it on the block",
+    ),
+    "torch's forward": (
+        lambda fc1: setattr(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight.sign())),
+        "torch's own forward of linear layers or embeddings was replaced, of which",
+    ),
+}
 
-    with pytest.raises(MisfitError, match=r"a hook was registered on the weight '0\.fc1\.weight', .* engine again"):
-        run_local(2, lambda transport: train(transport, "tp=2", lambda self, y: y, change, ""))
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("what", ON_LAYERS)
+def test_what_is_set_on_a_layer_of_which_ranks_have_shards_is_refused(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)  # puts it back
+    change, said = ON_LAYERS[what]
+
+    def between(self: Any, y: Tensor) -> Tensor:
+        return places(y) if getattr(self.fc1, "hot", False) else y
+
+    with pytest.raises(MisfitError, match=said):
+        run_local(2, lambda tr: train(tr, "tp=2", between, lambda block: change(layer(block, "fc1")), ""))
+
+
+@pytest.mark.slow
+def test_labels_that_no_code_names_may_be_set_on_layers() -> None:
+    run_local(2, lambda tr: train(tr, "tp=2", lambda self, y: y, lambda b: setattr(layer(b, "fc1"), "label", 1), ""))
 
 
 @pytest.mark.sampled(4)

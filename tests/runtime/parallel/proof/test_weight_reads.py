@@ -1,11 +1,13 @@
-"""Layers whose weights the model gives to functions itself, or that have hooks on them, are kept whole over tp."""
+"""Layers whose weights the model gives to functions, with hooks on them, or own forwards, are kept whole over tp."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -71,3 +73,76 @@ def test_layers_with_hooks_on_their_weights_are_whole(hook: Callable[[Any], Any]
     assert "whole: 0.fc1, 0.fc2; whole for hooks on their weights: 0.fc" in said
     with pytest.raises(MisfitError, match="a plain Linear without hooks, also on its weights"):
         run_local(2, lambda transport: train(transport, "tp=2", block, rules={"*.fc?": "row"}))
+
+
+class Dropping(nn.Linear):
+    """DropConnect."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, F.dropout(self.weight, 0.5, self.training), self.bias)
+
+
+class Late(nn.Linear):
+    """Does something else once it was called three times."""
+
+    calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().__call__(x if self.calls <= 3 else x.clamp(-0.1, 0.1))
+
+
+class Tripled(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return found * 3 if func is F.linear else found
+
+
+class Named(nn.Linear):
+    """A linear layer by another name."""
+
+
+def scaled(layer: nn.Linear) -> nn.Linear:
+    layer.forward = MethodType(lambda self, x: F.linear(x, self.weight, self.bias) * 0.5, layer)  # type: ignore[method-assign]
+    return layer
+
+
+def tripled(layer: nn.Linear) -> nn.Linear:
+    layer.weight = Tripled(layer.weight.detach())
+    return layer
+
+
+OWN: dict[str, Callable[[int, int], nn.Linear]] = {
+    "has 'forward'": Dropping,
+    "has '__call__'": Late,
+    "it has 'forward'": lambda *sizes: scaled(nn.Linear(*sizes)),
+    "its weights are of type 'Tripled'": lambda *sizes: tripled(nn.Linear(*sizes)),
+}
+
+
+class Made(Between):
+    def __init__(self, make: Callable[[int, int], nn.Linear]) -> None:
+        super().__init__(lambda self, y: F.gelu(y))
+        self.fc1 = make(self.fc1.in_features, self.fc1.out_features)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("why", OWN)
+def test_layers_with_forwards_of_their_own_are_whole(why: str) -> None:
+    def block() -> nn.Module:
+        return Made(OWN[why])
+
+    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block))
+    losses, said = run_local(2, lambda transport: train(transport, "tp=2", block))[0]
+    assert losses == pytest.approx(alone, rel=1e-8)
+    assert "whole: 0.fc1, 0.fc2; whole for forwards of their own: 0.fc1" in said
+    with pytest.raises(MisfitError, match=rf"{why}; keep it whole, by a rule before others: {{'0.fc1': 'replicate'}}"):
+        run_local(2, lambda transport: train(transport, "tp=2", block, rules={"*.fc1": "column"}))
+
+
+@pytest.mark.slow
+def test_a_linear_layer_by_another_name_is_cut() -> None:
+    _, said = run_local(2, lambda transport: train(transport, "tp=2", lambda: Made(Named)))[0]
+    assert "pairs proved" in said
