@@ -161,6 +161,7 @@ class PlanRunner:
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         agree("the inputs and extras of a step", given, self._alike)
         agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
+        self.losses.first.expect(plan.mode, shapes)
         if not self.interpreters:
             self.usual_samples = self.usual_samples or self._most(max(map(len, units.samples), default=0))
             self.losses.expect_others(plan, batch, units.samples, self.usual_samples, shapes)
@@ -320,6 +321,7 @@ class PlanRunner:
         device, asks = self._transport.device, (options.wants_stop, self.losses.is_doubted)
         tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, *asks)
         cells, saved = Cells(waits), dict[Value, Saved]()
+        resident = lambda: resident_tensors(model.stages, self._state.weights, current.batch)  # noqa: E731
         compute = ComputeState(
             flows=flows,
             current=current,
@@ -330,20 +332,13 @@ class PlanRunner:
             shape=shape,
             token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
             usual_samples=self.usual_samples,
-            device=self._transport.device,
+            device=device,
             loss_fn=self.losses.loss,
             scale=options.scale,
             metrics=self.losses.metrics,
             gradients=gradients,
             queues=model.queues,
-            host=HostCopies(
-                flows,
-                waits,
-                self._transport.host_link(),
-                self._transport.device,
-                lambda: resident_tensors(model.stages, self._state.weights, current.batch),
-                saved,
-            ),
+            host=HostCopies(flows, waits, self._transport.host_link(), device, resident, saved),
             saved=saved,
             overlaps=self._overlaps_of(flows.plan),
         )
@@ -386,6 +381,7 @@ class PlanRunner:
                 around=model.tensor.tokens.around,
                 sliced=model.tensor.tokens.group_of,
                 beside=model.synced,
+                begins=partial(self.losses.first.require_first, flows.plan.mode),
             )
             for number, stage in model.stages.items()
         }

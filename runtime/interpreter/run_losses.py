@@ -29,8 +29,8 @@ from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
-from ..stage.losses import cuts_sequences
-from ..stage.mean_losses import NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
+from ..stage.losses import FirstLosses, cuts_sequences
+from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..stage.rank_model import RankModel
 from ..stage.weighed_metrics import WeighedMetric
 from ..steps.block_examinations import BlockExaminations, Gathered
@@ -68,6 +68,7 @@ class RunLosses:
     Attributes:
         loss, metrics: the user's, weighed.
         earlier: figures of batches whose gradients wait for those of others.
+        first: which blocks return losses.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
@@ -80,11 +81,12 @@ class RunLosses:
         )
         self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
         self.earlier: list[Figures] = []
+        self.first = FirstLosses(is_meant=options.loss_over == "microbatch")
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = False
         self._is_watched, self._has_gradients, self._trains = True, False, True
-        self._refusal = self._of_metrics = self._of_weights = ""
+        self._refusal = self._of_metrics = self._of_any = ""
         self._told: dict[Examined, str] = {}
         ends = {model.plan.layout.rank_of(route.stages[-1]) for route in model.plan.routes}
         self._watched = self._examined if model.pp_rank in ends else []
@@ -196,7 +198,7 @@ class RunLosses:
             self._look()
         if self._trains:
             self._blocks.end()
-        self._has_doubt = self._has_doubt or self.loss.is_uneven or bool(self._blocks.since)
+        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self._blocks.since or self.first.refusal)
         self._has_doubt |= bool(self._blocks.changed) or (self._adds and self._has_odd_sizes())
         if not self._watched:
             return self._has_doubt
@@ -216,10 +218,10 @@ class RunLosses:
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
-        elif not (self._refusal or self._of_metrics or self._of_weights or self._of_blocks):
+        elif not (self._refusal or self._of_metrics or self._of_any or self._of_blocks):
             return
         is_alone = plan.schedule.num_units * self._num_shares == 1 and not accumulates and not self.earlier
-        if why := self._of_weights or ("" if is_alone and self.loss.is_bare else self._of_blocks):
+        if why := self._of_any or ("" if is_alone and self.loss.is_bare else self._of_blocks):
             raise MisfitError(why)
         if is_alone:
             return
@@ -265,7 +267,7 @@ class RunLosses:
             self._blocks.examine_again()
         refusal = next((row.refusal for row in told if row.refusal), "")
         self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")
-        self._of_weights = next((row.of_weights for row in told if row.of_weights), "")
+        self._of_any = next((row.of_any for row in told if row.of_any), "")
         rules = _with_nothing([row.rule for row in told])
         found = {rule: rank for rank, rule in reversed([*enumerate(rules)]) if rule}
         of_each = {row.of_each: rank for rank, row in enumerate(told) if row.of_each is not None}
@@ -310,6 +312,7 @@ class RunLosses:
         loss, its = self.loss, self.loss.examined
         is_known = loss.rule is not None and (not its or not loss.is_settled or loss.was_called)
         rule = json.dumps(asdict(loss.rule) | {"of_each": loss.of_each}) if loss.rule and is_known else ""
+        of_any = [self.first.refusal, LEARNED if loss.is_learned else "", *(reads.refusal for _, reads in self._reads)]
         since = next((f"since {one.since} has changed, " for one in its if one.since), "")
         return {
             "rule": rule,
@@ -320,7 +323,7 @@ class RunLosses:
             "adds": self._blocks.unlinear.adds,
             "is_of_each": self._blocks.unlinear.is_of_each,
             "has_odd_sizes": self._has_odd_sizes(),
-            "of_weights": next((reads.refusal for _, reads in self._reads if reads.refusal), ""),
+            "of_any": next(filter(None, of_any), ""),
             "is_blind": any(one.is_blind for one in its),
             "of_each": its[0].of_each if its else None,
             "rests": {path: told for one in its for path, told in one.rests.items()},
@@ -330,12 +333,12 @@ class RunLosses:
 
 
 class _Told(NamedTuple):
-    """What a rank says of the loss and the metrics."""
+    """What a rank says of the loss and the metrics; `of_any`: what it refuses of one microbatch alone as well."""
 
     rule: str
     refusal: str
     of_metrics: str
-    of_weights: str
+    of_any: str
     since: str
     unlinear: str
     adds: bool

@@ -34,26 +34,29 @@ class Chain:
     """Some consecutive blocks.
 
     Args:
-        blocks: with what is around them.
+        blocks: with what is around them, and the numbers of those.
         tree: how what the first block is given is built; None: it is a tensor. `width` is how many tensors it has.
         arriving: names of what rides along into the first block.
         leaving: what leaves the last; None: the output of the model, which is left as it is.
+        begins: told of each block that gives a loss.
         copied: what the blocks change in place of what they are given, which get copies of it.
         compiled: whether torch.compile compiles the blocks.
     """
 
     def __init__(
         self,
-        blocks: Sequence[nn.Module],
+        blocks: Sequence[tuple[int, nn.Module]],
         tree: Callable[[], Tree] | None,
         width: int,
         arriving: Sequence[str],
         leaving: Parcel | None,
         *,
+        begins: Callable[[int, nn.Module], None],
         copied: Copied = NOTHING_COPIED,
         compiled: bool,
     ) -> None:
-        self._blocks = [(block, accepted_extras(block)) for block in blocks]
+        self._blocks = [(number, block, accepted_extras(block)) for number, block in blocks]
+        self._begins = begins
         self._tree, self._width = tree, width
         self._arriving, self._leaving = tuple(arriving), leaving
         self._names = () if leaving is None else leaving.names
@@ -84,7 +87,7 @@ class Chain:
         """Return the last block's output and what rides along behind it, and the sum of the auxiliary losses."""
         activation: Any = given[0]
         total: Tensor | None = None
-        for block, accepts in self._blocks:
+        for number, block, accepts in self._blocks:
             if beside:
                 result = block(activation, **{name: extra for name, extra in beside.items() if accepts(name)})
             else:
@@ -95,6 +98,7 @@ class Chain:
             activation, fresh, auxiliary = split_result(result)
             beside = {**beside, **fresh} if fresh else beside
             if auxiliary is not None:
+                self._begins(number, block)
                 total = auxiliary if total is None else total + auxiliary
         return (activation, *[beside[name] for name in self._names]) if self._names else (activation,), total
 
@@ -104,7 +108,7 @@ class Chain:
         tensors = self._leaving.output.tree.tensors_of(output)
         if tensors is None:
             raise MisfitError(
-                f"a {type(self._blocks[-1][0]).__name__} gave {flatten(output)[0]}; the ranks agreed on "
+                f"a {type(self._blocks[-1][1]).__name__} gave {flatten(output)[0]}; the ranks agreed on "
                 f"{self._leaving.output.tree}, which it gave when shapes were found"
             )
         return tensors
@@ -143,6 +147,7 @@ class StageForward:
         masks: what the blocks draw by.
         sliced: number → the ranks over which the tokens are sliced that a block is given, if they are.
         beside: a mode that the blocks run in.
+        begins: told of each block that gives a loss, by its number.
     """
 
     def __init__(
@@ -160,6 +165,7 @@ class StageForward:
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
         sliced: Callable[[int], Group | None] = lambda _: None,
         beside: TorchFunctionMode | None = None,
+        begins: Callable[[int, nn.Module], None] = lambda number, block: None,
     ) -> None:
         numbers = list(blocks)
         self.arriving = parcels[start - 1] if start else Parcel(inputs)
@@ -180,7 +186,7 @@ class StageForward:
             first, end = (some[0], some[-1] + 1) if some else (start, start)
             arriving = parcels[first - 1] if first else Parcel(inputs)
             tree = partial(_tree_of, arriving) if first else input_tree
-            modules = [module for number in some for module in around(number, blocks[number])]
+            modules = [(number, module) for number in some for module in around(number, blocks[number])]
             chain_of = partial(
                 Chain,
                 modules,
@@ -188,6 +194,7 @@ class StageForward:
                 arriving.width,
                 arriving.names,
                 None if end == len(parcels) else parcels[end - 1],
+                begins=begins,
                 copied=copied_in(range(first, end), parcels, arriving, skips),
             )
             plain = chain_of(compiled=False).direct
@@ -196,7 +203,7 @@ class StageForward:
                 made = partial(_run_recorded, made)
             if dropped and end == len(parcels):
                 made = self._final = Whole(made)
-            return made, partial(_buffers, modules) if dropped else None
+            return made, partial(_buffers, [module for _, module in modules]) if dropped else None
 
         self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None

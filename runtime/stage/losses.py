@@ -24,6 +24,11 @@ from quintsched.plan import Plan
 from ..blocks.blocks import Parcel, takes_targets
 from ..parallel.tensor.sequence import SequenceParallel
 
+_BEGUN = (
+    "block {} ({}) returns a loss beside its output, and returned none in the first step, before which it is settled "
+    "what losses of blocks are and weigh; return (output, output.new_zeros(())) from the start, while there is none"
+)
+
 
 def target_stages(
     cuts: Sequence[range], blocks: Sequence[nn.Module], layout: Layout, tokens: SequenceParallel
@@ -58,6 +63,32 @@ def require_planned_losses(layout: Layout, cuts: Sequence[range], parcels: Seque
             raise MisfitError(
                 f"the plan has a loss on stage {stage}, but none of its {len(cuts[stage])} blocks returns one"
             )
+
+
+class FirstLosses:
+    """Which blocks return losses in the first step of a mode: how they are weighed, and what they are, goes by these.
+
+    Args:
+        is_meant: whether the loss of each microbatch is, whatever it is.
+
+    Attributes:
+        refusal: which block has begun to in a training since, in words; "": none.
+    """
+
+    def __init__(self, *, is_meant: bool) -> None:
+        self._first, self._is_meant = dict[str, set[int]](), is_meant
+        self.refusal = ""
+
+    def expect(self, mode: str, parcels: Sequence[Parcel]) -> None:
+        """Expect losses of blocks in a mode, as its first step has them."""
+        self._first[mode] = {number for number, parcel in enumerate(parcels) if parcel.has_loss}
+
+    def require_first(self, mode: str, number: int, block: nn.Module) -> None:
+        """Note that a block gives a loss; raises `MisfitError` in an evaluation for one that did not in the first."""
+        if number not in self._first[mode] and not self._is_meant:
+            self.refusal = _BEGUN.format(number, type(block).__name__)
+            if mode != "train":
+                raise MisfitError(self.refusal)
 
 
 def for_slices(plan: Plan, loss_fn: Callable[..., Any]) -> tuple[Callable[[Any], Any], Callable[..., Any]]:

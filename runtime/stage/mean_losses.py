@@ -45,6 +45,11 @@ IN_PLACE = (
     "the loss function changes its targets or its output in place, which other microbatches and metrics see too; write "
     "targets = targets.masked_fill(…), or output = output / 2, which are other tensors"
 )
+LEARNED = (
+    "the loss function gives (sum, weight), and its weight has a gradient, which would be lost, as the weights of "
+    "microbatches are added up and divide at the end; return weight.detach(), or sum / weight, the mean of each "
+    'microbatch, and say so: Engine(…, loss_over="microbatch"), in a job train.loss_over: microbatch'
+)
 _BY_SAMPLES, SUMS = (Over.SAMPLES, Over.MICROBATCH), (Over.SUM, Over.STATED)
 
 
@@ -76,6 +81,7 @@ class WeighedLoss:
         has_supposed: whether some of theirs was so weighed that it would be another by another rule.
         is_alone: whether there is one microbatch alone.
         is_uneven: whether samples of a microbatch do not weigh as others do beside losses of blocks.
+        is_learned: whether a weight that it has given has a gradient.
         means: the loss, where it is a sum of means.
         examined: what is known of it, or of its terms; nothing of what is given.
         real: keeps the microbatches of a step, if they are compared with what was found.
@@ -103,7 +109,7 @@ class WeighedLoss:
         self._nothing = [torch.zeros((), dtype=torch.bool)]
         self._totals = torch.zeros(0, dtype=torch.float64)
         self.real: RealBatch | None = None
-        self.is_settled = self.was_called = self.is_alone = self.is_uneven = False
+        self.is_settled = self.was_called = self.is_alone = self.is_uneven = self.is_learned = False
         self.watched: AbstractContextManager[Any] = nullcontext()
         self._refusal, self.is_known = "", over is not None
         self.supposed, self.has_supposed = Over.SAMPLES, False
@@ -213,6 +219,8 @@ class WeighedLoss:
         if any(tensor._version != version for tensor, version in given):
             raise MisfitError(IN_PLACE)
         is_number = isinstance(found, Tensor) and not found.dim()
+        if isinstance(found, tuple) and any(isinstance(w, Tensor) and w.requires_grad for w in found[1:]):
+            self.is_learned, found = True, (found[0], *map_tensors(Tensor.detach, found[1:]))
         if not self.is_known and (is_number or (isinstance(found, tuple) and len(found) == 2)):
             self._find(found, output, targets, samples)
         if self._weight is not None and isinstance(found, tuple) != (self._weight.over is Over.STATED):

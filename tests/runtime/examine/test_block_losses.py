@@ -187,6 +187,31 @@ def test_what_is_set_later_is_examined_again():
     run_local(2, work)
 
 
+class Late(nn.Linear):
+    gives = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return (y, y.square().mean()) if self.gives else y
+
+
+@pytest.mark.parametrize(("microbatches", "loss_over"), [(1, None), (2, "samples"), (2, "microbatch")])
+def test_a_loss_that_begins_later_is_refused_on_all_ranks(microbatches, loss_over):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=microbatches)
+
+    def work(transport):
+        block, options = Late(WIDTH, WIDTH), {"transport": transport, "loss_over": loss_over}
+        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, **options)
+        x = torch.ones(4, WIDTH)
+        engine.step(x, x)
+        block.gives = True
+        refused = pytest.raises(MisfitError, match=r"block 0 \(Late\) returns a loss.*new_zeros\(\(\)\)")
+        with nullcontext() if loss_over == "microbatch" else refused:
+            engine.step(x, x)
+
+    run_local(2, work)
+
+
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
 def test_a_block_with_targets_goes_with_targets_that_count_evenly(mesh):
     class Deep(nn.Module):

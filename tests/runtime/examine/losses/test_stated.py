@@ -99,3 +99,20 @@ def test_a_mean_with_a_weight_is_refused_on_all_ranks_unless_it_is_meant(mesh: s
         assert 'reduction="sum"), (targets != -100).sum()' in words
         assert 'loss_over="microbatch"' in words
         assert weight == 8
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_a_weight_with_a_gradient_is_refused_whenever_it_comes(mesh: str) -> None:
+    plan, inputs = qs.compile("1f1b", mesh=mesh, microbatches=1), torch.randn(8, 4, generator=RANDOM)
+
+    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        weights = output.sigmoid() if targets[0, 0] > 0 else output.detach().sigmoid()
+        return (weights * (output - targets).square()).sum(), weights.sum()
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, BLOCKS, loss, sgd, transport=transport)
+        engine.step(inputs, -torch.ones(8, CLASSES))
+        with pytest.raises(MisfitError, match=r"its weight has a gradient.*weight\.detach\(\)"):
+            engine.step(inputs, torch.ones(8, CLASSES))
+
+    run_local(plan.mesh.size, run)
