@@ -30,7 +30,7 @@ from ..job.choices import ZeroSplit
 from ..parallel.tensor.shard import shard_of
 from ..stage.rank_model import RankModel
 from .chained import chained
-from .coupling import ELEMENTWISE, Coupling, coupling_of, require_free_hooks, require_steppable
+from .coupling import ELEMENTWISE, Coupling, coupling_of, kind_of, require_free_hooks, require_steppable
 from .gathered import GatheredMatrix, Stepper
 from .given import Builder
 from .remake import holds_tensors, rebound
@@ -155,7 +155,7 @@ class OptimizerBuilds:
         for optimizer in next(iter(self._made.values()), []):
             require_free_hooks(optimizer)
             found = coupling_of(optimizer, self._tensor.device)
-            kind = type(optimizer).__name__
+            kind = kind_of(optimizer)
             names = [self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
             keeps = holds_tensors(optimizer) and type(optimizer) not in ELEMENTWISE
             if Coupling.NORM in found and (len(names) < len(self._stand_ins) or self._has_copies):
@@ -181,9 +181,10 @@ class OptimizerBuilds:
             return
         zero = f" with ZeRO-{self._model.plan.zero.stage}" if self._shards else ""
         raise MisfitError(
-            f"an update by {kind} depends on all parameters, of which the ranks of mesh {self._model.plan.mesh}{zero} "
-            "hold shares; let the engine clip (clip=…), if it is a norm by which it clips, or train on dp, cp and tp "
-            "alone, with zero=0"
+            f"an update by {kind} depends on all parameters, their numbers, places or "
+            f"how many there are, but the ranks of mesh {self._model.plan.mesh}{zero} hold shares of them; let the "
+            "engine clip (clip=…), if it is a norm by which it clips; give groups options by name, if it goes by "
+            "places: optimizer=lambda named: …; or train on dp, cp and tp alone, with zero=0"
         )
 
     def _require_no_dtensors(self, kind: str) -> None:
