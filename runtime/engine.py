@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
@@ -200,6 +201,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
             max_sends=MAX_SENDS if may_wait else None,
             wants_stop=wants_stop,
             cuda_graph=cuda_graph,
+            shows_modules=any(isinstance(block, nn.Module) for block in blocks),
         )
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
         self._bind(blocks, run_options)

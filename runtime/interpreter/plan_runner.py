@@ -253,11 +253,15 @@ class PlanRunner:
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
         self._settle_overlaps(state.compute.overlaps)
+        if self._options.shows_modules:
+            self._state.weights.settle()
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
         if trains:
             so_far = self._samples_before + self._model.num_replicas * step.units.num_samples
             self._samples_before = 0 if last else so_far
+            if not last:
+                self._state.masters.note_versions()
         if trains and last and not outcome.empty:
             self.steps.in_run += 1
             if self.steps.in_run == 1:

@@ -66,6 +66,8 @@ class RunOptions:
     """How many sends of a channel may be in flight; None: any number."""
     wants_stop: Callable[[], bool]
     cuda_graph: bool = False
+    shows_modules: bool = False
+    """Whether the user's loop has the modules, and may read their weights whenever a step has returned."""
 
     @property
     def functions(self) -> dict[str, Any]:

@@ -34,9 +34,10 @@ class Masters:
             self._of.update(zip(low, high, strict=True))
             self._pairs[stage.index] = ([local_of(parameter) for parameter in low], list(high))
         self._watched = [parameter for parameter in self._of if not isinstance(parameter, DTensor)]
-        self._note_versions()
+        self.note_versions()
 
-    def _note_versions(self) -> None:
+    def note_versions(self) -> None:
+        """Take what has been done to weights so far for the engine's own doing."""
         self._versions = [parameter._version for parameter in self._watched]
 
     @property
@@ -79,7 +80,7 @@ class Masters:
             if low:
                 with torch.no_grad():
                     torch._foreach_copy_(low, high)
-        self._note_versions()
+        self.note_versions()
 
 
 def is_low(dtype: torch.dtype) -> bool:

@@ -130,7 +130,7 @@ class ShardedMasters(Masters):
                 if segment is not None:
                     self._within[parameter] = (segment.start, segment.stop)
 
-        self._note_versions()
+        self.note_versions()
 
     def span_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return which numbers of the flattened parameter this rank steps, [start, stop); None: all, or none."""

@@ -113,3 +113,28 @@ def test_a_large_batch_that_is_not_finite_is_skipped_as_a_whole() -> None:
         return not step(good, last=True)
 
     assert all(run_local(2, run))
+
+
+class Adding(torch.nn.Linear):
+    """Returns a loss of its own beside its output."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        found = super().forward(x).tanh()
+        return found, found.square().mean()
+
+
+def test_what_the_engine_tries_between_calls_is_no_change_of_weights() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=3)
+
+    def run(transport: Transport) -> None:
+        blocks = [Adding(3, 3), torch.nn.Linear(3, 3)]
+        engine = Engine(plan, blocks, torch.nn.MSELoss(), adam, transport=transport)
+        for last in (False, False, True):
+            engine.step(torch.ones(4, 3), torch.zeros(4, 3), last=last)
+        engine.step(torch.ones(4, 3), torch.zeros(4, 3), last=False)
+        with torch.no_grad():
+            next(engine.stages[0].parameters()).zero_()
+        with pytest.raises(UsageError, match="weights were changed in place"):
+            engine.step(torch.ones(4, 3), torch.zeros(4, 3))
+
+    run_local(2, run)

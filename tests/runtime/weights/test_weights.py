@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
@@ -221,6 +221,22 @@ def test_readers_between_steps_see_fresh_weights(zero: int) -> None:
                     named = seen
             full = engine.full_weights()
             assert all(torch.equal(full[f"1.{name}"], tensor) for name, tensor in (seen | named).items())
+
+    run_local(2, run)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_modules_that_a_loop_holds_have_fresh_weights_behind_a_step(zero: int) -> None:
+    def run(transport: Transport) -> None:
+        modules = [build_block(block, number) for number, block in enumerate(tiny_gpt(LENGTH, depth=2))]
+        engine = make(transport, "dp=2", zero, blocks=modules)
+        for step in range(3):
+            train(engine, [step])
+            seen = {
+                f"{n}.{name}": p.detach().clone() for n, m in enumerate(modules) for name, p in m.named_parameters()
+            }
+            full = engine.full_weights()
+            assert all(torch.equal(full[name], tensor) for name, tensor in seen.items())
 
     run_local(2, run)
 
