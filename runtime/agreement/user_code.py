@@ -154,15 +154,6 @@ def texts(code: CodeType) -> Iterator[str]:
             yield from texts(constant)
 
 
-def numbers_in(code: CodeType) -> Iterator[int]:
-    """Yield the whole numbers in code."""
-    for constant in code.co_consts:
-        if type(constant) is int:
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from numbers_in(constant)
-
-
 class _Reading:
     """What is read of one object: code, and plain values by their names."""
 

@@ -8,6 +8,7 @@ wires.
 
 from ..job.choices import Rules
 from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
+from .local.echo_group import EchoGroup
 from .local.transport import LocalTransport, run_local
 from .local.world import LocalWorld
 from .torch_backends import connect
@@ -15,6 +16,7 @@ from .torch_groups import as_group
 
 __all__ = [
     "DoneWork",
+    "EchoGroup",
     "Group",
     "LocalTransport",
     "LocalWorld",

@@ -72,8 +72,6 @@ class Arrival:
     riders: Mapping[str, Given] = field(default_factory=dict)
     extras: Mapping[str, GivenTree] = field(default_factory=dict)
     inputs: TensorSpec | None = None
-    words: str = ""
-    """What is other than usual in it."""
 
     @property
     def tensors(self) -> dict[str, Given]:

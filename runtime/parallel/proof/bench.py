@@ -14,7 +14,7 @@ from torch import nn
 from quintsched.errors import MisfitError, StallError
 
 from ...blocks.blocks import TOKENS, seeded
-from ...comm import Group, ReduceOp
+from ...comm import EchoGroup, Group, ReduceOp
 from ...job.choices import TensorSplit
 from ..tensor.apply import apply_tensor_parallel
 from ..tensor.choice import Choice
@@ -24,7 +24,6 @@ from ..tensor.shard import shard_of
 from .arrivals import Arrival, Given, GivenTree
 from .features_apart import DRAWS, draws_of_python, why_joined
 from .reads.draws import undisturbed
-from .reads.other_numbers import others_of
 from .reads.weight_reads import WeightReads
 from .tokens.gathered import Gathered
 from .tokens.tokens_apart import why_tokens_meet
@@ -220,14 +219,11 @@ class Bench:
         pairs = self._pairs(kind, choice)
         if not pairs or self.group.size == 1:
             return None
-        setting = Setting(tensor=self.group)
-        why = self.why(kind, arrival, choice, is_asked=is_asked)
+        setting, why = Setting(tensor=self.group), self.why(kind, arrival, choice, is_asked=is_asked)
         if self.most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
-        is_known, trained = kind.scales.keys() >= {cut.path for cut in pairs}, replace(setting, trains=True)
-        given = others_of(arrival, kind.blueprint.bare, partial(self.most, setting=setting), pads=not is_known)
-        unlike = next(filter(None, (self.unlike(kind, other, trained, choice) for other in given)), None)
-        if unlike is not None or is_known:
+        unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
+        if unlike is not None or kind.scales.keys() >= {cut.path for cut in pairs}:
             return unlike
         proved = {1.0}
         for scale in SCALES:
@@ -247,7 +243,7 @@ class Bench:
         if whole is None or self.most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
             return self.unlike(kind, arrival, replace(setting, trains=False), choice) if setting.trains else None
         finding = self.find(kind, arrival, setting, whole, choice)
-        usual = arrival.words or ("in training" if setting.trains else "as it is given")
+        usual = ("as it is given", "in training")[setting.trains]
         where = "where it is given other numbers" if setting.state else usual
         return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
 
@@ -325,9 +321,10 @@ class Bench:
 
     def why(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
         """Return why a kind's pairs may be none, as this rank finds it: "it …"; see `features_apart`."""
-        cuts_of, size = partial(self._cuts, kind, choice=choice), self.group.size
+        cuts_of, cut = partial(self._cuts, kind, choice=choice), partial(self._cut, kind, choice=choice)
+        group = EchoGroup(self.group.size, self.group.device)
         try:
-            found = why_joined(kind.blueprint, cuts_of, arrival, size, self.group.device, trusts=is_asked)
+            found = why_joined(kind.blueprint, cuts_of, cut, arrival, group, trusts=is_asked)
         except Exception as error:
             found = f"raises {type(error).__name__} where its features are followed: {error}"
         kind.draws |= found == DRAWS
@@ -371,18 +368,21 @@ class Bench:
         twin = self._drawn(kind, setting, has_hooks=setting.tensor is None)
         if setting.tensor is None:
             return twin
-        twin = apply_tensor_parallel(
+        twin = self._cut(kind, twin, setting.tensor, choice, slices=setting.slices_tokens)
+        kind.blueprint.put_hooks(twin)
+        return twin
+
+    def _cut(self, kind: Kind, twin: nn.Module, group: Group, choice: Choice, *, slices: bool = False) -> nn.Module:
+        return apply_tensor_parallel(
             twin,
-            setting.tensor,
+            group,
             {**kind.hooked, **choice.rules, **self.rules},
             path=str(kind.number),
-            sequence_parallel=setting.slices_tokens,
+            sequence_parallel=slices,
             strict=False,
             partial=[name for name, _ in twin.named_parameters()],
             gathers_before=choice.gathers_before,
         )
-        kind.blueprint.put_hooks(twin)
-        return twin
 
     def _noise(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> float:
         """Return how much numbers of a whole block change with its weights and inputs in their last bits."""

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from quintsched.errors import StallError
 
+from ...comm import EchoGroup
 from ...comm.local.in_turns import run_in_turns
 from ..dropout import CutSite
 from ..tensor.choice import Choice
+from ..tensor.sequence import SequenceParallel
 from .arrivals import Arrival
 from .bench import Bench, Finding, Kind
 from .reads.draws import Drawn, DrawnShapes, unusual_parts
@@ -31,6 +34,16 @@ class BenchHere(Bench):
         kind.scales.clear()
         finding = self.unlike(kind, arrival, Setting(tensor=self.group), kind.choice)
         return finding or self.unsound(kind, arrival, kind.choice, is_asked=is_asked)
+
+    def has_pairs(self, kind: Kind) -> bool:
+        """Whether columns and rows of a kind's blocks feed each other."""
+        return not kind.is_parted and bool(self._pairs(kind, kind.choice))
+
+    def cut_outline(self, kind: Kind, outline: nn.Module, *, slices: bool) -> list[nn.Module]:
+        """Return a block on the meta device as a rank has it, with what slices tokens around it if they are sliced."""
+        group = EchoGroup(self.group.size, self.group.device)
+        block = self._cut(kind, outline, group, kind.choice, slices=slices)
+        return SequenceParallel([slices], group).around(0, block)
 
     def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
         """Return why tokens of several ranks, or slices, may meet in a kind: "it …"; over tp, by numbers as well."""

@@ -28,12 +28,13 @@ from ..draws.names import FACTORIES, IN_PLACE
 from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms
 from ..tensor.shard import Shard
-from .owner_rules import HOST, Joined, Unknown, owners_of_results, require_one
+from .owner_rules import HOST, Joined, Unknown, name_of, owners_of_results, require_one
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
 _HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
-_DRAWN = FACTORIES | IN_PLACE | {"normal"}
+DRAWN = {name.removesuffix("_") for name in FACTORIES | IN_PLACE}
+"""Functions that draw each number by itself."""
 _PICKLED = "_typed_storage"
 """Torch's function that pickles and files get numbers by."""
 
@@ -81,12 +82,14 @@ class FeatureOwners(TorchDispatchMode):
             return self._read(result, args[0], is_owned=is_owned)
         if is_owned:
             self._follow(func, args, given, result)
-        if self._scopes and name in _DRAWN and isinstance(result, Tensor):
-            self._own_draws(result)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note_draws(func, args, given, result)
         return result
 
-    def _own_draws(self, drawn: Tensor) -> None:
+    def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
         """Note that ranks draw for their own features, where a draw has a dimension of what is cut by then."""
+        if not self._scopes or name_of(func) not in DRAWN or not isinstance(drawn, Tensor):
+            return
         for place, size in enumerate(drawn.shape, -drawn.dim()):
             layout = self._cut_dims.get((place, size))
             if layout is None and drawn.dim() == 1:  # of heads, say, which others have in the third last
@@ -121,6 +124,10 @@ class FeatureOwners(TorchDispatchMode):
         """Note where Python asks whether numbers are so, and return what it is told."""
         self.conditions[here := place()] = None
         return not number if here in self._flipped else number
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Return the owners of a tensor's numbers where there may be some."""
+        return self.of(tensor) if _key(tensor) in self._shadows else None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the owners of a tensor's numbers, int8 of its shape."""
@@ -158,6 +165,9 @@ class FeatureOwners(TorchDispatchMode):
         """A context in which columns give features to ranks, and rows and norms of the whole width take them."""
         handles = []
         for scope in {id(cut.pair): cut.pair for cut in cuts if cut.is_paired and cut.pair is not None}.values():
+            for module in scope.modules():
+                if module is not scope and (module._backward_hooks or module._backward_pre_hooks):
+                    raise Joined(f"has a hook on the gradient of {type(module).__name__}, which may be a rank's alone")
             handles.append(scope.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(scope.register_forward_hook(self._leave))
         for cut in cuts:
@@ -220,7 +230,14 @@ class FeatureOwners(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Within it, `Joined` is raised where Python is given the numbers of a tensor by no function of torch."""
+    """Within it, `Joined` is raised where Python is given the numbers of a tensor by no function of torch.
+
+    So it is where code is to be given the gradient of features that `owners` follow.
+    """
+
+    def __init__(self, owners: FeatureOwners) -> None:
+        super().__init__()
+        self._owners = owners
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -230,6 +247,8 @@ class HostReads(TorchFunctionMode):
         is_users = not code.co_filename.startswith(_PASSED) or code.co_name == _PICKLED
         if (name in _HOST_METHODS and is_users) or name in _HOST_PROTOCOLS:
             raise _read_by(name)
+        if name == "register_hook" and self._owners.known(args[0]) is not None:
+            raise Joined(f"registers a hook on features{line()}, which is given the gradient of those of a rank")
         return func(*args, **(kwargs or {}))
 
 

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from ...agreement.plain_code import asking_elsewhere
 from ...blocks.blocks import seeded
+from ...comm import EchoGroup, Group
 from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given, GivenTree
 from .feature_owners import FeatureOwners, HostReads, Place
 from .owner_rules import Joined
+from .reads.cut_sizes import CutCalls, WholeCalls, apart_in
 from .reads.steering import SteeringState
 from .reads.weight_reads import WeightReads
 from .trial import outputs_of
@@ -39,28 +41,36 @@ _MOST_BRANCHES = 32
 def why_joined(
     blueprint: Blueprint,
     cuts_of: Callable[[nn.Module], Sequence[Cut]],
+    cut: Callable[[nn.Module, Group], nn.Module],
     arrival: Arrival,
-    size: int,
-    device: torch.device,
+    group: EchoGroup,
     *,
     trusts: bool,
 ) -> str:
     """Return why the pairs of a block may be none in some step, in words; empty: each rank can compute its features.
 
-    `cuts_of` finds the pairs of a copy; `trusts` as `FeatureOwners` has it. Nothing is sent, and the
-    generators are left as they were.
+    `cuts_of` finds the pairs of a copy, `cut` cuts one over `group`; `trusts` as `FeatureOwners` has it. Nothing is
+    sent, and the generators are left as they were.
     """
-    given = _typed(arrival, blueprint.short_type)
+    given, device = _typed(arrival, blueprint.short_type), group.device
 
     def follow(trains: bool, flipped: Set[Place]) -> FeatureOwners:
         owners = FeatureOwners(trusts=trusts, flipped=flipped)
-        twin = blueprint.draw(device, as_built=True, trains=trains)
+        twin, calls = blueprint.draw(device, as_built=True, trains=trains), WholeCalls(owners)
         mode: AbstractContextManager[object] = nullcontext() if trains else torch.no_grad()
         with seeded(SEED, 0, device), torch.enable_grad(), mode:
             cuts = cuts_of(twin)
-            with owners.through_pairs(cuts, size):
+            apart = apart_in(twin, cuts)
+            with owners.through_pairs(cuts, group.size), calls.around(twin, apart):
                 blueprint.put_hooks(twin)
-                _follow(owners, twin, cuts, given, times=2 if trains else 1)
+                _follow(owners, calls, twin, cuts, given, times=2 if trains else 1)
+        with seeded(SEED, 0, device), torch.enable_grad(), mode:
+            twin, again = cut(blueprint.draw(device, as_built=True, trains=trains), group), CutCalls(calls)
+            with again.around(twin, apart):
+                blueprint.put_hooks(twin)
+                with again:
+                    outputs_of(twin, given)
+                again.require_all()
         return owners
 
     try:
@@ -91,13 +101,15 @@ def _follow_branches(follow: Callable[[Set[Place]], FeatureOwners], conditions: 
         open_ones += [flipped | {other} for other in found if other not in flipped and other not in conditions]
 
 
-def _follow(owners: FeatureOwners, twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival, times: int) -> None:
+def _follow(
+    owners: FeatureOwners, calls: WholeCalls, twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival, times: int
+) -> None:
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
     states = [state_of_host({"block": twin})]
     with asking_elsewhere(straight=True) as asked:
-        for _ in range(times):
-            with reads.watching(), HostReads(), owners:
+        for time in range(times):
+            with reads.watching(), HostReads(owners), owners, calls if not time else nullcontext():
                 outputs = outputs_of(twin, arrival)
             owners.require_none(outputs)
             ends = [output for output in outputs.values() if output.requires_grad]

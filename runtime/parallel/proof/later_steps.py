@@ -9,9 +9,9 @@ A step of known shapes, before which nothing was set, is not looked at.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from math import prod
 from typing import Any
 
@@ -27,6 +27,7 @@ from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import TreeSpec
 from ...comm import SelfGroup
+from ..tensor.sequence import SequenceParallel
 from .arrivals import Arrival, Arrivals, FirstUnits, specs_of
 from .bench import Kind
 from .bench_here import BenchHere
@@ -87,10 +88,13 @@ class LaterSteps:
         bench: where blocks are run.
         outlines: all blocks, on the meta device.
         dtype: of the weights; None: as they are built.
+        tokens: in which blocks they are sliced over tp.
     """
 
-    def __init__(self, bench: BenchHere, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
-        self._bench, self._outlines, self._dtype = bench, outlines, dtype
+    def __init__(
+        self, bench: BenchHere, outlines: Sequence[nn.Module], dtype: torch.dtype | None, tokens: SequenceParallel
+    ) -> None:
+        self._bench, self._outlines, self._dtype, self._tokens = bench, outlines, dtype, tokens
         self._followed: list[Followed] = []
         self._lengths = set[str]()
         self._state = SteeringState({})
@@ -126,7 +130,7 @@ class LaterSteps:
         arrivals: Arrivals | None = None
         for followed in (one for one in self._followed if one.in_pairs):
             number = followed.kind.number
-            called = self.called(number, *specs_of(number, units.spec, units.extra_specs, parcels))
+            called = self.called(followed.kind, number, *specs_of(number, units.spec, units.extra_specs, parcels))
             if called is not None and any(map(called.is_like, followed.known)):
                 continue
             if arrivals is None:
@@ -150,7 +154,8 @@ class LaterSteps:
         cuts, device = of_tokens[0].setting.cuts, self._bench.group.device
         copies = (list(each) * cuts for each in (units.inputs, units.targets, units.extras))
         joined = FirstUnits(units.spec, units.extra_specs, *copies)
-        arrivals = Arrivals(joined, self._outlines, parcels, SelfGroup(0, device), cuts, self._dtype)
+        samples, alone = units.spec.samples.shape[0], SelfGroup(0, device)
+        arrivals = Arrivals(joined, self._outlines, parcels, alone, cuts, self._dtype, samples=samples)
         for followed in of_tokens:
             number = followed.kind.number
             why = self._bench.why_tokens_meet(
@@ -194,22 +199,31 @@ class LaterSteps:
             ) from error
         return [replace(followed, kind=kind, known=[]) for kind in kinds]
 
-    def called(self, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
-        """Return what a block calls and asks for units of these shapes, in both modes; None: only data can tell."""
+    def called(self, kind: Kind, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
+        """Return what a block of a kind calls and asks for units of these shapes, in both modes, whole and cut.
+
+        None: only data can tell.
+        """
         block = self._outlines[number]
         accepts = accepted_extras(block)
         beside = {name: spec for name, spec in beside.items() if accepts(name)}
         key = number, repr((given, beside))
         if key not in self._calls:
-            self._calls[key] = self._find_called(block, given, beside)
+            ways: list[Callable[[], Sequence[nn.Module]]] = [lambda: [copy.deepcopy(block)]]
+            if self._bench.has_pairs(kind):
+                slices = self._tokens.inside(number)
+                ways.append(lambda: self._bench.cut_outline(kind, copy.deepcopy(block), slices=slices))
+            self._calls[key] = self._find_called(ways, given, beside)
         return self._calls[key]
 
-    def _find_called(self, block: nn.Module, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
+    def _find_called(
+        self, ways: Sequence[Callable[[], Sequence[nn.Module]]], given: TreeSpec, beside: Mapping[str, TreeSpec]
+    ) -> Called | None:
         calls = _Calls()
         try:
-            for trains in (True, False):
+            for make, trains in product(ways, (True, False)):
                 with asking_elsewhere() as asked, calls:
-                    trace_shapes([copy.deepcopy(block).train(trains)], given, beside, self._dtype)
+                    trace_shapes([block.train(trains) for block in make()], given, beside, self._dtype)
                 calls.found += asked
         except Exception:
             return None

@@ -59,10 +59,7 @@ def owners_of_results(
 
     Raises `Joined` where features of several ranks meet, or may: in what is not known.
     """
-    name = func._schema.name.removeprefix("aten::")
-    is_changing = func._schema.is_mutable
-    if is_changing and name.endswith("_") and not name.endswith("__"):
-        name = name[:-1]
+    name, is_changing = name_of(func), func._schema.is_mutable
     given = _by_name(func, args, kwargs)
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     memories = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
@@ -80,6 +77,12 @@ def owners_of_results(
         return list(zip(results, first, strict=False))
     fitting = [(found, first) for found in results if _fits(first.shape, found.shape)]
     return [(found, owners.expand(found.shape)) for found, owners in fitting]
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function of torch, which one that changes its argument shares with that which does not."""
+    name: str = func._schema.name.removeprefix("aten::")
+    return name[:-1] if func._schema.is_mutable and name.endswith("_") and not name.endswith("__") else name
 
 
 def _first_owners(
@@ -103,7 +106,7 @@ def _first_owners(
         return _attended(name, given, results[0], of)
     if name == "glu":
         return joined(name, *of(tensors[0]).chunk(2, given["dim"]))
-    if name in _POINTWISE or _is_pointwise(name, func):
+    if is_pointwise(name, func):
         return joined(name, *map(of, tensors))
     raise Unknown(f"calls {func._schema.name}, of which it is not known whether features meet in it")
 
@@ -125,11 +128,17 @@ def require_one(owners: Tensor, dims: Sequence[int], *, keeps: bool) -> Tensor:
         return owners
     if not owners.numel():
         return owners.sum(tuple(dims), keeps, dtype=torch.int8)
-    most = owners.amax(tuple(dims), keeps)
-    least = owners.masked_fill(owners == 0, 127).amin(tuple(dims), keeps)
-    if bool(((most != 0) & (least != most)).any()):
+    if not is_one(owners, dims):
         raise Joined("lets features of several ranks meet")
-    return most
+    return owners.amax(tuple(dims), keeps)
+
+
+def is_one(owners: Tensor, dims: Sequence[int]) -> bool:
+    """Whether there is one owner along dimensions, or none."""
+    if not owners.numel():
+        return True
+    most, least = owners.amax(tuple(dims)), owners.masked_fill(owners == 0, 127).amin(tuple(dims))
+    return not bool(((most != 0) & (least != most)).any())
 
 
 def _one(name: str, owners: Tensor, dims: int | Sequence[int] | None, *, keeps: bool) -> Tensor:
@@ -199,8 +208,9 @@ def _attended(name: str, given: Mapping[str, Any], result: Tensor, of: Owners) -
     return [joined(name, query, key, value, *bias).expand(result.shape)]
 
 
-def _is_pointwise(name: str, func: Any) -> bool:
-    if torch.Tag.pointwise in func.tags:
+def is_pointwise(name: str, func: Any) -> bool:
+    """Whether a function of this name makes each number of those at its place."""
+    if name in _POINTWISE or torch.Tag.pointwise in func.tags:
         return True
     packet = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if packet is not None else []

@@ -87,7 +87,7 @@ class Prover:
         self._places: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[int, Kind] = {}
         self._here = BenchHere(group, tensor.rules)
-        self._later = LaterSteps(self._here, outlines, dtype)
+        self._later = LaterSteps(self._here, outlines, dtype, self._tensor.tokens)
         self._is_done = which == "none"
         self._cut = CutLayers()
 
@@ -203,7 +203,7 @@ class Prover:
             if len({self._places[number] for number in numbers}) < 2:
                 continue
             given = {n: specs_of(n, units.spec, units.extra_specs, parcels) for n in numbers}
-            apart = kinds_apart(kind, {n: self._later.called(n, *given[n]) for n in numbers}, self._tensor.cuts)
+            apart = kinds_apart(kind, {n: self._later.called(kind, n, *given[n]) for n in numbers}, self._tensor.cuts)
             self._numbers |= apart
             self._kinds += apart.values()
 
@@ -233,7 +233,7 @@ class Prover:
             every = Arrivals(*given, samples=samples)
         proved = []
         for kind in self._kinds:
-            called = [self._later.called(kind.number, *some.specs_at(kind.number)) for some in (few, every)]
+            called = [self._later.called(kind, kind.number, *some.specs_at(kind.number)) for some in (few, every)]
             arrivals = few if called[0] and called[1] and called[1].is_like(called[0]) else every
             arrival = arrivals.at(kind.number, outlines[kind.number])
             proved.append((kind, arrival, [found for found in called[1:] if found is not None]))

@@ -32,9 +32,7 @@ from ....agreement.user_code import (
     PLAIN,
     is_library_module,
     is_of_framework,
-    is_of_library,
     names_of,
-    numbers_in,
     texts,
 )
 from ....blocks.host_state import LONGEST, OF_TORCH, HostState, own_attributes
@@ -42,7 +40,6 @@ from ....comm.local.in_turns import EnteredModes
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
-_LARGE = 1 << 20
 _HOOKS_OF_ALL = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -71,7 +68,6 @@ class SteeringState(HostState):
         around: bool = False,
     ) -> None:
         self._outlined: list[tuple[str, nn.Module]] = []
-        self._numbers = set[int]()
         super().__init__(modules, functions, inner=inner)
         outlined = [(label, module) for label, module in self._outlined if module._parameters or module._buffers]
         for label, module in outlined:
@@ -87,12 +83,6 @@ class SteeringState(HostState):
             self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self._names))
         if not self.is_whole:
             self._close("more than can be watched")
-
-    def whole_numbers(self) -> list[int]:
-        """Return the numbers in users' code, and then those of what it goes by."""
-        held = (slot.seen for slot in self._slots if not slot.counts_entries)
-        found = {number for number in held if type(number) is int and abs(number) < _LARGE}
-        return [*sorted(self._numbers), *sorted(found - self._numbers)]
 
     def let_go(self) -> None:
         """Hold no more of what is watched than the places where it is; nothing new is found from now on."""
@@ -163,8 +153,6 @@ class SteeringState(HostState):
             self._enter(name, compiled)
         else:
             super()._enter_function(name, function)
-            if not is_of_library(function):
-                self._numbers |= {number for number in numbers_in(function.__code__) if abs(number) < _LARGE}
 
     def _enter_container(self, name: str, container: Any) -> None:
         super()._enter_container(name, container)

@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_leaves
 from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
 from ...context.context import Context, SequenceShard
-from ..feature_owners import FeatureOwners, Place, line
-from ..owner_rules import MOVING, Joined, joined, require_one
+from ..feature_owners import DRAWN, FeatureOwners, Place, line
+from ..owner_rules import MOVING, Joined, joined, name_of, require_one
 
 MANY = 127
 """The owner of numbers that are made of several ranks' tokens."""
 
+_BOUNDS = {"low", "high", "from", "to", "n"}
+"""Whole numbers that are bounds of draws, and no sizes."""
 _READS = {"tolist", "numpy", "__array__", "__dlpack__"}
 _SCATTERING = {"index_put", "index_add", "scatter_add", "index_copy", "scatter"}
 
@@ -35,14 +37,26 @@ _SCATTERING = {"index_put", "index_add", "scatter_add", "index_copy", "scatter"}
 class TokenOwners(FeatureOwners):
     """Within it, tokens are followed.
 
+    Args:
+        flipped: as `FeatureOwners` has it.
+        drawn: what a run with all tokens has drawn; one with a part of them draws the same for each.
+        mine: 0 where tokens are not there.
+
     Attributes:
+        drawn: what was drawn, in this order.
+        draws_otherwise: whether something was drawn that is not known to be the same in a part.
         reasons: where tokens of several ranks met, by the function and line, in this order.
         calls: what was done to tokens, by the function and its numbers, with the line where that first was.
         is_routed: whether Python was given places or counts of tokens, by which it may choose what is done to which.
     """
 
-    def __init__(self, flipped: Set[Place] = frozenset()) -> None:
+    def __init__(
+        self, flipped: Set[Place] = frozenset(), drawn: Sequence[Tensor] = (), mine: Tensor | None = None
+    ) -> None:
         super().__init__(trusts=False, flipped=flipped)
+        self.drawn: list[Tensor] = []
+        self.draws_otherwise = False
+        self._to_draw, self._mine = list(drawn), mine
         self.reasons: dict[str, None] = {}
         self.calls: dict[str, str] = {}
         self.is_routed = False
@@ -69,6 +83,28 @@ class TokenOwners(FeatureOwners):
                 super()._follow(func, args, given, result)
         except (Joined, RuntimeError, IndexError) as why:
             self._meet(func, (args, given), result, str(why))
+
+    def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
+        name, tensors = name_of(func), [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        if "scaled_dot_product" in name and not any(isinstance(leaf, float) and leaf for leaf in args):
+            return
+        self.calls.setdefault(_word(func, args, given), line())
+        if name == "native_dropout":
+            drawn, kept = drawn[1], drawn[0]
+        if (name not in DRAWN and name != "native_dropout") or len(tensors) > 1:
+            self.draws_otherwise = True
+            return
+        if self._mine is None:
+            self.drawn.append(drawn.clone())
+            return
+        same = _part_of(self._to_draw.pop(0), drawn.shape, self._mine) if self._to_draw else None
+        if same is None:
+            self.draws_otherwise = True
+        elif name == "native_dropout":
+            kept.copy_(tensors[0] * same / (1 - args[1]) if args[1] < 1 else kept)
+            drawn.copy_(same)
+        else:
+            drawn.copy_(same)
 
     def _are_places(self, func: Any, args: Any, result: Any) -> bool:
         """Whether a function gives places, or compares these with what is the same for all tokens."""
@@ -249,10 +285,24 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tenso
     return mixed
 
 
+def _part_of(drawn: Tensor, shape: torch.Size, mine: Tensor) -> Tensor | None:
+    """Return what was drawn for the tokens that are there, in a tensor of this shape; None: it is no such."""
+    dims = [dim for dim, size in enumerate(shape) if len(shape) == drawn.dim() and size != drawn.shape[dim]]
+    if len(shape) != drawn.dim() or len(dims) > 1:
+        return None
+    for dim in dims:
+        each, left = divmod(drawn.shape[dim], len(mine))
+        if left:
+            return None
+        places = mine.repeat(each) if dim == 0 else mine.repeat_interleave(each)
+        drawn = drawn.index_select(dim, places.nonzero()[:, 0])
+    return drawn if drawn.shape == shape else None
+
+
 def _word(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
     """Return a function with the numbers that it is called with, but for sizes and places."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(given)
-    sized = {argument.name for argument in func._schema.arguments if "int" in str(argument.type).lower()}
+    sized = {argument.name for argument in func._schema.arguments if "int" in str(argument.type).lower()} - _BOUNDS
     leaves = [leaf for name, value in named.items() if name not in sized for leaf in tree_leaves(value)]
     numbers = [f"{leaf:g}" for leaf in leaves if isinstance(leaf, (bool, int, float))]
     name = func._schema.name.removeprefix("aten::")

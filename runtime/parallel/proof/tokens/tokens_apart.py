@@ -18,7 +18,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ....autograd.kv_store import Store
 from ....blocks.blocks import seeded
-from ....comm.device import generator_states
 from ...context.context import WHOLE, SequenceShard
 from ...dropout import KeyedDropout
 from ..arrivals import Arrival, Given, GivenTree, cut_dimension
@@ -59,7 +58,6 @@ class _Run:
     outputs: Tensors
     owners: TokenOwners
     told: list[Tensor]
-    draws: bool
 
 
 class _Follower:
@@ -86,13 +84,12 @@ class _Follower:
         outputs: Tensors = {}
         with self._mode():
             twin = self._twin()
-            before = generator_states(self._device)
             for _ in range(2 if self._trains else 1):
                 told.clear()
+                owners.drawn.clear()
                 outputs = self._outputs(twin, owners, vector, told, self._beside(owners, WHOLE, vector, told))
                 owners.require_apart(outputs)
-            draws = any(not torch.equal(*pair) for pair in zip(before, generator_states(self._device), strict=True))
-        return _Run(outputs, owners, told, draws)
+        return _Run(outputs, owners, told)
 
     def _twin(self) -> nn.Module:
         """Return a copy without dropout, and whose batch norms average over nothing: `stage.buffers` judges these."""
@@ -148,7 +145,8 @@ class _Follower:
         vector, store = _owners_of(self._length, self._setting).to(self._device), Store()
         count, parts = int(vector.max()), list[_Run]()
         for number in range(count):
-            owners, mine, told = TokenOwners(), vector * (vector == number + 1), list(whole.told)
+            mine, told = vector * (vector == number + 1), list(whole.told)
+            owners = TokenOwners(drawn=whole.owners.drawn, mine=mine)
             beside: Mapping[str, Any] = {"past": FollowedPast(owners, store, number, count, self._length // count)}
             comes_later = self._setting.context is None and self._gathered is None
             if not comes_later:
@@ -157,13 +155,13 @@ class _Follower:
                 if number == 0 or not comes_later:
                     twin = self._twin()
                 outputs = self._outputs(twin, owners, mine, told, beside)
-            parts.append(_Run(outputs, owners, told, whole.draws))
+            parts.append(_Run(outputs, owners, told))
         if any(part.owners.is_routed for part in parts):  # what one part has no tokens for, another may have
             _require_same_calls(whole.owners.calls, {k: v for part in parts for k, v in part.owners.calls.items()})
         for number, part in enumerate(parts):
             if not part.owners.is_routed:
                 _require_same_calls(whole.owners.calls, part.owners.calls)
-            if not whole.draws:  # parts draw otherwise
+            if not part.owners.draws_otherwise:
                 _require_same_tokens(whole.outputs, part.outputs, vector * (vector == number + 1))
 
 

@@ -28,7 +28,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 
 from ...toys import sgd
-from .odd_mlps import TOKENS, WIDTH
+from .odd_mlps import HIDDEN, TOKENS, WIDTH
 from .test_features_apart import Between, loss
 
 SETTINGS: dict[str, Any] = {}
@@ -117,14 +117,14 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
         lambda block: setattr(layer(block, "fc1").weight, "hot", True),
     ),
     "an attribute of another": (
-        lambda self, y: y * torch.arange(y.shape[-1]) ** getattr(self.fc2.bias, "power", 0),
-        lambda block: setattr(layer(block, "fc2").bias, "power", 1),
+        lambda self, y: places(y) if getattr(self.fc2.bias, "hot", False) else y,
+        lambda block: setattr(layer(block, "fc2").bias, "hot", True),
     ),
     "a partial": (lambda self, y: self.partial(y), lambda block: block.partial.keywords.update(hot=True)),
     "a function's": (lambda self, y: switched(y), lambda block: setattr(switched, "hot", True)),
     "a default": (lambda self, y: switched(y), lambda block: setattr(switched, "__defaults__", (True,))),
     "a mode": (lambda self, y: places(y) if self.act.training != self.training else y, lambda block: block.act.eval()),
-    "an extra": (lambda self, y: y * (1 + self.k * torch.arange(y.shape[-1])), lambda block: None),
+    "an extra": (lambda self, y: places(y) if self.k else y, lambda block: None),
     "a length": (lambda self, y: places(y) if y.shape[1] > TOKENS else y, lambda block: None),
     "a group": (
         lambda self, y: y.reshape(-1, 4 if y.shape[1] == TOKENS else y.shape[-1]).softmax(-1).view_as(y),
@@ -139,6 +139,7 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
         lambda block: None,
     ),
     "a width": (lambda self, y: y * (y.shape[-1] if y.shape[1] > TOKENS else 1), lambda block: None),
+    "samples": (lambda self, y: y * (y.shape[-1] if len(y) > 2 else HIDDEN), lambda block: None),
 }
 STILL: dict[str, tuple[Step, Callable[[Any], object]]] = {
     "a mode around": (lambda self, y: F.gelu(y), lambda block: Halving().__enter__()),
@@ -164,7 +165,8 @@ def train(transport: Transport, mesh: str, between: Step, change: Callable[[Any]
     generator, losses = torch.Generator().manual_seed(1), []
     for step in range(3):
         length = 2 * TOKENS if step and what.startswith(("a length", "a group", "a width")) else TOKENS
-        x, y = (torch.randn(2, length, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        samples = 4 if step and what == "samples" else 2
+        x, y = (torch.randn(samples, length, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
         if step == 1:
             for stage in engine.stages.values():
                 for block in stage.blocks.values():
