@@ -6,7 +6,7 @@ function                         cells of its closure, globals it names    ┘ t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
@@ -19,6 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..blocks.host_state import HostState
 from ..blocks.untouched import Kept
 from ..data.reachable import parts_of, reachable
+from ..data.snapshot import Snapshot
 
 _HOOKS = ", its hooks"
 _LARGEST_ID = 10**7
@@ -85,6 +86,12 @@ def class_weights(function: Any) -> list[Tensor]:
     """Return the rows of numbers that a function holds or names, as weights of classes are, always in one order."""
     found = {id(part): part for thing in _things(function) for part in parts_of(thing) if isinstance(part, Tensor)}
     return [t for t in found.values() if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
+
+
+def tensors_with_rows(name: str, function: Any, sizes: Collection[int]) -> list[str]:
+    """Return names and shapes of those tensors with so many rows that a function, called `name`, holds or names."""
+    found = Snapshot({name: _bare(function)}, numbers=False).tensors()
+    return [f"{words} {tuple(t.shape)}" for words, t in found if t.dim() and t.shape[0] in sizes]
 
 
 def whole_numbers(function: Any) -> list[int]:

@@ -76,6 +76,7 @@ class WeighedLoss:
         is_captured: whether steps are replayed, in which nobody looks at what a microbatch weighs.
 
     Attributes:
+        function: the user's.
         has_others: whether blocks have losses of their own beside it.
         supposed: what it is supposed to be over while blocks before it weigh theirs, and nobody has called it.
         has_supposed: whether some of theirs was so weighed that it would be another by another rule.
@@ -99,7 +100,7 @@ class WeighedLoss:
         is_cut: bool = False,
         is_captured: bool = False,
     ) -> None:
-        self._loss_fn, self.has_others = loss_fn, False
+        self.function, self.has_others = loss_fn, False
         self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
         functions = [loss_fn] if self.means is None else [partial(_term, *term) for term in self.means.terms]
         self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]
@@ -166,14 +167,14 @@ class WeighedLoss:
         """Return what it is over, as numbers like those of an output tell, which it is called with for once."""
         if self._weight is not None or self.means is not None:
             return Over.SUM if self.means is not None or self._weight is None else self._weight.over
-        kept = FunctionKept(self._loss_fn, next((t.device for t in tensors_of(output)), torch.device("cpu")))
+        kept = FunctionKept(self.function, next((t.device for t in tensors_of(output)), torch.device("cpu")))
         try:
-            with versions_kept(self._loss_fn):
+            with versions_kept(self.function):
                 with torch.no_grad():
-                    found = self._loss_fn(output, targets)
+                    found = self.function(output, targets)
                 if isinstance(found, tuple):
                     return Over.STATED
-                weight = LossExamination(self._loss_fn, output, targets, samples).run().weight
+                weight = LossExamination(self.function, output, targets, samples).run().weight
             return Over.SAMPLES if weight is None else weight.over
         except Exception:  # what a user's code says to numbers that no block has given
             return Over.SAMPLES
@@ -215,7 +216,7 @@ class WeighedLoss:
             self._guard(output)
         given = [] if self.is_known or self.is_alone else [(t, t._version) for t in tensors_of((output, targets))]
         with self.watched:
-            found = self._loss_fn(output, targets)
+            found = self.function(output, targets)
         if any(tensor._version != version for tensor, version in given):
             raise MisfitError(IN_PLACE)
         is_number = isinstance(found, Tensor) and not found.dim()

@@ -17,12 +17,13 @@ class WeighedMetric:
     """A metric of the user's.
 
     Attributes:
+        function: the user's.
         examined: what is known of it.
         watched: the context that the user's function runs in.
     """
 
     def __init__(self, name: str, metric: Callable[..., Any]) -> None:
-        self._name, self._metric = name, metric
+        self._name, self.function = name, metric
         self.examined = Examined(metric, f"metric {name!r}", is_loss=False)
         self.watched: AbstractContextManager[Any] = nullcontext()
 
@@ -38,7 +39,7 @@ class WeighedMetric:
         if rule is None:
             self.examined.before_call(output)
         with self.watched:
-            found = self._metric(output, targets)
+            found = self.function(output, targets)
         if rule is None:
             rule = self.examined.find(found, output, targets, samples)
         assert rule is not None

@@ -6,7 +6,7 @@ ValueError: no such token      ──▶      CodeError: rank 1 (pp=1), stage 2,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quintsched.errors import CodeError, QuintschedError
@@ -18,7 +18,13 @@ from quintsched.stalls.own_errors import message_of, said
 from ..autograd.run_backward import run_backward
 from ..blocks.blame import block_of, frames, place_of
 from ..blocks.trees import TreeSpec
+from ..examine.functions_kept import tensors_with_rows
 from ..stage.forward import StageForward
+from ..stage.mean_losses import WeighedLoss
+from ..stage.weighed_metrics import WeighedMetric
+from .units import Units
+
+_MOST_NAMED = 3
 
 
 def explained(
@@ -41,16 +47,39 @@ def rank_in_words(mesh: Mesh, rank: int) -> str:
     return f"rank {rank} ({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(rank).items())})"
 
 
-def called(name: str, function: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
-    """Return what a function of the user's gives for outputs and targets; raises `CodeError` for its errors."""
+def called(
+    name: str, function: WeighedLoss | WeighedMetric, output: Any, targets: Any, units: Units, unit: int, **more: Any
+) -> Any:
+    """Return what a function of the user's gives for a unit's outputs and targets; raises `CodeError` for its errors.
+
+    `more` is what the function takes beside them.
+    """
+    samples = len(units.samples[unit])
     try:
-        return function(output, targets)
+        return function(output, targets, samples=samples, **more)
     except QuintschedError:
         raise
     except Exception as error:
         raise CodeError(
             f"{name} raised {said(error)}; it was given {TreeSpec.of(output)}, and targets {TreeSpec.of(targets)}"
+            f"{_why_of_some(name, function.function, targets, samples, units)}"
         ) from error
+
+
+def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Units) -> str:
+    """Say what a function lacks that is called with some of the samples, and the way out; "" with all of them."""
+    sizes = {units.num_samples, units.num_samples * units.num_replicas} - {samples}
+    if not sizes:
+        return ""
+    spec = TreeSpec.of(targets)
+    given = zip(spec.tree.paths, (tuple(tensor.shape) for tensor in spec.tensors), strict=True)
+    wide = [f"targets{path} {shape}" for path, shape in given if sizes & {*shape[1:]}]
+    found = [*tensors_with_rows(name, function, sizes), *wide][:_MOST_NAMED]
+    named = f", and {' and '.join(found)} {'is' if len(found) == 1 else 'are'} for the whole batch" if found else ""
+    return (
+        f"; it is called for each microbatch, here with {samples} of this replica's {units.num_samples} samples{named}"
+        ": give each sample what it needs as a target of its own, and no numbers or rows of other samples"
+    )
 
 
 def _place(error: Exception, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:

@@ -164,7 +164,8 @@ class StepSettler:
             self.any_shape()
         by_unit = [shapes.get(size) for size in sizes for _ in range(slices)]
         empty = frozenset(unit for unit, shape in enumerate(by_unit) if shape is None)
-        return Units(by_unit, samples_of(sizes, slices, first), empty, sum(sizes))
+        samples = samples_of(sizes, slices, first)
+        return Units(by_unit, samples, empty, sum(sizes), num_replicas=self._model.num_replicas)
 
     def _shape(self, plan: Plan, spec: UnitSpec, batch: Batch, unit: int) -> UnitShape:
         model, samples, parcels = self._model, spec.inputs.samples, self._find(spec, batch, unit)

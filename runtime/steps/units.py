@@ -80,6 +80,7 @@ class Units:
         empty: the units that are passed over.
         num_samples: how many samples this replica has in all.
         alike: whether all ranks of ep have units of these shapes, where mixtures want to know.
+        num_replicas: how many divide the batch.
     """
 
     shapes: Sequence[UnitShape | None]
@@ -87,6 +88,7 @@ class Units:
     empty: frozenset[int]
     num_samples: int
     alike: bool = True
+    num_replicas: int = 1
 
 
 NO_UNITS = Units((), (), frozenset(), 0)

@@ -321,15 +321,15 @@ def _slices(plan: Plan) -> int:
 def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    samples, usual = len(state.current.units.samples[unit]), state.usual_samples
-    loss_fn = partial(state.loss_fn, samples=samples, usual=usual, slices=slices)
-    loss = tally.add_loss(unit, called("the loss function", loss_fn, output, targets), samples / usual)
+    units, usual = state.current.units, state.usual_samples
+    found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
+    loss = tally.add_loss(unit, found, len(units.samples[unit]) / usual)
     if not loss.requires_grad and torch.is_grad_enabled() and state.current.number == 0:
         _tell_without_graph(unit, output)
     if state.metrics:
         with torch.no_grad():
             for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, state.metrics.items(), strict=True):
-                found, weight = called(f"metric {name!r}", partial(metric, samples=samples), output, targets)
+                found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
                 column.append((unit, found))
                 own.append((unit, weight))
     return NOWHERE.with_loss(loss, state.scale.value)
