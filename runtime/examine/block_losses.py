@@ -48,6 +48,8 @@ _TOLERANCE = {8: 1e-7, 4: 2e-4}
 _NOISE = 1e-3
 """What is so much smaller than the largest gradient is measured by that: it may be nothing but rounding."""
 
+_UNTRIED = "it cannot be run on several samples of numbers that are drawn, and on some of them"
+
 Alike = Callable[[range], AbstractContextManager[None]]
 """Makes a context in which a block draws the same each time for these samples."""
 
@@ -57,7 +59,7 @@ class BlockLoss(NamedTuple):
 
     Attributes:
         name: of the first block of the kind.
-        over: all that it may be over; empty: neither a sum nor a mean.
+        over: all that it may be over; empty: neither a sum nor a mean, as far as anybody knows.
         why: why nobody knows; "": it could be run.
     """
 
@@ -147,7 +149,7 @@ class _Examination:
                 if self._goes_by_rest(some, whole):
                     return BlockLoss(name, (), "it goes by what it is given that belongs to no sample")
                 candidates = {w: None for w in candidates if self._holds(self._shares(w, some), some, (whole, a, b))}
-        return BlockLoss(name, tuple(candidates), "" if has_run else "it cannot be run on numbers that are drawn")
+        return BlockLoss(name, tuple(candidates)) if has_run else BlockLoss(name, (), _UNTRIED)
 
     def _experiments(self, begin: int = 0) -> Iterator[Parts]:
         for number, sizes in enumerate(_SIZES[begin:], begin):

@@ -159,7 +159,7 @@ class Arrivals:
         self._of_unit_samples = units.spec.samples.shape[0]
         most = self._of_unit_samples
         self.num_samples = samples if samples and repeats else min(samples or most, most)
-        self._whole = list(parcels) if samples is None else self._trace(outlines, parcels, dtype)
+        self._whole = list(parcels) if samples is None else self._trace(outlines, parcels, dtype, repeats)
         self._extras = {name: self._whole_tree([unit[name] for unit in units.extras]) for name in units.extras[0]}
         self._targets = self._whole_tree(units.targets) if units.targets else None
         self._inputs = list(map(self._whole_of, zip(*units.inputs, strict=True))) if units.inputs else None
@@ -184,13 +184,15 @@ class Arrivals:
         return None
 
     def _trace(
-        self, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], dtype: torch.dtype | None
+        self, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], dtype: torch.dtype | None, repeats: bool
     ) -> list[Parcel]:
         """Return what blocks leave of whole sequences: of few samples, or of all, for blocks that want as many.
 
-        Where only data can tell, it is what they left of a unit, with as many times its tokens.
+        Where only data can tell, it is what they left of a unit, with as many times its tokens, and its samples if it
+        `repeats` these.
         """
-        for samples in (self.num_samples, self._of_unit_samples):
+        wanted = self.num_samples
+        for samples in (wanted, self._of_unit_samples):
             self.num_samples = samples
             extras = {name: self._tree_spec(spec) for name, spec in self._units.extra_specs.items()}
             try:
@@ -199,24 +201,28 @@ class Arrivals:
                 found = error
         if not wants_data(found):
             raise found
+        self.num_samples = wanted if repeats else self.num_samples
         return [self._lengthened(parcel) for parcel in parcels]
 
     def _lengthened(self, parcel: Parcel) -> Parcel:
-        tokens, cuts = self._units.spec.samples.shape[1:2], self._cuts
-        riders = ((name, lengthened(TreeSpec.plain(spec), tokens, cuts).tensors[0]) for name, spec in parcel.riders)
-        return replace(parcel, output=lengthened(parcel.output, tokens, cuts), riders=tuple(riders))
+        def longer(left: TreeSpec) -> TreeSpec:
+            left = lengthened(left, self._units.spec.samples.shape[1:2], self._cuts)
+            return TreeSpec(left.tree, tuple(map(self._of_samples, left.tensors)))
+
+        riders = ((name, longer(TreeSpec.plain(spec)).tensors[0]) for name, spec in parcel.riders)
+        return replace(parcel, output=longer(parcel.output), riders=tuple(riders))
 
     def _tree_spec(self, unit: TreeSpec) -> TreeSpec:
         return TreeSpec(unit.tree, tuple(map(self._spec, unit.tensors)))
 
     def _spec(self, unit: TensorSpec) -> TensorSpec:
-        if not unit.shape:
-            return unit
-        samples, *rest = unit.shape
-        samples = self.num_samples if samples == self._of_unit_samples else samples
-        if rest and self._cuts > 1:
-            rest[0] *= self._cuts
-        return TensorSpec((samples, *rest), unit.dtype)
+        if len(unit.shape) > 1 and self._cuts > 1:
+            unit = TensorSpec((unit.shape[0], unit.shape[1] * self._cuts, *unit.shape[2:]), unit.dtype)
+        return self._of_samples(unit)
+
+    def _of_samples(self, unit: TensorSpec) -> TensorSpec:
+        is_of_samples = unit.shape[:1] == (self._of_unit_samples,)
+        return TensorSpec((self.num_samples, *unit.shape[1:]), unit.dtype) if is_of_samples else unit
 
     def _whole_tree(self, units: Sequence[Any]) -> GivenTree:
         """Join the slices of a tree's tensors."""
