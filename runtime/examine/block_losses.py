@@ -6,7 +6,8 @@
     L(x) = s L(a) + (1 - s) L(b)      ∂L(x) = s ∂L(a) + (1 - s) ∂L(b)      a mean over samples, or targets that count
 
 Numbers are drawn, of many sizes and with one sample far from the others; weights too, as a router that starts at zero
-tells nothing. Norms take no statistics of these few samples, and of `MoE` the balance is what it is of a microbatch.
+tells nothing; extras and targets are other numbers than the first ones, by which a loss may be another later. Norms
+take no statistics of these few samples, and of `MoE` the balance is what it is of a microbatch.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..blocks.blocks import TARGETS
+from ..blocks.blocks import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
 from ..blocks.untouched import untouched
 from ..parallel.expert.moe import mixtures
 from ..parallel.proof.arrivals import Arrival, Given
 from ..parallel.proof.twins import draw_weight
 from .block_runs import RunBlock, run_with_graph
+from .losses.calls_checked import CallsChecked
 from .losses.examination import LossExamination
 from .losses.parts import Parts, rows_of_each, with_other_targets
 from .losses.rules import LossWeight, Over
+from .other_numbers import Agree, others_of
 
 SAMPLES = 13
 """So many are drawn, where memory allows it: the rows of a few of them are told from sizes of anything else."""
@@ -61,11 +64,13 @@ class BlockLoss(NamedTuple):
         name: of the first block of the kind.
         over: all that it may be over; empty: neither a sum nor a mean, as far as anybody knows.
         why: why nobody knows; "": it could be run.
+        where: where it is neither, if that is not as it is given.
     """
 
     name: str
     over: tuple[LossWeight, ...]
     why: str = ""
+    where: str = ""
 
 
 class _Tried(NamedTuple):
@@ -83,6 +88,7 @@ def examine_block_loss(
     samples: int,
     alike: Alike,
     *,
+    agree: Agree = list,
     is_brief: bool = False,
 ) -> BlockLoss:
     """Return what the loss of a block may be over; the block is as it was.
@@ -93,14 +99,15 @@ def examine_block_loss(
         block: its weights are resident.
         arrival: what it is given, of as many `samples`.
         alike: a context in which it draws the same each time for these samples.
+        agree: makes numbers of ranks that run the block together the same.
         is_brief: whether one experiment is enough, as it was examined before.
     """
     with untouched(block):
         _leave_batches_out(block)
-        found = _Examination(run, number, block, arrival, samples, alike).run(is_brief)
+        found = _Examination(run, number, block, arrival, samples, alike, agree).run(is_brief)
         if not found.over and not found.why:  # where it draws for a microbatch, and not for its samples
             by_unit = lambda some: alike(range(len(some)))  # noqa: E731
-            found = _Examination(run, number, block, arrival, samples, by_unit).run(is_brief)
+            found = _Examination(run, number, block, arrival, samples, by_unit, agree).run(is_brief)
     return found
 
 
@@ -116,24 +123,31 @@ class _Examination:
     """Experiments on a block."""
 
     def __init__(
-        self, run: RunBlock, number: int, block: nn.Module, arrival: Arrival, samples: int, alike: Alike
+        self,
+        run: RunBlock,
+        number: int,
+        block: nn.Module,
+        arrival: Arrival,
+        samples: int,
+        alike: Alike,
+        agree: Agree,
     ) -> None:
-        self._run, self._number, self._block, self._arrival, self._alike = run, number, block, arrival, alike
-        self._samples, targets = samples, arrival.extras.get(TARGETS)
-        self._beside = {name: extra for name, extra in arrival.extras.items() if name != TARGETS}
-        self._targets = [part.tensor for part in targets.parts] if targets is not None else []
+        self._run, self._number, self._block, self._alike, self._agree = run, number, block, alike, agree
+        accepts = accepted_extras(block)
+        extras = {name: extra for name, extra in arrival.extras.items() if accepts(name)}
+        self._arrival, targets = replace(arrival, extras=extras), extras.get(TARGETS)
+        self._samples, self._names = samples, [*(name for name in extras if name != TARGETS), TARGETS]
         self._known = (
             LossExamination(block, [], targets.build(lambda part: part.tensor), samples)
             if targets is not None
             else None
         )
-        is_alone = not is_sharded(block) and all(layer.group.size == 1 for layer in mixtures(block).values())
-        self._tries_targets = is_alone and self._known is not None
+        self._is_alone = not is_sharded(block) and all(layer.group.size == 1 for layer in mixtures(block).values())
         self._num_leaves = len(arrival.tensors)
 
     def run(self, is_brief: bool) -> BlockLoss:
         """Return what all experiments agree on; if it `is_brief`, the first with drawn weights."""
-        name, parts = f"block {self._number} ({type(self._block).__name__})", self._drawn(0)
+        name, parts = f"block {self._number} ({type(self._block).__name__})", self._drawn(0, self._arrival)
         candidates: dict[LossWeight, None] = dict.fromkeys([LossWeight(Over.SUM), LossWeight(Over.SAMPLES)])
         if self._known is not None:
             of_targets = self._known.weights_of_targets(parts)
@@ -149,28 +163,37 @@ class _Examination:
                 if self._goes_by_rest(some, whole):
                     return BlockLoss(name, (), "it goes by what it is given that belongs to no sample")
                 candidates = {w: None for w in candidates if self._holds(self._shares(w, some), some, (whole, a, b))}
+                if not candidates:
+                    return BlockLoss(name, (), where=some.words)
         return BlockLoss(name, tuple(candidates)) if has_run else BlockLoss(name, (), _UNTRIED)
 
     def _experiments(self, begin: int = 0) -> Iterator[Parts]:
         for number, sizes in enumerate(_SIZES[begin:], begin):
-            parts, count = self._drawn(number), self._samples
+            parts, count = self._drawn(number, self._arrival), self._samples
             if number and not is_sharded(self._block):
                 self._draw_weights(number)
             for cut, first, rest in sizes:
                 size = min(max(1, round(cut * count / SAMPLES)), count - 1)
                 yield replace(parts, first=size, rest=count - size).scaled(first, rest)
-            if self._tries_targets and not number and self._known is not None:
+            if self._is_alone and not number and self._known is not None:
                 yield from with_other_targets(parts, self._known.ids, is_safe=parts.outputs[0].device.type == "cpu")
+        given = others_of(self._arrival, self._block, self._agree)
+        for other, words in islice(given, None if self._is_alone else 1):  # ranks of other data may fail alone
+            yield replace(self._drawn(len(_SIZES), other).scaled(1, 0.1), words=f", {words}")
 
-    def _drawn(self, number: int) -> Parts:
-        """Return samples of the `number`-th draw; ids are not above those that there are."""
+    def _drawn(self, number: int, arrival: Arrival) -> Parts:
+        """Return samples of the `number`-th draw, with the extras and targets of an arrival.
+
+        Ids are not above those that there are.
+        """
         generator = torch.Generator().manual_seed(number)
         outputs = [self._other(given.tensor, number, generator) for given in self._arrival.tensors.values()]
-        extras = [part.tensor for tree in self._beside.values() for part in tree.parts]
-        outputs += [_unlike_mask(extra, generator) if number % 2 else extra for extra in extras]
-        units = [rows_of_each(leaf, self._samples) for leaf in (*outputs, *self._targets)]
+        beside = [[p.tensor for p in arrival.extras[name].parts] for name in self._names if name in arrival.extras]
+        targets = beside.pop() if TARGETS in arrival.extras else []
+        outputs += [extra for tree in beside for extra in tree]
+        units = [rows_of_each(leaf, self._samples) for leaf in (*outputs, *targets)]
         first = max(1, self._samples // 3)
-        return Parts(outputs, self._targets, first, self._samples - first, 0, units)
+        return Parts(outputs, targets, first, self._samples - first, 0, units)
 
     def _other(self, like: Tensor, number: int, generator: torch.Generator) -> Tensor:
         if like.is_floating_point():
@@ -195,7 +218,7 @@ class _Examination:
     def _try_once(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: range) -> _Tried | None:
         """Return the loss of these; None where that is no finite number, or the block cannot be run so."""
         try:
-            with untouched(self._block), self._alike(samples):
+            with untouched(self._block), self._alike(samples), CallsChecked():
                 ran = run_with_graph(self._run, self._number, self._block, self._arrival_of(outputs, targets))
                 wanted = [*ran.leaves, *ran.weights]
                 loss = torch.zeros(()) if ran.loss is None else ran.loss
@@ -217,8 +240,8 @@ class _Examination:
 
         activation = replace(given.activation, parts=take(given.activation.parts))
         riders = dict(zip(given.riders, take(given.riders.values()), strict=True))
-        names = [*self._beside, *([TARGETS] if self._targets else [])]
-        extras = {name: replace(given.extras[name], parts=take(given.extras[name].parts)) for name in names}
+        named = {name: given.extras[name] for name in self._names if name in given.extras}
+        extras = {name: replace(tree, parts=take(tree.parts)) for name, tree in named.items()}
         return replace(given, activation=activation, riders=riders, extras=extras)
 
     def _goes_by_rest(self, parts: Parts, tried: _Tried) -> bool:
@@ -270,13 +293,3 @@ def _are_close(pairs: Sequence[tuple[Tensor, Tensor, Tensor]], least: float, flo
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.double().norm())
-
-
-def _unlike_mask(extra: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a mask that leaves out some tokens, but for the first; anything else is as it was."""
-    is_mask = extra.dim() > 1 and not extra.is_floating_point() and bool(((extra == 0) | (extra == 1)).all())
-    if not is_mask:
-        return extra
-    kept = torch.rand(extra.shape, generator=generator) < 0.6
-    kept[:, :1] = True
-    return torch.where(kept.to(extra.device), extra, torch.zeros_like(extra))

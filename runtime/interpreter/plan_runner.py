@@ -116,9 +116,8 @@ class PlanRunner:
         self._same: tuple[Plan, Units, Interpreter] | None = None
         self._overlaps: dict[int, Overlaps] = {}
         self.interpreters: dict[str, Interpreter] = {}
-        self.steps = StepCount()
+        self.steps, self._is_broken = StepCount(), False
         self._latest: Interpreter | None = None
-        self._is_broken = False
         self.usual_samples = self._samples_before = 0
         self.losses = RunLosses(model, groups, transport.device, options)
 
@@ -206,6 +205,8 @@ class PlanRunner:
         one = slice(unit, unit + 1)
         units = FirstUnits(spec.inputs, dict(spec.extras), batch.inputs[one], batch.targets[one], batch.extras[one])
         self._model.prover.follow(units, parcels)
+        if spec.mode == "train":
+            self.losses.blocks.follow(units, parcels)
 
     @property
     def accumulates(self) -> bool:
@@ -311,9 +312,8 @@ class PlanRunner:
         return found
 
     def _bind(self, plan: Plan, shape: UnitShape) -> Interpreter:
-        flows = ProgramFlow(plan, self._transport.rank)
         recorder = self._recorder if plan is self._model.plan else None
-        return Interpreter(self._rank_state(flows, shape), recorder)
+        return Interpreter(self._rank_state(ProgramFlow(plan, self._transport.rank), shape), recorder)
 
     def _rank_state(self, flows: ProgramFlow, shape: UnitShape) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options

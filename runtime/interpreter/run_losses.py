@@ -68,7 +68,7 @@ class RunLosses:
     Attributes:
         loss, metrics: the user's, weighed.
         earlier: figures of batches whose gradients wait for those of others.
-        first: which blocks return losses.
+        first: which blocks return losses; `blocks`: what is found of them.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
@@ -93,7 +93,7 @@ class RunLosses:
         functions: dict[str, WeighedLoss | WeighedMetric] = {"the loss function": self.loss}
         functions |= {f"metric {name!r}": m for name, m in self.metrics.items()}
         self._reads = [(of, ReadsElsewhere(model.elsewhere, what)) for what, of in functions.items()]
-        self._blocks = BlockExaminations(model, groups)
+        self.blocks = BlockExaminations(model, groups)
         self._of_blocks, self._adds, self._usual, self._sizes = "", False, 1, frozenset[int]()
         self._probe: Unit | None = None
         self._units: set[object] = set()
@@ -148,10 +148,10 @@ class RunLosses:
     def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out what blocks are, before the first step (collective); see `BlockExaminations`."""
         if self.loss.rule != LossWeight(Over.MICROBATCH):
-            self._blocks.examine_backwards(units, parcels, gathered)
-        self._blocks.examine_losses(units, parcels, gathered)
+            self.blocks.examine_backwards(units, parcels, gathered)
+        self.blocks.examine_losses(units, parcels, gathered)
         if any(parcel.has_loss for parcel in parcels):
-            self.loss.expect_others(self._blocks.over_targets())
+            self.loss.expect_others(self.blocks.over_targets())
 
     def watch(self, plan: Plan, units: Units, number: int) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
@@ -165,8 +165,8 @@ class RunLosses:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
         self._is_due = is_compared = self._is_watched and not number & (number - 1)
-        if self._trains and self._blocks.losses:
-            self._blocks.begin()
+        if self._trains and self.blocks.losses:
+            self.blocks.begin()
         for examined in self._watched:
             examined.begin()
         is_new = self._is_due or any(examined.since for examined in self._watched)
@@ -197,9 +197,9 @@ class RunLosses:
         if self.loss.was_called:
             self._look()
         if self._trains:
-            self._blocks.end()
-        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self._blocks.since or self.first.refusal)
-        self._has_doubt |= bool(self._blocks.changed) or (self._adds and self._has_odd_sizes())
+            self.blocks.end()
+        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.blocks.since or self.first.refusal)
+        self._has_doubt |= bool(self.blocks.changed) or (self._adds and self._has_odd_sizes())
         if not self._watched:
             return self._has_doubt
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]
@@ -214,7 +214,7 @@ class RunLosses:
         if self.loss.was_called:
             self._look()
         if again and self._trains:
-            self._blocks.examine_changed()
+            self.blocks.examine_changed()
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
@@ -264,7 +264,7 @@ class RunLosses:
         told = [_Told(**json.loads(text)) for text in gather_texts(self._groups.world, json.dumps(self._mine()))]
         since = next((row.since for row in told if row.since), "")
         if since:
-            self._blocks.examine_again()
+            self.blocks.examine_again()
         refusal = next((row.refusal for row in told if row.refusal), "")
         self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")
         self._of_any = next((row.of_any for row in told if row.of_any), "")
@@ -292,7 +292,7 @@ class RunLosses:
         adds_right, self._adds = is_bare and not any(row.has_odd_sizes for row in told), any(row.adds for row in told)
         wrong = (row for row in told if not ((row.adds and adds_right) or (row.is_of_each and is_sum)))
         why = "" if is_meant else next((row.unlinear for row in wrong if row.unlinear), "")
-        of_losses = self._blocks.why_wrong(self.loss.rule)
+        of_losses = self.blocks.why_wrong(self.loss.rule)
         self._of_blocks = why and UNLINEAR.format(why) + _MEANT
         self._of_blocks = self._of_blocks or (
             of_losses and (since and f"since {since} has changed, ") + of_losses + _MEANT
@@ -318,10 +318,10 @@ class RunLosses:
             "rule": rule,
             "refusal": loss.refusal and since + loss.refusal,
             "of_metrics": next((metric.refusal for metric in self.metrics.values() if metric.refusal), ""),
-            "since": self._blocks.since,
-            "unlinear": self._blocks.unlinear.why,
-            "adds": self._blocks.unlinear.adds,
-            "is_of_each": self._blocks.unlinear.is_of_each,
+            "since": self.blocks.since,
+            "unlinear": self.blocks.unlinear.why,
+            "adds": self.blocks.unlinear.adds,
+            "is_of_each": self.blocks.unlinear.is_of_each,
             "has_odd_sizes": self._has_odd_sizes(),
             "of_any": next(filter(None, of_any), ""),
             "is_blind": any(one.is_blind for one in its),

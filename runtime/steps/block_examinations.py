@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,10 @@ from torch import nn
 from quintsched.errors import MisfitError
 from quintsched.ir.instructions import Compute, Fwd, Instruction, Overlap, Recompute
 
-from ..blocks.blocks import Parcel
+from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.host_state import HostState
-from ..comm import Group
+from ..blocks.trees import Tree
+from ..comm import Group, ReduceOp
 from ..comm.control import gather_texts
 from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
@@ -41,7 +42,7 @@ Gathered = Callable[[int], AbstractContextManager[None]]
 _FREE_BYTES = 32 << 20
 NO_BLOCK_LOSS = (
     "{} gives a loss beside its output, and of microbatches it is not that of the batch: {}; return {} over "
-    "samples of what each of them has by itself"
+    'samples of what each of them has by itself, such as F.cross_entropy(…, reduction="none").{}()'
 )
 
 
@@ -69,11 +70,13 @@ class BlockExaminations:
         self.losses: list[BlockLoss] = []
         self.since = ""
         self._kinds: list[_Kind] = []
-        self._given: dict[int, Arrival] = {}
         self._watched: dict[str, nn.Module] = {}
         self._state: HostState | None = None
         self._own = set[str]()
         self._num_changes = 0
+        self._trees: set[tuple[str, Tree]] | None = None
+        self._given_others: list[int] = []
+        self._arrivals: dict[tuple[int | None, bool], Arrivals] = {}
 
     def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out which blocks are not linear in gradients (collective over those who have the same).
@@ -83,20 +86,30 @@ class BlockExaminations:
             parcels: what blocks leave of one unit.
             gathered: makes the weights of a stage resident.
         """
-        model = self._model
-
-        @cache
-        def arrivals(samples: int | None) -> Arrivals:
-            return Arrivals(units, model.outlines, parcels, *self._cut, samples=samples)
+        model, self._first = self._model, (units, parcels)
 
         def arrival_of(number: int, has_few: bool) -> Arrival:
             is_cut = self._cut[0].size * self._cut[1] > 1
-            return arrivals(FEW if has_few or is_cut else None).at(number, model.outlines[number])
+            return self._given_of(FEW if has_few or is_cut else None).at(number, model.outlines[number])
 
         blocks = {stage: {int(n): block for n, block in held.blocks.items()} for stage, held in model.stages.items()}
         overtaken = _overtaken(model.plan.programs[model.pp_rank])
-        self._backwards = BlockBackwards(blocks, self._run, self._alike, gathered, overtaken)
+        self._backwards = BlockBackwards(blocks, self._run, self._alike, gathered, self._agree, overtaken)
         self._backwards.examine(arrival_of)
+
+    def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
+        """Examine blocks again that are given plain values, or trees of extras, which none was examined with."""
+        known, now = self._trees, {(name, spec.tree) for name, spec in units.extra_specs.items()}
+        self._trees = now | (known or set())
+        new = sorted(name for name, _ in self._trees - known) if known is not None else []
+        suspects = {} if self._backwards is None else self._backwards.suspects
+        blocks = {**{kind.number: kind.block for kind in self._kinds}, **suspects}
+        taking = {name: [n for n, block in blocks.items() if accepted_extras(block)(name)] for name in new}
+        if any(taking.values()):
+            self._first = units, parcels
+            self._arrivals.clear()
+            self._given_others = [number for numbers in taking.values() for number in numbers if number in suspects]
+            self.since = self.since or next(f"{name!r}, which the step is given," for name in new if taking[name])
 
     @property
     def unlinear(self) -> Unlinear:
@@ -112,7 +125,7 @@ class BlockExaminations:
 
     def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out what the losses of blocks that are not built in are over (collective); see `examine_backwards`."""
-        model, self._gathered = self._model, gathered
+        model, self._gathered, self._first = self._model, gathered, (units, parcels)
         wanted = {n for n, parcel in enumerate(parcels) if parcel.has_loss and not is_built_in(model.outlines[n])}
         if not wanted:
             return
@@ -122,14 +135,6 @@ class BlockExaminations:
                 if int(number) in wanted and (content := content_of(block)) not in known:
                     known.append(content)
                     self._kinds.append(_Kind(stage, int(number), block))
-        try:
-            arrivals = Arrivals(
-                units, model.outlines, parcels, *self._cut, samples=_count(units, parcels), repeats=True
-            )
-        except MisfitError:  # of blocks that take no other number
-            arrivals = Arrivals(units, model.outlines, parcels, *self._cut, samples=None)
-        given = {kind.number: arrivals.at(kind.number, model.outlines[kind.number]) for kind in self._kinds}
-        self._given, self._num_samples = given, arrivals.num_samples
         self._watched = {
             f"block {n}": block
             for held in model.stages.values()
@@ -146,18 +151,23 @@ class BlockExaminations:
 
     def _examine(self, *, is_brief: bool = False) -> None:
         found = list[BlockLoss]()
+        try:
+            arrivals = self._given_of(_count(*self._first), repeats=True)
+        except MisfitError:  # of blocks that take no other number
+            arrivals = self._given_of(None)
         for kind in self._kinds:
             number, block = kind.number, kind.block
             with self._gathered(kind.stage):
                 alike = partial(self._alike, number, block)
-                given = self._given[number], self._num_samples, alike
-                found.append(examine_block_loss(self._run, number, block, *given, is_brief=is_brief))
+                given = arrivals.at(number, self._model.outlines[number]), arrivals.num_samples, alike
+                examine = partial(examine_block_loss, agree=self._agree, is_brief=is_brief)
+                found.append(examine(self._run, number, block, *given))
         self._state = state_of_host(self._watched)
-        told = json.dumps([[one.name, list(map(asdict, one.over)), one.why] for one in found])
+        told = json.dumps([[one.name, list(map(asdict, one.over)), one.why, one.where] for one in found])
         self.losses = [
-            BlockLoss(name, tuple(LossWeight(**{**rule, "over": Over(rule["over"])}) for rule in over), why)
+            BlockLoss(name, tuple(LossWeight(**{**rule, "over": Over(rule["over"])}) for rule in over), why, where)
             for text in gather_texts(self._groups.world, told)
-            for name, over, why in json.loads(text)
+            for name, over, why, where in json.loads(text)
         ]
 
     def begin(self) -> None:
@@ -168,7 +178,7 @@ class BlockExaminations:
     def end(self) -> None:
         """End a step: what forwards have changed themselves goes by microbatches, as all state within blocks."""
         if self._backwards is not None:
-            self.changed = self._backwards.changed()
+            self.changed, self._given_others = [*self._backwards.changed(), *self._given_others], []
         if self._state is not None and not self.since:
             self._own.update(self._moved())
 
@@ -190,11 +200,26 @@ class BlockExaminations:
         for one in self.losses:
             fits = [weight for weight in one.over if (weight.over is Over.SUM) == wants_sum]
             if not fits:
-                what = "it is neither a sum over samples nor a mean over them"
+                what = f"it is neither a sum over samples nor a mean over them{one.where}"
                 if one.over:
                     what = f"it is {one.over[0]}, and the loss function gives {rule}"
-                return NO_BLOCK_LOSS.format(one.name, one.why or what, "a sum" if wants_sum else "a mean")
+                kind = "sum" if wants_sum else "mean"
+                return NO_BLOCK_LOSS.format(one.name, one.why or what, f"a {kind}", kind)
         return ""
+
+    def _given_of(self, samples: int | None, *, repeats: bool = False) -> Arrivals:
+        """Return what blocks are given of the unit that they are examined with."""
+        units, parcels = self._first
+        if (samples, repeats) not in self._arrivals:
+            given = Arrivals(units, self._model.outlines, parcels, *self._cut, samples=samples, repeats=repeats)
+            self._arrivals[samples, repeats] = given
+        return self._arrivals[samples, repeats]
+
+    def _agree(self, numbers: Sequence[float]) -> list[float]:
+        """Make numbers of the ranks that run a block together the same (collective over tp)."""
+        found = torch.tensor(numbers, dtype=torch.float64, device=self._groups.tensor.device)
+        self._groups.tensor.all_reduce(found, ReduceOp.MAX).wait()
+        return [float(number) for number in found.tolist()]
 
     @property
     def _run(self) -> RunBlock:

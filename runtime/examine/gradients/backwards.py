@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -26,12 +28,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...agreement.plain_code import asking_elsewhere
+from ...blocks.blocks import accepted_extras
+from ...blocks.dtensor import is_sharded
 from ...blocks.trees import TensorSpec
 from ...blocks.untouched import untouched
 from ...data.snapshot import Snapshot
 from ...parallel.proof.arrivals import Arrival, draw
 from ...parallel.proof.features_apart import draws_of_python
 from ..block_runs import RunBlock, run_with_graph
+from ..other_numbers import Agree, others_of
 from .microbatches import Alike, anyhow, gradients_kept, why_of_microbatch, why_of_others
 from .own_backwards import Calls, Code, Shape, Watched, hooks_of
 
@@ -90,6 +95,8 @@ def why_unlinear(
     block: nn.Module,
     arrival: Arrival,
     alike: Alike = anyhow,
+    *,
+    is_brief: bool = False,
 ) -> Unlinear:
     """Return why a block's gradients are not proportional to those that it is given; it is as it was.
 
@@ -99,6 +106,7 @@ def why_unlinear(
         block: its weights are resident.
         arrival: what it is given.
         alike: a context in which it draws the same each time for some samples.
+        is_brief: whether few experiments are enough, and what cannot be run tells nothing.
     """
     is_short = any(p.dtype is torch.float16 for p in block.parameters())
     scales = _SHORT_SCALES if is_short else _SCALES
@@ -116,11 +124,14 @@ def why_unlinear(
         with asking_elsewhere(clocks=False) as asked:
             none = backward(0, 0.0)
         others = [(scale, backward(0, scale)) for scale in scales]
-        ones = [backward(seed, 1.0) for seed in range(_DRAWS)]
-        halves = [[backward(seed, 1.0, only=sample) for sample in range(arrival.samples)] for seed in range(_DRAWS)]
+        draws, samples = range(1 if is_brief else _DRAWS), range(arrival.samples)
+        ones = [backward(seed, 1.0) for seed in draws]
+        halves = [[backward(seed, 1.0, only=sample) for sample in samples] for seed in draws]
     except _Draws:
         return Unlinear(_STEERED.format(number, type(block).__name__, "draws from Python's or numpy's generator"))
     except Exception as error:  # what a user's code says to numbers that no block has given
+        if is_brief:
+            return Unlinear()
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         return Unlinear(
             f"block {number} ({type(block).__name__}) may change gradients, and fails where it is tried, {said}"
@@ -214,6 +225,7 @@ class BlockBackwards:
         run: runs a block on what it is given.
         alike: gives a context in which a block, of a number, draws the same for some samples each time.
         gathered: makes the weights of a stage resident (collective over replicas).
+        agree: makes numbers of ranks that run a block together the same.
         overtaken: the stages where a forward of another microbatch may run before a backward.
     """
 
@@ -223,10 +235,11 @@ class BlockBackwards:
         run: RunBlock,
         alike: Callable[[int, nn.Module, range], AbstractContextManager[None]],
         gathered: Gathered,
+        agree: Agree = list,
         overtaken: Collection[int] = (),
     ) -> None:
         self._overtaken = {number for stage in overtaken for number in blocks.get(stage, ())}
-        self._blocks, self._run, self._alike, self._gathered = blocks, run, alike, gathered
+        self._blocks, self._run, self._alike, self._gathered, self._agree = blocks, run, alike, gathered, agree
         self._arrival_of: ArrivalOf | None = None
         self._found: dict[int, Unlinear] = {}
         self._watched: dict[int, Watched] = {}
@@ -238,6 +251,11 @@ class BlockBackwards:
     def found(self) -> Unlinear:
         """What the first block is like whose backward is not linear."""
         return next((found for found in self._found.values() if found.why), Unlinear())
+
+    @property
+    def suspects(self) -> dict[int, nn.Module]:
+        """The blocks that can change gradients, by their numbers."""
+        return {n: block for held in self._blocks.values() for n, block in held.items() if n in self._suspects}
 
     def changed(self) -> list[int]:
         """Return the numbers of the blocks that may have other backwards than they were found to have.
@@ -277,6 +295,7 @@ class BlockBackwards:
         if is_suspect:
             arrival = arrival_of(number, True)
             found = why_unlinear(self._run, number, block, arrival, partial(self._alike, number, block))
+            found = found if found.why else self._of_others(number, block, arrival)
         is_taken = not found.why or found.adds or found.is_of_each
         if is_taken:
             found = self._of_microbatches(number, block, arrival_of, code, found, is_suspect=is_suspect)
@@ -286,6 +305,18 @@ class BlockBackwards:
         self._suspects = self._suspects | {number} if is_suspect else self._suspects - {number}
         self._watched[number] = Watched(block, code, is_suspect=is_suspect)
         return found
+
+    def _of_others(self, number: int, block: nn.Module, arrival: Arrival) -> Unlinear:
+        """Return what is found where extras are other numbers than the first ones."""
+        accepts, alike = accepted_extras(block), partial(self._alike, number, block)
+        taken = replace(arrival, extras={name: extra for name, extra in arrival.extras.items() if accepts(name)})
+        given = others_of(taken, block, self._agree) if taken.extras else ()
+        for other, words in islice(given, 1 if is_sharded(block) else None):  # ranks of other data may fail alone
+            found = why_unlinear(self._run, number, block, other, alike, is_brief=True)
+            why = found.why or why_of_microbatch(self._run, number, block, other, alike)
+            if why:
+                return found._replace(why=f"{why}, {words}")
+        return Unlinear()
 
     def _of_microbatches(
         self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, found: Unlinear, *, is_suspect: bool

@@ -57,6 +57,7 @@ class Parts:
         along: the dimension that is cut: 0 samples, 1 tokens.
         units: of each leaf, outputs' first: how many rows belong to one of these; 0: the leaf belongs to all of them.
         is_odd: whether masks have numbers that these may never have.
+        words: what is other than usual in it.
     """
 
     outputs: Sequence[Tensor]
@@ -66,6 +67,7 @@ class Parts:
     along: int
     units: Sequence[int]
     is_odd: bool = False
+    words: str = ""
 
     @property
     def share(self) -> float:

@@ -332,3 +332,42 @@ def test_all_ranks_refuse_what_microbatches_change(name, loss, options, said):
             engine.step(x, x)
 
     run_local(2, work)
+
+
+class Phased(Block):
+    def forward(self, x, phase):
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook((lambda g: g.clamp(-0.1, 0.1)) if phase > 2 else torch.neg)
+        return x
+
+
+class Divided(Block):
+    def forward(self, x, phase):
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / phase.mean())
+        return x
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("block", "first", "later"),
+    [
+        (Phased, 0, 3),
+        (Phased, torch.tensor(0), None),
+        (Phased, torch.tensor(0.0), None),
+        (Divided, torch.ones(4), None),
+    ],
+)
+def test_extras_that_are_others_later_are_tried(block, first, later):
+    def run(transport):
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+        engine = Engine(plan, [block(), Block()], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        if later is not None:
+            engine.step(x, x, phase=first)
+        with pytest.raises(MisfitError, match=r"changes gradients by more than|mixes samples in its backward"):
+            engine.step(x, x, phase=first if later is None else later)
+
+    run_local(2, run)

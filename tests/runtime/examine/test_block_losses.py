@@ -13,7 +13,8 @@ from quintsched.runtime import Engine, MoE, run_local
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.examine.block_losses import examine_block_loss
 from quintsched.runtime.examine.losses.rules import Over
-from quintsched.runtime.parallel.proof.arrivals import Arrival, Given, GivenTree
+from quintsched.runtime.parallel.proof import arrivals
+from quintsched.runtime.parallel.proof.arrivals import Arrival, GivenTree
 
 WIDTH, SAMPLES = 4, 13
 
@@ -97,8 +98,8 @@ def found_of(block, samples=SAMPLES, seed=0, **extras):
     torch.manual_seed(seed)
     block = block.double()
     before = {name: weight.clone() for name, weight in block.state_dict().items()}
-    extras = {name: GivenTree([Given(extra)]) for name, extra in extras.items()}
-    arrival = Arrival(GivenTree([Given(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras)
+    extras = {name: GivenTree([arrivals.Given(extra)]) for name, extra in extras.items()}
+    arrival = Arrival(GivenTree([arrivals.Given(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras)
 
     def alike(some):
         torch.manual_seed(some.start)
@@ -185,6 +186,87 @@ def test_what_is_set_later_is_examined_again():
         assert all(torch.equal(weight, before[name]) for name, weight in after.items())
 
     run_local(2, work)
+
+
+class Given(Block):
+    def forward(self, x, extra):
+        y = self.inner(x)
+        return y, self.loss(y, extra)
+
+
+def mean_by(weights):
+    return lambda y, extra: (y.square().mean(1) * weights(extra)).sum() / weights(extra).sum()
+
+
+def in_phase(y, phase):
+    return y.square().mean() if phase == 0 else y.mean(0).square().mean()
+
+
+ONES, LABELS = torch.ones(SAMPLES), torch.arange(SAMPLES) % WIDTH
+LATER = {
+    "weights": (mean_by(lambda w: w), ONES, False),
+    "flags": (lambda y, mask: y[mask].square().mean(), ONES.bool(), False),
+    "ids that are padding": (mean_by(lambda ids: (ids != 0).double()), LABELS + 1, False),
+    "a number in code": (mean_by(lambda ids: (ids != 77).double()), LABELS, False),
+    "lengths": (mean_by(lambda n: n.clamp(max=5)), 3 * ONES.long(), False),
+    "ignored labels": (F.cross_entropy, LABELS, False),
+    "a phase": (in_phase, torch.tensor(0), False),
+    "a phase, as a number": (in_phase, torch.tensor(0.0), False),
+    "labels of each": (lambda y, t: F.cross_entropy(y, t, reduction="none").mean(), LABELS, True),
+    "weights of each": (lambda y, w: (y.square().mean(1) * w).mean(), ONES, True),
+    "a scale": (lambda y, scale: scale * y.square().mean(), torch.tensor(1.0), True),
+    "a mask of each": (
+        lambda y, m: (((y * m).sum(1) / m.sum(1).clamp(min=1)) ** 2).mean(),
+        torch.ones(SAMPLES, 4),
+        True,
+    ),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", LATER)
+def test_extras_that_are_others_later_are_tried(name):
+    loss, extra, is_mean = LATER[name]
+    assert found_of(Given(loss), extra=extra) == ([Over.SAMPLES] if is_mean else [])
+
+
+def test_labels_of_one_sample_are_tried_as_others():
+    weighed = Supervised(lambda y, t: F.cross_entropy(y, t, weight=torch.tensor([1.0, 2, 3, 0.5]).double()))
+    assert not found_of(weighed, targets=torch.full((SAMPLES,), 2))
+
+
+def test_plain_values_of_extras_are_examined_when_they_come():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        torch.manual_seed(0)
+        block = Given(in_phase)
+        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, transport=transport)
+        x = torch.ones(4, WIDTH)
+        for _ in range(2):
+            engine.step(x, x, extra=0)
+        with pytest.raises(
+            MisfitError, match=r"since 'extra', which the step is given, has changed, block 0 \(Given\)"
+        ):
+            engine.step(x, x, extra=1)
+
+    run_local(2, work)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("wide", [False, True])
+def test_microbatches_of_one_sample_hide_nothing(wide):
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=4)
+
+    def above(block, y):
+        return y[y > 0].square().mean() if wide else y.norm()
+
+    def work(transport):
+        engine = Engine(plan, [Block(above)], F.mse_loss, torch.optim.SGD, transport=transport)
+        with pytest.raises(MisfitError, match=r"block 0 \(Block\) gives a loss.*neither a sum"):
+            engine.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+
+    run_local(1, work)
 
 
 class Late(nn.Linear):

@@ -1,0 +1,116 @@
+"""Other extras and targets than a first batch has, by which a block may do something else later.
+
+1 0 0 -inf ─▶ 0.7 0.4 0.6 -inf    True True ─▶ True False    7 9 8 ─▶ 9 7 7, 3 0 5, and some of them 0, -100, 1000
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import CodeType, FunctionType
+
+import torch
+from torch import Tensor, nn
+
+from ..agreement.user_code import is_of_library
+from ..data.reachable import parts_of, reachable
+from ..parallel.proof.arrivals import Arrival, Given, GivenTree
+from ..parallel.proof.twins import FEW, SEED
+
+_TRIED = (0, 1, 2, 3, 5, 10, 100)
+_AMONG = (0, 1, 2, -100, -1)
+"""Whole numbers that are put among many: classes, and such as may be ignored."""
+_COUNTS = 9
+_MOST, _LARGE = 16, 1 << 20
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+Agree = Callable[[Sequence[float]], list[float]]
+
+
+def others_of(arrival: Arrival, block: nn.Module, agree: Agree) -> Iterator[tuple[Arrival, str]]:
+    """Yield what a block is given with other numbers in its extras, and what is other, in words.
+
+    Some may be nothing that the block can be given. `agree` makes as many numbers of ranks that run together the same.
+    """
+    held = {(name, k): part.tensor for name, tree in arrival.extras.items() for k, part in enumerate(tree.parts)}
+    held = {place: tensor for place, tensor in held.items() if _is_plain(tensor)}
+    for draw in (_drawn, _counts):
+        others = {place: draw(tensor) for place, tensor in held.items()}
+        if any(other is not held[place] for place, other in others.items()):
+            yield _with_extras(arrival, others), "where its extras are other numbers"
+    named = _numbers_of(block, agree) if held else []
+    for place, tensor in held.items():
+        is_whole, few = _is_whole(tensor), tensor.numel() <= FEW
+        for number in dict.fromkeys([*(_TRIED if few else _AMONG), *named] if is_whole or few else ()):
+            if _fits(number, tensor):
+                yield _with_extras(arrival, {place: _put(tensor, number)}), f"where {place[0]!r} holds {number}"
+
+
+def _with_extras(arrival: Arrival, others: dict[tuple[str, int], Tensor]) -> Arrival:
+    extras = {
+        name: GivenTree([Given(others.get((name, k), p.tensor), p.tokens) for k, p in enumerate(tree.parts)], tree.tree)
+        for name, tree in arrival.extras.items()
+    }
+    return replace(arrival, extras=extras)
+
+
+def _drawn(tensor: Tensor) -> Tensor:
+    """Return other numbers of about the size of a tensor's, or in its range; a quarter of its flags turned, or a few."""
+    generator = torch.Generator().manual_seed(SEED)
+    if tensor.is_floating_point():
+        share = 0.25 + 0.75 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+        return torch.where(tensor == 0, share, tensor * share)
+    if tensor.dtype is torch.bool and tensor.device.type == "cpu":
+        return tensor ^ (torch.rand(tensor.shape, generator=generator) < (0.25 if tensor.numel() > FEW else 1))
+    if not _is_whole(tensor):
+        return tensor
+    low, high = int(tensor.min()), int(tensor.max())
+    return torch.randint(low, high + 1, tensor.shape, generator=generator).to(tensor.dtype)
+
+
+def _counts(tensor: Tensor) -> Tensor:
+    """Return small counts in place of whole numbers."""
+    drawn = torch.randint(0, _COUNTS, tensor.shape, generator=torch.Generator().manual_seed(SEED))
+    return drawn.to(tensor.dtype) if _is_whole(tensor) else tensor
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.dtype in _WHOLE and tensor.device.type == "cpu"
+
+
+def _fits(number: int, tensor: Tensor) -> bool:
+    """Whether a tensor can have a number."""
+    if not _is_whole(tensor):
+        return tensor.is_floating_point()
+    return torch.iinfo(tensor.dtype).min <= number <= torch.iinfo(tensor.dtype).max
+
+
+def _put(tensor: Tensor, number: int) -> Tensor:
+    """Return a tensor of a number alone where it has a few, and of every third of them otherwise."""
+    if tensor.numel() <= FEW:
+        return torch.full_like(tensor, number)
+    places = torch.arange(tensor.numel()).view(tensor.shape) % 3 == 0
+    return tensor.masked_fill(places, number)
+
+
+def _numbers_of(block: nn.Module, agree: Agree) -> list[int]:
+    """Return whole numbers of a block's own code, then such as it holds, and the next after the last."""
+    things = list(reachable([block]))
+    own = (thing for thing in things if isinstance(thing, FunctionType) and not is_of_library(thing))
+    code = {number for function in own for number in _numbers_in(function.__code__)}
+    held = {part for thing in things for part in parts_of(thing) if type(part) is int and abs(part) < _LARGE}
+    found = [*sorted(code), *sorted(held - code)][:_MOST]
+    found = [*found, *(number + 1 for number in found[-1:])]
+    return [int(number) for number in agree([*found, *[0] * (_MOST + 1 - len(found))])]
+
+
+def _numbers_in(code: CodeType) -> Iterator[int]:
+    for constant in code.co_consts:
+        if type(constant) is int and abs(constant) < _LARGE:
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _numbers_in(constant)
