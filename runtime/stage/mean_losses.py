@@ -220,7 +220,11 @@ class WeighedLoss:
         if any(tensor._version != version for tensor, version in given):
             raise MisfitError(IN_PLACE)
         is_number = isinstance(found, Tensor) and not found.dim()
-        if isinstance(found, tuple) and any(isinstance(w, Tensor) and w.requires_grad for w in found[1:]):
+        if (
+            not is_number
+            and isinstance(found, tuple)
+            and any(isinstance(w, Tensor) and w.requires_grad for w in found[1:])
+        ):
             self.is_learned, found = True, (found[0], *map_tensors(Tensor.detach, found[1:]))
         if not self.is_known and (is_number or (isinstance(found, tuple) and len(found) == 2)):
             self._find(found, output, targets, samples)
