@@ -55,7 +55,7 @@ def _with_extras(arrival: Arrival, others: dict[tuple[str, int], Tensor]) -> Arr
 
 
 def _drawn(tensor: Tensor) -> Tensor:
-    """Return other numbers of about the size of a tensor's, or in its range; a quarter of its flags turned, or a few."""
+    """Return other numbers of about the size of a tensor's, or in its range; flags turned, of many a quarter."""
     generator = torch.Generator().manual_seed(SEED)
     if tensor.is_floating_point():
         share = 0.25 + 0.75 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
