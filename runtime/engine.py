@@ -20,6 +20,7 @@ from quintsched.simulation.message_slots import MAX_SENDS
 
 from .agreement.engine_records import agree_on_functions, agree_on_options
 from .blocks.blocks import Blocks
+from .blocks.untouched import tensors_of_training
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
 from .comm.control import ControlGroup
@@ -292,6 +293,7 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         self._bad_steps.note(step, result, last=last)
         return result
 
+    @tensors_of_training()
     def _settle(
         self,
         plan: Plan,

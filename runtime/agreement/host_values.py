@@ -54,8 +54,14 @@ def state_of(thing: Any) -> Callable[[], Any] | None:
     if isinstance(thing, np.random.Generator):
         return lambda: str(thing.bit_generator.state)
     if isinstance(thing, np.ndarray) and thing.nbytes <= _MOST_BYTES:
-        return lambda: _digest(thing.tobytes())
+        return lambda: _digest(bytes_of(thing))
     return None
+
+
+def bytes_of(array: np.ndarray[Any, Any]) -> bytes:
+    """Return what is in an array, and what of it is masked."""
+    masked = np.ndarray.tobytes(np.ma.getmaskarray(array)) if isinstance(array, np.ma.MaskedArray) else b""
+    return np.ndarray.tobytes(array) + masked
 
 
 def numbers_of(tensor: Tensor) -> str | None:

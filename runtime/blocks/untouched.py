@@ -101,6 +101,16 @@ def run_alone(run: Callable[[Any], Found], given: Any) -> tuple[Found, bool]:
     return detached(run(as_leaves(given))), True
 
 
+@contextmanager
+def tensors_of_training() -> Iterator[None]:
+    """A context in which tensors that are made count their versions, and may be part of a graph later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def asks_for_graph(error: Exception) -> bool:
     """Whether a call may have failed only since no graph was recorded."""
     return "grad" in str(error) or isinstance(error, AssertionError)

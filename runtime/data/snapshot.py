@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..agreement.host_values import bytes_of
 from ..agreement.user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -381,7 +382,7 @@ def _state_of(thing: Any) -> _State | None:
     if isinstance(thing, torch.Generator):
         return _in_one(lambda: thing.get_state().numpy().tobytes().hex(), thing.get_state(), thing.set_state)
     if isinstance(thing, np.ndarray) and thing.dtype != object and thing.flags.writeable and thing.nbytes < _MOST_BYTES:
-        return _in_one(lambda: thing.tobytes().hex(), thing.copy(), partial(np.copyto, thing))
+        return _in_one(lambda: bytes_of(thing).hex(), thing.copy(), partial(np.copyto, thing))
     return None
 
 

@@ -86,7 +86,7 @@ class RunLosses:
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = False
         self._is_watched, self._has_gradients, self._trains = True, False, True
-        self._refusal = self._of_metrics = self._of_any = ""
+        self._refusal = self._of_metrics = self._of_any = self._of_pairs = ""
         self._told: dict[Examined, str] = {}
         ends = {model.plan.layout.rank_of(route.stages[-1]) for route in model.plan.routes}
         self._watched = self._examined if model.pp_rank in ends else []
@@ -199,7 +199,8 @@ class RunLosses:
         if self._trains:
             self.blocks.end()
         self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.blocks.since or self.first.refusal)
-        self._has_doubt |= bool(self.blocks.changed) or (self._adds and self._has_odd_sizes())
+        self._of_pairs = self._of_pairs or self._model.prover.why_changed()
+        self._has_doubt |= bool(self._of_pairs or self.blocks.changed) or (self._adds and self._has_odd_sizes())
         if not self._watched:
             return self._has_doubt
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]
@@ -236,6 +237,8 @@ class RunLosses:
 
     def why_late(self, trains: bool) -> str:
         """Return what is wrong with an evaluation in which some rank has a doubt, in words; "": nothing may be."""
+        if self._of_pairs and not trains:
+            return self._of_pairs
         return "" if trains or self.loss.is_alone else LATE.format(self.loss.rule) + _MEANT
 
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
@@ -312,7 +315,8 @@ class RunLosses:
         loss, its = self.loss, self.loss.examined
         is_known = loss.rule is not None and (not its or not loss.is_settled or loss.was_called)
         rule = json.dumps(asdict(loss.rule) | {"of_each": loss.of_each}) if loss.rule and is_known else ""
-        of_any = [self.first.refusal, LEARNED if loss.is_learned else "", *(reads.refusal for _, reads in self._reads)]
+        of_any = [self._of_pairs]
+        of_any += [self.first.refusal, LEARNED if loss.is_learned else "", *(reads.refusal for _, reads in self._reads)]
         since = next((f"since {one.since} has changed, " for one in its if one.since), "")
         return {
             "rule": rule,

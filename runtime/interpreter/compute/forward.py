@@ -27,6 +27,7 @@ from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
 from ...blocks.blocks import TARGETS, Parcel
 from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors, tensors_of
+from ...blocks.untouched import tensors_of_training
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
 from ...stage.forward import UNIT, Extras, Outputs, apart
@@ -320,8 +321,15 @@ def _slices(plan: Plan) -> int:
 
 def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
-    output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    units, usual = state.current.units, state.usual_samples
+    targets = state.current.batch.targets[unit]
+    if not torch.is_inference_mode_enabled():
+        return _lose_plain(state, unit, slices, outputs[0], targets)
+    with tensors_of_training():  # losses are examined by graphs
+        return _lose_plain(state, unit, slices, *map_tensors(torch.clone, (outputs[0], targets)))
+
+
+def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, targets: Any) -> Start:
+    tally, units, usual = state.tally, state.current.units, state.usual_samples
     found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
     loss = tally.add_loss(unit, found, len(units.samples[unit]) / usual)
     if not loss.requires_grad and torch.is_grad_enabled() and state.current.number == 0:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...agreement.host_values import state_of
+from ...agreement.host_values import bytes_of, state_of
 from ...agreement.user_code import is_of_framework, is_of_library
 from ...blocks.host_state import own_attributes
 from ..dropout import KeyedDropout
@@ -256,4 +256,4 @@ def _digest(numbers: Any) -> object:
 
 
 def _sum(numbers: Any) -> str:
-    return hashlib.blake2b(bytes(numbers.tobytes() if hasattr(numbers, "tobytes") else numbers)).hexdigest()
+    return hashlib.blake2b(bytes_of(numbers) if isinstance(numbers, np.ndarray) else bytes(numbers)).hexdigest()

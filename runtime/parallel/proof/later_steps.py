@@ -97,7 +97,7 @@ class LaterSteps:
         self._bench, self._outlines, self._dtype, self._tokens = bench, outlines, dtype, tokens
         self._followed: list[Followed] = []
         self._lengths = set[str]()
-        self._state = SteeringState({})
+        self._state = self._of_pairs = SteeringState({})
         self._calls: dict[tuple[int, str], Called | None] = {}
 
     def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
@@ -111,16 +111,10 @@ class LaterSteps:
         return self._state.names
 
     def _watch(self) -> None:
-        kinds = [one.kind for one in self._followed]
-        blocks = [(kind.number, place, block) for kind in kinds for place, block in enumerate(kind.blocks)]
-        self._state = SteeringState(
-            {
-                f"block {number}" if not place else f"block {place} like {number}": block
-                for number, place, block in blocks
-            },
-            around=bool(blocks),
-        )
-        self._state.let_go()
+        pairs = [one for one in self._followed if one.in_pairs]
+        self._state = self._of_pairs = _steering(self._followed)
+        if len(pairs) < len(self._followed):
+            self._of_pairs = _steering(pairs)
 
     def why_unsound(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
         """Return which blocks may not be cut where units are of these shapes, in words; empty: all may."""
@@ -165,6 +159,19 @@ class LaterSteps:
                 return self._bench.refusal_of_tokens(followed.kind, followed.setting, f"given {units.spec}, {why}")
         self._lengths.add(shapes)
         return ""
+
+    def why_changed(self) -> str:
+        """Return what steers a block of pairs and was changed while a step ran, in words; empty: nothing was.
+
+        Hooks are left out, which come and go in a first step, that watches blocks.
+        """
+        moved = (slot.name for slot in self._of_pairs.moved() if ", its hooks" not in slot.name)
+        if (name := next(moved, None)) is None:
+            return ""
+        pairs = [followed.kind for followed in self._followed if followed.in_pairs]
+        kind = next((kind for kind in pairs if name.startswith(f"block {kind.number} ")), pairs[0])
+        why = f"{name!r} was changed while a step ran, by which it may be none: pass it as an extra, or"
+        return self._bench.refusal(kind, why).replace(" or;", " or")
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set by which blocks may not be cut any more."""
@@ -232,6 +239,18 @@ class LaterSteps:
         return Called(
             words, tuple(prod(shape[i:j]) for shape in shapes for i, j in combinations(range(len(shape) + 1), 2))
         )
+
+
+def _steering(followed: Sequence[Followed]) -> SteeringState:
+    """Return what steers the blocks of some kinds, as it is now."""
+    blocks = {
+        f"block {one.kind.number}" if not place else f"block {place} like {one.kind.number}": block
+        for one in followed
+        for place, block in enumerate(one.kind.blocks)
+    }
+    state = SteeringState(blocks, around=bool(blocks))
+    state.let_go()
+    return state
 
 
 class _Calls(TorchDispatchMode):

@@ -88,6 +88,7 @@ class Prover:
         self._numbers: dict[int, Kind] = {}
         self._here = BenchHere(group, tensor.rules)
         self._later = LaterSteps(self._here, outlines, dtype, self._tensor.tokens)
+        self.why_changed = self._later.why_changed
         self._is_done = which == "none"
         self._cut = CutLayers()
 

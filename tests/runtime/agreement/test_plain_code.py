@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quintsched.runtime.agreement.host_values import state_of
 from quintsched.runtime.agreement.plain_code import asking_elsewhere, has_known_content
 
 X = torch.ones(2, 4, requires_grad=True)
@@ -102,6 +103,17 @@ def test_plain_code_is_not() -> None:
             function()
     assert found == []
     assert sys.getprofile() is before
+
+
+def test_masked_arrays_are_compared_with_what_is_masked() -> None:
+    array = np.ma.array([1.0, 2.0], mask=[False, True])
+    read, masked = state_of(array), state_of(np.ma.masked)
+    assert read is not None
+    assert masked is not None
+    assert masked() == masked()
+    before = read()
+    array.mask = [True, False]
+    assert read() != before
 
 
 def test_objects_of_unknown_content_are_told_by_their_kinds() -> None:

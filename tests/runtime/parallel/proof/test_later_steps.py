@@ -236,6 +236,53 @@ def test_what_is_a_pair_still_goes_on(what: str) -> None:
     assert found == pytest.approx(alone, rel=1e-10)
 
 
+class Setting(nn.Module):
+    """Sets something for blocks behind it."""
+
+    def __init__(self, box: dict[str, bool]) -> None:
+        super().__init__()
+        self.box = box
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box["hot"] = bool(x.abs().max() > 5)
+        return x
+
+
+def run_set_within(transport: Transport, by: str) -> None:
+    """Run steps in which a block, the loss, or a block of an evaluation sets what steers a pair."""
+    box = {"hot": False}
+
+    def setting_loss(output: Tensor, targets: Tensor) -> Any:
+        if by == "the loss":
+            box["hot"] = bool(targets.max() > 5)
+        return loss(output, targets)
+
+    blocks = [
+        lambda: Setting(box if by != "the loss" else {}),
+        lambda: Later(lambda self, y: places(y) if box["hot"] else y),
+    ]
+    plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
+    engine = Engine(plan, blocks, setting_loss, sgd, dtype=torch.float64, transport=transport)
+    x, y = torch.randn(2, 4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    engine.step(x, y)
+    before = engine.full_weights()
+    x[2:], y[2:] = 9.0, 9.0
+    try:
+        float(engine.evaluate(x, y).loss) if by == "an evaluation" else engine.step(x, y)
+    finally:
+        for name, weight in engine.full_weights().items():
+            assert torch.equal(weight, before[name])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("by", ["a block", "the loss", "an evaluation"])
+def test_what_is_set_while_a_step_runs_is_refused_before_weights_change(by: str) -> None:
+    with pytest.raises(
+        MisfitError, match=r"block 1 \(Later\) .*\['hot'\]\" was changed while a step ran, .* extra, or let"
+    ):
+        run_local(2, lambda transport: run_set_within(transport, by))
+
+
 OUTSIDE = (
     *("the environment", "a context variable", "a switch of torch", "an event", "an array", "bytes", "a number of C"),
     *("a weak reference", "a cache", "a getter", "a tensor of nobody", "identities"),
