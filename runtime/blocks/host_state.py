@@ -93,6 +93,7 @@ class HostState:
 
     Attributes:
         unseen: the name and the kind of something among it of which nobody can tell what is in it; None: there is none.
+        names: the names that the code names.
     """
 
     _most = 20_000
@@ -112,7 +113,7 @@ class HostState:
         self.unseen: str | None = None
         self._inner = inner
         self._slots: list[_Slot] = []
-        self._names = {"forward", *map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash"))}
+        self.names = {"forward", *map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash"))}
         self._known: dict[int, Any] = {}
         self._holders: list[tuple[str, Any]] = []
         self._looked_up: set[tuple[int, str]] = set()
@@ -124,7 +125,7 @@ class HostState:
         self._look_up_all()
         for name, module in beside.items():
             own = vars(module)
-            for key in self._names & (own.keys() - OF_TORCH):
+            for key in self.names & (own.keys() - OF_TORCH):
                 self._found(f"{name} ({type(module).__name__}).{key}", functools.partial(own.get, key, GONE))
         self._look_up_all()
 
@@ -154,11 +155,6 @@ class HostState:
     def words(self) -> tuple[str, ...]:
         """Return what was seen in words: two that have the same do the same, as far as can be said."""
         return tuple(f"{slot.name} {word(slot.seen)}" for slot in self._slots)
-
-    @property
-    def names(self) -> Set[str]:
-        """The names that the code names."""
-        return self._names
 
     def let_go(self) -> None:
         """Hold no more of what is watched than the places where it is; nothing new is found from now on."""
@@ -291,8 +287,8 @@ class HostState:
         self._watch(f"{name}, its defaults", lambda: function.__defaults__)
         if function.__kwdefaults__:
             self._enter_container(f"{name}, its defaults", function.__kwdefaults__)
-        self._names.update(names_of(function.__code__))
-        self._names.update(text for text in texts(function.__code__) if text.isidentifier())
+        self.names.update(names_of(function.__code__))
+        self.names.update(text for text in texts(function.__code__) if text.isidentifier())
         self._holders.append((name, function))
         self._look_up(name, function)
 
@@ -324,8 +320,8 @@ class HostState:
 
     def _look_up_all(self) -> None:
         before = -1
-        while before != len(self._looked_up) + len(self._names):  # names found late are looked up everywhere
-            before = len(self._looked_up) + len(self._names)
+        while before != len(self._looked_up) + len(self.names):  # names found late are looked up everywhere
+            before = len(self._looked_up) + len(self.names)
             for name, holder in list(self._holders):
                 self._look_up(name, holder)
 
@@ -343,13 +339,13 @@ class HostState:
                     if space is not spaces[0]:  # its own would come before it
                         self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, GONE))
         for key, slot in () if isinstance(holder, FunctionType | type) else _slots_of(type(holder)):
-            if key in self._names and (id(holder), key) not in self._looked_up:
+            if key in self.names and (id(holder), key) not in self._looked_up:
                 self._looked_up.add((id(holder), key))
                 self._found(f"{name}.{key}", functools.partial(member_of, slot, holder))
 
     def _keys(self, holder: Any, space: Mapping[str, Any]) -> Set[str]:
         """Return under which names code may look something up that a holder has in one of its spaces."""
-        return self._names & space.keys()
+        return self.names & space.keys()
 
     def _found_in_library(self, name: str, read: Callable[[], Any]) -> None:
         value = read()

@@ -71,7 +71,7 @@ class SteeringState(HostState):
         super().__init__(modules, functions, inner=inner)
         outlined = [(label, module) for label, module in self._outlined if module._parameters or module._buffers]
         for label, module in outlined:
-            self._enter_all(label, _marks(module, self._names))
+            self._enter_all(label, _marks(module, self.names))
         if around:
             for key in _HOOKS_OF_ALL:
                 hooks: Mapping[int, Any] = vars(nn.modules.module)[key]
@@ -80,7 +80,7 @@ class SteeringState(HostState):
             self._watch("modes and hooks of saved tensors around the step", _modes)
         self._look_up_all()
         for label, module in outlined:
-            self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self._names))
+            self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self.names))
         if not self.is_whole:
             self._close("more than can be watched")
 
@@ -94,7 +94,7 @@ class SteeringState(HostState):
 
     def _enter(self, name: str, thing: Any) -> None:
         if isinstance(thing, str):
-            self._names.add(thing)
+            self.names.add(thing)
         elif isinstance(thing, PLAIN) or id(thing) in self._known or only_tells(thing):
             return
         elif isinstance(thing, Tensor) or not has_known_content(thing):
@@ -171,7 +171,7 @@ class SteeringState(HostState):
         found = super()._keys(holder, space)
         if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
             return {key for key in found if isinstance(space[key], _OF_MODULES)}
-        if not isinstance(holder, ModuleType | type) and space is own_attributes(holder) and self._names & _BY_ANY_NAME:
+        if not isinstance(holder, ModuleType | type) and space is own_attributes(holder) and self.names & _BY_ANY_NAME:
             return set(space) - OF_TORCH
         return found
 
