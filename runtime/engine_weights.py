@@ -237,7 +237,12 @@ class EngineWeights:
         self._scale.load_state_dict(state)
 
     def _require_steppable(self) -> None:
-        """Raise `UsageError` where a step would lose what was done to the weights since the last one."""
+        """Raise `UsageError` where a step would train nothing, or lose what was done to the weights since the last."""
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "a step is called where gradients are switched off, so that it would train nothing; call it outside of "
+                "`torch.no_grad()` and `torch.inference_mode()`, or behind `torch.set_grad_enabled(True)`"
+            )
         self._averages.require_none_applied("a step")
         masters, weights = self._state.masters, self._state.weights
         if masters.were_changed and (masters.has_copies or weights.are_under_way or not weights.are_resident):

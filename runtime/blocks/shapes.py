@@ -23,6 +23,7 @@ from ..agreement.user_code import PLAIN
 from ..comm import Group
 from ..comm.control import first_said
 from ..comm.device import draws_undone
+from ..comm.modes import ModesLeftError
 from ..data.snapshot import Snapshot, label_in
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, typed
@@ -119,13 +120,15 @@ def trace_shapes(
         weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
         buffers = [(name, weights[name], weights[name]._version) for name, _ in bare.named_buffers() if name in weights]
-        run = partial(_run, bare, weights)
+        run, name = partial(_run, bare, weights), f"block {number} ({type(module).__name__})"
         try:
             with draws_undone(), attributes_untouched(module) as before:
                 for place in marks.get(number, ()):
                     before.put(*place)
-                (given, fresh, auxiliary), records = results[number] if results else run_block(run, given, taken)
+                (given, fresh, auxiliary), records = results[number] if results else run_block(run, given, taken, name)
                 state = tuple(dict.fromkeys([*_state(before), *_rebound(bare, buffers, weights)]))
+        except ModesLeftError:
+            raise
         except Exception as error:
             hint = _hint(error, [earlier.state for earlier in left])
             raise MisfitError(_cannot_take(number, module, given, taken, error) + hint) from error

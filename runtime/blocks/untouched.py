@@ -3,6 +3,7 @@
 attributes    self.calls += 1, Block.calls += 1, a global, a cache          as before, in the same containers
 tensors       buffers and weights, and tensors in attributes               the numbers from before
 generators    torch's, Python's, numpy's, and those that code has          as before
+modes         gradients on, autocast, …                                    as before; a block may leave no others
 graphs        none, but while a block runs that differentiates in its forward, as gradient penalties and forces do:
 
     slope, = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)   "does not require grad" without one
@@ -11,7 +12,7 @@ graphs        none, but while a block runs that differentiates in its forward, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..comm.device import AllGenerators, draws_undone
+from ..comm.modes import GradSwitches, modes_kept
 from ..data.snapshot import Snapshot
 from .blocks import split_result
 from .trees import DIFFERENTIABLE, map_tensors
@@ -35,7 +37,8 @@ def attributes_untouched(module: nn.Module) -> Iterator[Snapshot]:
     """A context after which all that a module's code can change is as before but for weights, on any device."""
     before = Snapshot({"": module})
     try:
-        yield before
+        with modes_kept():
+            yield before
     finally:
         before.put_back()
 
@@ -47,7 +50,8 @@ def untouched(module: nn.Module) -> Iterator[Kept]:
     with draws_undone(device):
         before = Kept(module)
         try:
-            yield before
+            with modes_kept():
+                yield before
         finally:
             before.put_back()
 
@@ -81,24 +85,33 @@ class Kept:
         self._generators.put_back()
 
 
-def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any]) -> Result:
+def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any], name: str) -> Result:
     """Run a block of which no gradients are needed; with a graph if it asks for one."""
-    return run_alone(lambda arguments: split_result(run(*arguments)), (given, dict(taken)))
+    return run_alone(lambda arguments: split_result(run(*arguments)), (given, dict(taken)), name)
 
 
-def run_alone(run: Callable[[Any], Found], given: Any) -> tuple[Found, bool]:
+def run_alone(run: Callable[[Any], Found], given: Any, name: str) -> tuple[Found, bool]:
     """Return what a call gives of which no gradients are needed, without a graph, and whether it asked for one.
 
     Where graphs are switched off around it, it is for who has done that to run it again.
+
+    Raises `ModesLeftError` for a call that leaves the modes of torch changed. Whether it leaves gradients switched off
+    shows only where they are on: one that switches them by hand runs once more.
     """
-    may_have_one = torch.is_grad_enabled()
-    try:
-        with torch.no_grad():
-            return run(given), False
-    except Exception as error:
-        if not (may_have_one and asks_for_graph(error)):
-            raise
-    return detached(run(as_leaves(given))), True
+    with modes_kept() as around:
+        try:
+            with torch.no_grad(), GradSwitches() as switches:
+                found, records = run(given), False
+        except Exception as error:
+            if not (around.grad and asks_for_graph(error)):
+                raise
+            found, records = detached(run(as_leaves(given))), True
+        around.require_kept(name)
+        if around.grad and switches.unpaired and not records:
+            with suppress(RuntimeError, ValueError):
+                run(map_tensors(Tensor.clone, given))
+                around.require_kept(name)
+        return found, records
 
 
 @contextmanager

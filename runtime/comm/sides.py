@@ -42,6 +42,7 @@ from .device import (
     restore_generators,
     timing_event,
 )
+from .modes import Modes
 
 Call = Callable[[], None]
 
@@ -245,21 +246,15 @@ class _ThreadState:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device_type = device.type
         self._stream = current_stream(device) if is_accelerator(device) else None
-        self._autocast = {
-            kind: torch.get_autocast_dtype(kind) for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)
-        }
-        self._grad_enabled = torch.is_grad_enabled()
+        self._modes = Modes.now()
         self._function_modes = overrides._get_current_function_mode_stack()
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         self._entered.enter_context(on_stream(self._stream))
-        self._entered.enter_context(torch.set_grad_enabled(self._grad_enabled))
-        for kind, dtype in self._autocast.items():
-            self._entered.enter_context(torch.autocast(kind, dtype))
+        self._entered.enter_context(self._modes.entered())
         for function_mode in self._function_modes:
             overrides._push_mode(function_mode)
             self._entered.callback(overrides._pop_mode)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from quintsched.errors import MisfitError
 
 from ..agreement.plain_code import put_back
+from ..comm.modes import ModesLeftError
 
 _OF_MODES = (
     *("is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),
@@ -31,6 +32,10 @@ _INSTEAD = (
 
 class AsksElsewhere(MisfitError):
     """Code between layers goes by what nobody can compare."""
+
+
+FINAL = (AsksElsewhere, ModesLeftError)
+"""What is wrong with a model whichever way it is cut."""
 
 
 def require_plain(name: str, found: Sequence[str]) -> None:

@@ -27,8 +27,8 @@ from quintsched.errors import MisfitError, QuintschedError
 from ..agreement.plain_code import asking_elsewhere
 from ..agreement.user_code import is_of_library
 from ..blocks.untouched import attributes_untouched, run_alone, untouched
+from ..comm.modes import Modes, modes_kept
 from ..examine.drawn_values import DrawnValues, memory_of
-from ..examine.modes import Modes
 from ..examine.steady_state import BetweenLayers, HostChanges
 from .building import BlockBuilder
 from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
@@ -46,10 +46,10 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: Be
     walk = _Capture(frame, model, torch.device("cpu"), watch)
     frame.set_training(True)  # code between layers that drops out makes something else of a hidden state
     try:
-        with torch.enable_grad(), nullcontext() if watch is None else watch.drawn:
-            walk.around = Modes.now()
+        with torch.enable_grad(), modes_kept() as walk.around, nullcontext() if watch is None else watch.drawn:
             with asking_elsewhere() if watch else nullcontext(list[str]()) as asked:
                 walk.run(inputs)
+            walk.around.require_kept(f"the forward of {type(frame.root).__name__}")
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
@@ -90,10 +90,10 @@ class _Capture(Walk):
             and bool(places)
             and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
         )
-        modes = Modes.now()
+        modes = Modes.now().apart_from(self.around)
         with nullcontext() if self._watch is None else self._watch.within(layer, counts=False):
             made = self._made(layer, args, kwargs, given)
-        flow.modes.append(None if modes == self.around else modes)
+        flow.modes.append(modes)
         flow.calls.append(self.frame.name_of(layer))
         flow.entries.append(places[0] if places else "")
         flow.arguments.append(replaced((args, kwargs), marks) if is_plain and (is_same or not number) else None)
@@ -111,13 +111,13 @@ class _Capture(Walk):
         name = self.frame.name_of(layer)
         self.inside = True
         try:
-            made, tensors = self._run_layer(layer, (args, kwargs), "meta")
+            made, tensors = self._run_layer(name, layer, (args, kwargs), "meta")
         except Exception:
             own = self._model.get_submodule(name)
             if any(p.is_meta for p in own.parameters()):
                 own = BlockBuilder(self._model, partial(self._model.get_submodule, name))()
             with untouched(own):
-                made, tensors = self._run_layer(own, (args, kwargs), "cpu")
+                made, tensors = self._run_layer(name, own, (args, kwargs), "cpu")
         finally:
             self.inside = False
         places = {id(tensor): place for tensor, place in zip(tensors, given, strict=True) if isinstance(tensor, Tensor)}
@@ -130,12 +130,12 @@ class _Capture(Walk):
             form, tuple(marks), tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         )
 
-    def _run_layer(self, layer: nn.Module, call: Call, device: str) -> tuple[Any, list[Any]]:
+    def _run_layer(self, name: str, layer: nn.Module, call: Call, device: str) -> tuple[Any, list[Any]]:
         """Return what a layer gives, and what it was given: tensors of some device, without anything unknown."""
         leaves, spec = tree_flatten(call)
         given = [leaf.to(device).nan_to_num(0.1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(given, spec)
-        return run_alone(lambda call: layer(*call[0], **call[1]), (args, kwargs))[0], given
+        return run_alone(lambda call: layer(*call[0], **call[1]), (args, kwargs), repr(name))[0], given
 
     def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = self.flow.beside[self.calls]
@@ -346,7 +346,8 @@ class _Experiment(SpanWalk):
         self._alive: list[Any] = []
         self._has_unknown = False
         self._ridden = {place for rider in riders for place in rider.takers}
-        self.output = self.run(inputs)
+        with modes_kept():
+            self.output = self.run(inputs)
 
     def fill(self, like: Tensor) -> Tensor:
         filled = super().fill(like)

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from quintsched.errors import MisfitError
 
-from ..examine.modes import Modes
+from ..comm.modes import Modes, modes_kept
 from .frame import Frame, Walk
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -120,7 +120,7 @@ class Flow:
         arguments: for each call, what its layer is called with, where that is a hidden state and no other tensor.
         repeats: for each call, whether what it is called with depends on no hidden state but for that itself.
         riders: what travels besides the hidden state and the model's inputs.
-        modes: for each call, the modes of torch that it runs under, where these are not those around the model.
+        modes: for each call, the modes of torch that it runs under, apart from those around the model.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -208,17 +208,18 @@ class SpanWalk(Walk):
         self.flow, self.span = flow, spans[number]
         self.hidden, self.left = hidden, hidden
         self.made: dict[str, Tensor] = {}
-        self.is_done = False
+        self.is_done, self._around = False, Modes.now()
         self._taken = [(place, taken[r.name]) for r in flow.riders for place in r.takers if r.name in taken]
         self._wanted = [rider for rider in flow.riders if rider.source == number]
 
     def go(self, arguments: Mapping[str, Any]) -> Any:
         """Run; return the model's output, or None where the block ends before it."""
         self._tell_training()
-        try:
-            return self.run(arguments)
-        except Stop:
-            return None
+        with modes_kept() as self._around:  # the walk may end before the code that switches them back
+            try:
+                return self.run(arguments)
+            except Stop:
+                return None
 
     def called(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what one of the block's own calls gives."""
@@ -259,6 +260,9 @@ class SpanWalk(Walk):
             is_given = number == span.calls.start - 1
             hidden = self.hidden if is_given else self.skipped(layer, number, args, kwargs)
             assert hidden is not None
+            if is_given and self.is_training():  # code of other blocks has not trained, by which it may have switched
+                for modes in (self._around, self.flow.modes[number] or self._around):
+                    modes.put_back()
             return result.rebuilt(hidden, (args, kwargs))
         if number == 0 and span.enters_call:
             args, kwargs = replaced((args, kwargs), {self.flow.entries[0]: self.hidden})

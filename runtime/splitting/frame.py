@@ -189,7 +189,8 @@ class Walk:
 
     def on_meta(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module on the meta device."""
-        return run_alone(lambda call: module(*call[0], **call[1]), tree_map(_to_meta, (args, kwargs)))[0]
+        given, name = tree_map(_to_meta, (args, kwargs)), type(module).__name__
+        return run_alone(lambda call: module(*call[0], **call[1]), given, name)[0]
 
     def filled(self, tree: Any) -> Any:
         """Return a tree of tensors like those of `tree`, on the walk's device."""

@@ -14,6 +14,7 @@ from quintsched.errors import MisfitError
 
 from ..agreement.user_code import is_of_library
 from ..comm.device import draws_undone
+from ..comm.modes import Modes
 from ..examine.followed import SPLIT_AGAIN, Followed, tensors_in
 from .adapters import routers, transformers
 from .adapters.attention import Sight
@@ -64,6 +65,7 @@ class Origin:
         self.evaluates: bool | None = None
         self._watched: tuple[Followed, Callable[[nn.Module], Found]] | None = None
         self._is_theirs = is_of_library(type(frame.root))
+        self._modes: dict[tuple[int, ...], Modes | None] = {}
         self._numbers: dict[int, int] = {}
         self._held: dict[str, Tensor] = {}
         self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
@@ -110,6 +112,7 @@ class Origin:
         if not self.flow.is_like(found.flow) or self.uncarried.keys() != found.unneeded.keys():
             raise MisfitError(f"{says}, and steers what its forward does; {SPLIT_AGAIN}")
         self.flow.arguments = found.flow.arguments
+        self._modes.clear()
         self._last = ((), torch.float32, {})
 
     def _versions(self, model: nn.Module) -> dict[int, int]:
@@ -143,20 +146,26 @@ class Origin:
 
     def arguments(
         self, number: int, hidden: Tensor, given: Mapping[str, Any], sight: Sight | None, *, training: bool = False
-    ) -> Call:
-        """Return what the layer is called with that is all of block `number`."""
+    ) -> tuple[Call, Modes | None]:
+        """Return what the layer is called with that is all of block `number`, and modes if others are around it."""
         call, inputs = self.spans[number].calls.start, self.inputs_of(given)
-        plain = self.flow.arguments[call]
-        is_as_found = self._is_theirs or (training and all(self.frame.flags().values()))
+        plain, modes, flags = self.flow.arguments[call], self.flow.modes[call], tuple(self.frame.flags().values())
+        is_as_found = self._is_theirs or (training and all(flags))
         if plain is not None and sight is None and inputs.keys() <= {self.inputs[0]} and is_as_found:
-            return _with_hidden(plain, hidden)
+            return _with_hidden(plain, hidden), modes
+        if not is_as_found:
+            key = call, training, *flags
+            if key not in self._modes:
+                with torch.enable_grad():
+                    self._modes[key] = self._walk(number, hidden, inputs, sight, on=False, training=training).modes
+            modes = self._modes[key]
         riders = {place: given[r.name] for r in self.flow.riders for at, place in r.takers if at == call}
         if hidden.is_meta or not self.flow.repeats[call]:
-            found = self._walk(number, hidden, inputs, sight, on=False, training=training)[call]
+            found = self._found(hidden, self._walk(number, hidden, inputs, sight, on=False, training=training))[call]
         else:
             found = self._remembered(number, hidden, inputs, sight, training)[call]
         args, kwargs = replaced(_with_hidden(found, hidden), riders)
-        return args, kwargs
+        return (args, kwargs), modes
 
     def _remembered(
         self, number: int, hidden: Tensor, inputs: dict[str, Any], sight: Sight | None, training: bool
@@ -167,7 +176,7 @@ class Origin:
         is_same = len(old) == len(key) and all(map(is_, old, key))
         if not is_same or dtype != hidden.dtype or self.spans[number].calls.start not in calls:
             with torch.no_grad():
-                calls = self._walk(number, hidden, inputs, sight, on=True, training=training)
+                calls = self._found(hidden, self._walk(number, hidden, inputs, sight, on=True, training=training))
             self._last = (key, hidden.dtype, calls)
         return calls
 
@@ -180,10 +189,13 @@ class Origin:
         *,
         on: bool,
         training: bool = False,
-    ) -> dict[int, Call]:
+    ) -> _ArgumentsWalk:
         self.frame.cast(hidden.dtype)
         walk = _ArgumentsWalk(self, number, computable(hidden), on, training)
         walk.go(self.called_with(inputs, hidden, sight))
+        return walk
+
+    def _found(self, hidden: Tensor, walk: _ArgumentsWalk) -> dict[int, Call]:
         places = {at: {self.flow.entries[at]: HIDDEN} for at in walk.found if self.flow.repeats[at]}
         found = {at: replaced(call, places.get(at, {})) for at, call in walk.found.items()}
         return as_meta(found) if hidden.is_meta else found
@@ -225,18 +237,24 @@ class Origin:
 
 
 class _ArgumentsWalk(SpanWalk):
-    """Finds what a layer is called with; if it goes `on`, what later ones are, too, with the same hidden state."""
+    """Finds what a layer is called with; if it goes `on`, what later ones are, too, with the same hidden state.
+
+    Attributes:
+        found: that, by the number of the call.
+        modes: those at the call that is the block's, as in `Flow`.
+    """
 
     def __init__(self, origin: Origin, number: int, hidden: Tensor, on: bool, training: bool) -> None:
         super().__init__(origin.frame, hidden.device, origin.flow, number, origin.spans, hidden, {})
         self._on, self._training = on, training
         self.found: dict[int, Call] = {}
+        self.modes: Modes | None = None
 
     def is_training(self) -> bool:
         return self._training
 
     def called(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.found[number] = (args, kwargs)
+        self.found[number], self.modes = (args, kwargs), Modes.now().apart_from(self._around)
         if not self._on:
             raise Stop
         assert self.left is not None

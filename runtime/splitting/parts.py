@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..blocks.blocks import Carry
 from ..blocks.untouched import asks_for_graph
-from ..examine.modes import recordable
+from ..comm.modes import recordable
 from .adapters import routers
 from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
@@ -43,8 +43,7 @@ class _LayerBlock:
         call = origin.spans[self._number].calls.start
         with _seeing(self, origin.frame, sight := origin.sight_of(given)):
             training = origin.is_training(self.training)
-            args, kwargs = origin.arguments(self._number, hidden, given, sight, training=training)
-            modes = origin.flow.modes[call]
+            (args, kwargs), modes = origin.arguments(self._number, hidden, given, sight, training=training)
             with (
                 nullcontext() if modes is None else modes.entered(),
                 routers.collecting(wanted=origin.has_routers) as logits,

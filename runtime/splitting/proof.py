@@ -265,7 +265,7 @@ def _tried(run: Callable[[Any], Any], modules: Sequence[nn.Module], inputs: Mapp
     with untouched(nn.ModuleList(modules)):
         for module in modules:
             module.eval()
-        return run_alone(lambda given: tree_map(_copied, run(tree_map(_copied, given))), dict(inputs))[0]
+        return run_alone(lambda given: tree_map(_copied, run(tree_map(_copied, given))), dict(inputs), "the model")[0]
 
 
 def _copied(leaf: Any) -> Any:

@@ -26,7 +26,7 @@ from ..blocks.host_state import HOOKS
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..data.snapshot import Snapshot
-from ..examine.asks_elsewhere import AsksElsewhere
+from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers
@@ -164,11 +164,11 @@ def _whole(
     try:
         return _walked(model, blocks, inputs, prove, longer=example is None)
     except (MisfitError, UsageError) as error:
-        if blocks is not None or transformers.is_one(model) or isinstance(error, AsksElsewhere):
+        if blocks is not None or transformers.is_one(model) or isinstance(error, FINAL):
             raise
         try:
             return _proved_trace(model, inputs)
-        except AsksElsewhere:
+        except FINAL:
             raise
         except (MisfitError, Untraceable) as other:
             if isinstance(error, UsageError):  # no layers: tracing is what it was to be cut by

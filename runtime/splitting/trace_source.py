@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten
 
 from quintsched.errors import MisfitError
 
+from ..comm.modes import Modes
 from ..examine.followed import SPLIT_AGAIN, Followed, label_of
-from ..examine.modes import Modes
 from .tracing import IN_PLACE, Traced, Untraceable, skeleton, trace
 
 _MOST_CROSSING = 8

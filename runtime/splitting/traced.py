@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.blocks import Carry
 from ..blocks.module_state import saved_tensors
-from ..examine.modes import Modes, recordable
+from ..comm.modes import Modes, recordable
 from .trace_source import TraceSource
 
 

@@ -29,9 +29,9 @@ from torch.fx.proxy import TraceError
 from ..agreement.plain_code import asking_elsewhere
 from ..blocks.host_state import HOOKS
 from ..comm.device import AllGenerators
-from ..examine.asks_elsewhere import AsksElsewhere, require_plain
+from ..comm.modes import Modes, modes_kept
+from ..examine.asks_elsewhere import FINAL, require_plain
 from ..examine.followed import label_of, line_of, tensors_in
-from ..examine.modes import Modes
 from ..examine.steady_state import HostChanges
 from .frame import by_place_or_name
 
@@ -64,7 +64,8 @@ def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
 
     `training` says of modules by their names whether they train.
 
-    Raises `Untraceable`, and `AsksElsewhere` where it asks elsewhere itself; modules that do are called whole.
+    Raises `Untraceable`, and one of `FINAL` where it asks elsewhere itself or leaves modes; modules that do are called
+    whole.
     """
     kept, opened, tries = set[str](), set[str](), 0
     while True:
@@ -81,7 +82,7 @@ def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
             opened.add(found.name)
         except Exception as error:
             inner = tracer.inside[-1] if tracer.inside else ""
-            if not inner and isinstance(error, AsksElsewhere):
+            if not inner and isinstance(error, FINAL):
                 raise
             if not inner or inner in kept:
                 kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
@@ -185,7 +186,10 @@ class _Tracer(fx.Tracer):
         """Return the steps of the root's forward."""
         needed = _needed(type(self.root).forward)
         symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in needed}
-        result = self._opened(self.root, *by_place_or_name(self.root, symbols))
+        with modes_kept() as around:
+            result = self._opened(self.root, *by_place_or_name(self.root, symbols))
+            if self.root.training:
+                around.require_kept(f"the forward of {type(self.root).__name__}")
         self.create_node("output", "output", (self.create_arg(result),), {})
         self.graph.eliminate_dead_code(_stays)
         constants = {n: t for n, t in vars(self.root).items() if n.startswith("_tensor_constant")}

@@ -29,6 +29,7 @@ from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
 from ..comm.control import share_bytes
+from ..comm.modes import Modes
 from ..examine.eval_mode import eval_mode_warning
 from ..examine.followed import Copies, Source, sources_of
 from ..examine.shared_state import SharedState
@@ -264,11 +265,16 @@ class RankModel:
 
     @contextmanager
     def running(self, *, evaluates: bool = False) -> Iterator[None]:
-        """A context in which blocks of a split model are told whether they train, whatever their own flags say."""
+        """A context in which blocks of a split model are told whether they train, whatever their own flags say.
+
+        Raises `ModesLeftError` at its end where other modes are in force than at its start.
+        """
+        around = Modes.now()
         for source in self._sources:
             source.evaluates = evaluates
         try:
             yield
+            around.require_kept("a block on this rank, a hook or the loss function")
         finally:
             for source in self._sources:
                 source.evaluates = None

@@ -91,7 +91,9 @@ class Trial:
                 try:
                     with untouched(block):
                         run = partial(model.tensor.run_whole, int(number), block)
-                        (given, fresh, auxiliary), records = run_block(run, given, taken)
+                        (given, fresh, auxiliary), records = run_block(
+                            run, given, taken, f"block {number} ({type(block).__name__})"
+                        )
                 except Exception as error:
                     where = type(block).__name__
                     if model.tensor.tokens.inside(int(number)):

@@ -26,7 +26,7 @@ from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
 from ...blocks.blocks import TARGETS, Parcel
-from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors, tensors_of
+from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
 from ...blocks.untouched import tensors_of_training
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
@@ -332,8 +332,8 @@ def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, target
     tally, units, usual = state.tally, state.current.units, state.usual_samples
     found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
     loss = tally.add_loss(unit, found, len(units.samples[unit]) / usual)
-    if not loss.requires_grad and torch.is_grad_enabled() and state.current.number == 0:
-        _tell_without_graph(unit, output)
+    if state.flows.trains and not loss.requires_grad:
+        _tell_without_graph(unit)
     if state.metrics:
         with torch.no_grad():
             for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, state.metrics.items(), strict=True):
@@ -343,9 +343,13 @@ def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, target
     return NOWHERE.with_loss(loss, state.scale.value)
 
 
-def _tell_without_graph(unit: int, output: Any) -> None:
-    """Say of a loss that it trains nothing, though what it is found from could be trained."""
-    if any(tensor.requires_grad for tensor in tensors_of(output)):
-        _logger.warning(
-            "the loss of microbatch %d has no graph, as after `detach()` or `item()`, so that it trains nothing", unit
+def _tell_without_graph(unit: int) -> None:
+    """Say of a loss that it trains nothing; raise `MisfitError` where gradients were left switched off."""
+    if not torch.is_grad_enabled():
+        raise MisfitError(
+            f"gradients are switched off where the loss of microbatch {unit} is found, so that it trains nothing: a "
+            "block or the loss function has left them so; switch by a context, `with torch.no_grad(): …`"
         )
+    _logger.warning(
+        "the loss of microbatch %d has no graph, as after `detach()` or `item()`, so that it trains nothing", unit
+    )

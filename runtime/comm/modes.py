@@ -1,0 +1,171 @@
+"""Modes of torch that a user's code runs under, and whether it leaves them as they were.
+
+with torch.no_grad():            Modes.now() there differs from Modes.now() around it
+    t = self.teacher(x)          with modes.entered(): …   the same operations under the same modes, elsewhere
+
+torch.set_grad_enabled(False)    a block ends before the line that switches them on again: with modes_kept(): …
+h = self.layers[0](x)
+torch.set_grad_enabled(True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from sys import _getframe
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import grad_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from quintsched.errors import MisfitError
+
+from .device import device_kinds
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes that are in force at some place of code; None: as around it.
+
+    Attributes:
+        grad: whether autograd records.
+        inference: whether tensors are made for inference alone.
+        autocast: kinds of devices, and to what operations there cast, if they do.
+        dtype: the default type of floating-point numbers.
+        deterministic: whether operations have to be deterministic, and whether those that are not only warn.
+    """
+
+    grad: bool | None
+    inference: bool | None
+    autocast: tuple[tuple[str, torch.dtype | None], ...] | None
+    dtype: torch.dtype | None
+    deterministic: tuple[bool, bool] | None
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Return those in force here."""
+        kinds = device_kinds()
+        casts = tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in kinds)
+        strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(grad, inference, casts, torch.get_default_dtype(), strict)
+
+    def apart_from(self, around: Modes) -> Modes | None:
+        """Return these without what is as around them; None where all is."""
+        other = {name: value for name, value in vars(self).items() if value != getattr(around, name)}
+        return Modes(**{**dict.fromkeys(vars(self)), **other}) if other else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Return a context in which these are in force, whatever is around it."""
+        around = Modes.now()
+        with ExitStack() as stack:
+            if self.inference not in (None, around.inference):
+                stack.enter_context(torch.inference_mode(self.inference))
+            for kind, dtype in self.autocast or ():
+                if (kind, dtype) not in (around.autocast or ()):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
+            if self.grad not in (None, torch.is_grad_enabled()):
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.dtype not in (None, around.dtype) or self.deterministic not in (None, around.deterministic):
+                stack.callback(around._set_of_process)
+                self._set_of_process()
+            yield
+
+    def require_kept(self, what: str) -> None:
+        """Raise `ModesLeftError` where others are in force now, as `what` has run."""
+        left = Modes.now().apart_from(self)
+        if left is not None:
+            names = [words for name, words in _WORDS.items() if getattr(left, name) is not None]
+            raise ModesLeftError(
+                f"{what} leaves modes of torch otherwise than it found them ({', '.join(names)}), and what runs behind "
+                "it would run so: switch by a context, `with torch.no_grad(): …`, or back before the end, "
+                "`torch.set_grad_enabled(was)`"
+            )
+
+    def put_back(self) -> None:
+        """Let these be in force again; but inference, which ends as nobody holds its context any more."""
+        if self.grad is not None:
+            torch.set_grad_enabled(self.grad)
+        for kind, dtype in self.autocast or ():
+            torch.set_autocast_enabled(kind, dtype is not None)
+            if dtype is not None:
+                torch.set_autocast_dtype(kind, dtype)
+        self._set_of_process()
+
+    def _set_of_process(self) -> None:
+        if self.dtype is not None:
+            torch.set_default_dtype(self.dtype)
+        if self.deterministic is not None:
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+
+
+_WORDS = {
+    "grad": "gradients",
+    "inference": "inference mode",
+    "autocast": "autocast",
+    "dtype": "the default dtype",
+    "deterministic": "deterministic algorithms",
+}
+
+
+class ModesLeftError(MisfitError):
+    """Code ends under other modes than it began under."""
+
+
+@contextmanager
+def modes_kept() -> Iterator[Modes]:
+    """A context behind which the modes are as they were before it, whatever has run there."""
+    around, depth = Modes.now(), _autocast_depth()
+    try:
+        yield around
+    finally:
+        if Modes.now() != around:
+            around.put_back()
+        while _autocast_depth() > depth:
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+class GradSwitches(TorchFunctionMode):
+    """Within it, `unpaired` counts the switches of gradients that no context has switched back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpaired = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self.unpaired += _opens(_getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
+def _opens(frame: Any) -> int:
+    """Return 1 for a switch that has to be switched back, -1 for one that does so, by the method of torch that calls.
+
+    `with set_grad_enabled(False):` switches when it is made, entered and left; as a decorator, when it is made and
+    called.
+    """
+    opens = 1
+    while frame is not None and frame.f_code.co_filename == grad_mode.__file__:
+        method, context = frame.f_code.co_name, frame.f_locals.get("self")
+        again = method == "__enter__" and isinstance(context, torch.set_grad_enabled)
+        opens = -1 if method in ("__exit__", "__call__") else 0 if again else 1
+        frame = frame.f_back
+    return opens
+
+
+def recordable(tree: Any) -> Any:
+    """Return a tree in which tensors that were made for inference are copies that autograd can record."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf, tree)

@@ -1,0 +1,223 @@
+"""Modes that a forward switches by hand hold for what one process has under them; a block may leave none switched."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine, run_local, split
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return x + self.norm(self.fc(x)).tanh()
+
+
+class Model(nn.Module):
+    """`before` and `after` are called around the stem and the first layer."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        self.stem, self.layers, self.head = nn.Linear(3, 4), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(4, 2)
+        self.before, self.after = before, after
+
+    def forward(self, x):
+        held = self.before(self)
+        x = self.layers[0](self.stem(x))
+        self.after(self, held)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return self.head(x)
+
+
+def off(model):
+    was = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    return was
+
+
+def no_grad_entered(model):
+    context = torch.no_grad()
+    context.__enter__()
+    return context
+
+
+def trains_or_not(model):
+    torch.set_grad_enabled(model.head.out_features > 2)
+
+
+SWITCHES = {
+    "was": (off, lambda model, was: torch.set_grad_enabled(was)),
+    "constant": (off, lambda model, was: torch.set_grad_enabled(True)),
+    "training": (trains_or_not, lambda model, held: torch.set_grad_enabled(model.training)),
+    "by hand": (no_grad_entered, lambda model, context: context.__exit__(None, None, None)),
+}
+
+
+def loss(output, targets):
+    return (output.sum(-1) - targets).square().mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+
+
+def data():
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, x.square().sum(-1)
+
+
+def stepped(model, mesh, microbatches=2):
+    """Return the weights of each rank's stages after two steps, by the model's names."""
+    plan, (x, y) = qs.compile("1f1b", mesh=mesh, microbatches=microbatches), data()
+
+    def work(transport):
+        blocks = split(copy.deepcopy(model), example=x[:2])
+        engine = Engine(plan, blocks, loss, sgd, transport=transport)
+        mine = [t.chunk(engine.num_replicas)[engine.replica] for t in (x, y)]
+        for _ in range(2):
+            engine.step(*mine)
+        return {blocks.own_names[name]: weight for name, weight in engine.full_weights().items()}
+
+    return run_local(plan.mesh.size, work)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2", "dp=2,pp=2"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_what_is_switched_by_calls_between_layers_holds_for_the_same_layers(switch, mesh):
+    torch.manual_seed(0)
+    model = Model(*SWITCHES[switch]).double()
+    found = stepped(model, mesh)
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(data()[0]), data()[1]).backward()
+        optimizer.step()
+    assert model.stem.weight.grad is None
+    expected = dict(model.named_parameters())
+    assert {name for weights in found for name in weights} == expected.keys()
+    for name, weight in (item for weights in found for item in weights.items()):
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-12, atol=1e-12)
+    assert torch.is_grad_enabled()
+
+
+def test_a_forward_that_leaves_gradients_off_is_refused():
+    with pytest.raises(MisfitError, match=r"forward of Model leaves modes of torch .*gradients.*with torch.no_grad"):
+        split(Model(off, lambda model, was: None), example=data()[0][:2].float())
+    assert torch.is_grad_enabled()
+
+
+def leave_grad_off(x):
+    torch.set_grad_enabled(False)
+
+
+def leave_grad_off_by_numbers(x):
+    if x.sum() < torch.inf:
+        torch.set_grad_enabled(False)
+
+
+def leave_autocast(x):
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+
+
+def leave_default_dtype(x):
+    torch.set_default_dtype(torch.float64)
+
+
+def leave_deterministic(x):
+    torch.use_deterministic_algorithms(True)
+
+
+class Leaving(nn.Linear):
+    def __init__(self, leave):
+        super().__init__(4, 4)
+        self.leave = leave
+
+    def forward(self, x):
+        made = super().forward(x)
+        self.leave(x)
+        return made
+
+
+def try_to_step(*blocks, step=lambda engine, x, y: engine.step(x, y), mesh="dp=1"):
+    plan, (x, y) = qs.compile("1f1b", mesh=mesh, microbatches=2), data()
+
+    def work(transport):
+        return step(Engine(plan, split(nn.Sequential(*blocks)), loss, sgd, transport=transport), x.float(), y.float())
+
+    return run_local(plan.mesh.size, work)
+
+
+@pytest.mark.parametrize(
+    ("leave", "word"),
+    [
+        (leave_grad_off, "gradients"),
+        (leave_grad_off_by_numbers, "gradients"),
+        (leave_autocast, "autocast"),
+        (leave_default_dtype, "the default dtype"),
+        (leave_deterministic, "deterministic algorithms"),
+    ],
+)
+def test_a_block_that_leaves_modes_switched_is_refused_by_name_and_leaves_none(leave, word):
+    with pytest.raises(MisfitError, match=rf"block 1 \(Leaving\) leaves modes of torch .*\({word}\)"):
+        try_to_step(nn.Linear(3, 4), Leaving(leave), nn.Linear(4, 2))
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Later(nn.Linear):
+    """Leaves gradients switched off once it has been called `most` times."""
+
+    def __init__(self, most):
+        super().__init__(4, 4)
+        self.most, self.calls = most, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.most:
+            torch.set_grad_enabled(False)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_gradients_that_a_block_switches_off_later_end_the_step(mesh):
+    def steps(engine, x, y):
+        for _ in range(4):
+            engine.step(x, y)
+
+    with pytest.raises(MisfitError, match=r"gradients are switched off where the loss|a block on this rank.*leaves"):
+        try_to_step(nn.Linear(3, 4), Later(4), nn.Linear(4, 2), step=steps, mesh=mesh)
+    torch.set_grad_enabled(True)
+
+
+def test_a_step_where_gradients_are_off_is_refused():
+    def step(engine, x, y):
+        with torch.no_grad():
+            engine.step(x, y)
+
+    with pytest.raises(UsageError, match="gradients are switched off"):
+        try_to_step(nn.Linear(3, 4), nn.Linear(4, 2), step=step)
+
+
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def test_every_step_whose_loss_has_no_graph_says_so(caplog):
+    def steps(engine, x, y):
+        for _ in range(2):
+            engine.step(x, y)
+
+    try_to_step(nn.Linear(3, 4), Detached(4, 2), step=steps)
+    assert sum("has no graph" in record.message for record in caplog.records) == 4
