@@ -24,6 +24,7 @@ from ..comm import Group
 from ..comm.control import first_said
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
+from ..data.loose_leaves import LooseLeafError, require_no_loose_leaf
 from ..data.snapshot import Snapshot, label_in
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, typed
@@ -123,11 +124,12 @@ def trace_shapes(
         run, name = partial(_run, bare, weights), f"block {number} ({type(module).__name__})"
         try:
             with draws_undone(), attributes_untouched(module) as before:
+                require_no_loose_leaf(before, name)
                 for place in marks.get(number, ()):
                     before.put(*place)
                 (given, fresh, auxiliary), records = results[number] if results else run_block(run, given, taken, name)
                 state = tuple(dict.fromkeys([*_state(before), *_rebound(bare, buffers, weights)]))
-        except ModesLeftError:
+        except (ModesLeftError, LooseLeafError):
             raise
         except Exception as error:
             hint = _hint(error, [earlier.state for earlier in left])

@@ -2,6 +2,7 @@
 
 attributes    self.calls += 1, Block.calls += 1, a global, a cache          as before, in the same containers
 tensors       buffers and weights, and tensors in attributes               the numbers from before
+gradients     of weights and of other tensors that collect them              as before
 generators    torch's, Python's, numpy's, and those that code has          as before
 modes         gradients on, autocast, …                                    as before; a block may leave no others
 graphs        none, but while a block runs that differentiates in its forward, as gradient penalties and forces do:
@@ -74,6 +75,8 @@ class Kept:
         devices = {weight.device for weight in held} - {torch.device("cpu"), torch.device("meta")}
         self._generators = AllGenerators(next(iter(devices), None) if device is None else device)
         self.snapshot = Snapshot({"": root})
+        leaves = [tensor for _, tensor in self.snapshot.tensors() if tensor.is_leaf and tensor.requires_grad]
+        self._grads = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in leaves]
 
     def put_back(self) -> None:
         """Let all be as it was."""
@@ -81,6 +84,10 @@ class Kept:
             memory.copy_(before)
             if tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory
+        for leaf, grad, numbers in self._grads:
+            leaf.grad = grad
+            if grad is not None and numbers is not None:
+                grad.detach().copy_(numbers)
         self.snapshot.put_back()
         self._generators.put_back()
 

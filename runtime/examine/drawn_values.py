@@ -8,7 +8,7 @@ x = x + torch.randn_like(x)         nothing: the draw stays a tensor
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +27,14 @@ class _Draws(TorchDispatchMode):
     """Whether torch has drawn from a generator since `has_drawn` was last set: in this thread, whatever others do.
 
     Attributes:
-        written: the memory of tensors that were changed in place.
+        written: the memory of tensors that were changed in place; held, for the id of what is gone is given again.
     """
 
     has_drawn = False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[int] = set()
+        self.written: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
@@ -42,8 +42,12 @@ class _Draws(TorchDispatchMode):
         for place, argument in enumerate(func._schema.arguments):
             if argument.is_write:
                 changed = given.get(place, given.get(argument.name))
-                self.written |= {memory_of(leaf) for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)}
+                self.note_written(leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor))
         return func(*args, **(kwargs or {}))
+
+    def note_written(self, tensors: Iterable[Tensor]) -> None:
+        """Note that tensors were changed in place."""
+        self.written.update({memory_of(tensor): tensor.untyped_storage() for tensor in tensors})
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -72,7 +76,7 @@ class DrawnValues(TorchFunctionMode):
             return func(*args, **kwargs)
         self._draws.has_drawn = False
         if getattr(func, "__name__", "") == "__set__":  # x.data = …
-            self.written.add(memory_of(args[0]))
+            self._draws.note_written(args[:1])
         with self._draws:
             result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -89,7 +93,7 @@ class DrawnValues(TorchFunctionMode):
         return result
 
     @property
-    def written(self) -> set[int]:
+    def written(self) -> Collection[int]:
         """The memory of tensors that were changed in place, see `memory_of`."""
         return self._draws.written
 

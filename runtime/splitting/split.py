@@ -25,6 +25,7 @@ from ..blocks.blocks import Block
 from ..blocks.host_state import HOOKS
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
+from ..data.loose_leaves import require_no_loose_leaf
 from ..data.snapshot import Snapshot
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
@@ -144,12 +145,11 @@ def split(
 
 
 def _whole(
-    model: nn.Module,
-    blocks: Sequence[str] | None,
-    example: Tensor | Mapping[str, Any] | None,
-    prove: bool,
+    model: nn.Module, blocks: Sequence[str] | None, example: Tensor | Mapping[str, Any] | None, prove: bool
 ) -> Split:
     """Split a model that is there."""
+    if not is_of_library(type(model)):
+        require_no_loose_leaf(Snapshot({"model": model}, numbers=False), "its forward")
     if blocks is None and _is_row(model):
         return _sequential(model)
     untraced = ""

@@ -14,9 +14,11 @@ Its place is then that which it had in the forward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Hashable
+from collections.abc import Container, Hashable, Mapping
+from inspect import getattr_static, unwrap
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,10 +40,14 @@ class CallPlaces:
 
     Args:
         known: the ids of the model's modules.
+
+    Attributes:
+        forks: whether a user's function that led to the last call calls `torch.random.fork_rng`, or a helper that does.
     """
 
     def __init__(self, known: Container[int]) -> None:
-        self._known = known
+        self._known, self.forks = known, False
+        self._forking: dict[CodeType, bool] = {}
         self._of_functions: WeakKeyDictionary[object, dict[Lines, Place]] = WeakKeyDictionary()
         self._of_lines: dict[Lines, set[Place]] = {}
 
@@ -54,7 +60,7 @@ class CallPlaces:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not below:
             frame = frame.f_back
-        is_again = torch._C._current_graph_task_id() != -1
+        is_again, self.forks = torch._C._current_graph_task_id() != -1, False
         lines: list[str] = []
         passed: list[tuple[object, Lines]] = []
         inner: CodeType | None = None
@@ -70,6 +76,7 @@ class CallPlaces:
                     break
             else:
                 lines.append(f"{code.co_name} {frame.f_lasti}")
+                self.forks |= self._may_fork(frame, code)
                 inner = code
             if owner is not None:
                 place = owner, tuple(lines)
@@ -77,6 +84,12 @@ class CallPlaces:
                     self._note(place, passed)
                 return place
         return self._noted(passed, tuple(lines)) if is_again else (None, tuple(lines))
+
+    def _may_fork(self, frame: FrameType, code: CodeType) -> bool:
+        if code not in self._forking:
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            self._forking[code] = _forks(code, frame.f_globals, type(first))
+        return self._forking[code]
 
     def _owner(self, frame: FrameType, code: CodeType) -> int | None:
         """Return the id of the module of which a frame runs a method; None: of none."""
@@ -118,3 +131,12 @@ def _given(frame: FrameType, code: CodeType) -> list[object]:
     held = [value for value in frame.f_locals.values() if isinstance(value, functions) and value.__code__ is code]
     owners = [value.__self__ if isinstance(value, MethodType) else value for value in held]
     return [owner for owner in owners if isinstance(owner, Hashable) and type(owner).__weakrefoffset__]
+
+
+def _forks(code: CodeType, space: Mapping[str, Any], owner: type, depth: int = 2) -> bool:
+    """Whether code calls `fork_rng`, or functions of its module or methods of its class that do."""
+    if "fork_rng" in code.co_names or not depth:
+        return "fork_rng" in code.co_names
+    found = (unwrap(space.get(name) or getattr_static(owner, name, None)) for name in code.co_names)
+    others = (other for other in found if isinstance(other, FunctionType))
+    return any(_forks(other.__code__, other.__globals__, owner, depth - 1) for other in others)

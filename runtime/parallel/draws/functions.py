@@ -20,12 +20,12 @@ from . import noise, numbers
 
 
 class Keys(Protocol):
-    """Gives words and seeds for the call that is made now; `seed` tells apart what a user's generators draw."""
+    """Gives words and seeds for the call that is made now."""
 
-    def words(self, shape: Sequence[int], device: torch.device, seed: str) -> Tensor:
+    def words(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return words for a tensor of this shape."""
 
-    def seed(self, seed: str) -> int:
+    def seed(self) -> int:
         """Return a seed."""
 
 
@@ -43,8 +43,6 @@ class Call:
     ) -> None:
         self._keys, self._function, self._args, self._kwargs = keys, function, args, kwargs
         self.name: str = function.__name__
-        generator = kwargs.get("generator")
-        self._seed = "" if generator is None else f" {generator.initial_seed()}"
 
     def answer(self) -> Any:
         """Return what the function is to give."""
@@ -62,14 +60,13 @@ class Call:
         return self._function(*self._args, **self._kwargs)
 
     def seeded(self) -> Any:
-        """Call torch with its generators seeded by the unit; of a user's generator only the seed counts."""
-        named = {key: value for key, value in self._kwargs.items() if key != "generator"}
-        with seeded(self._keys.seed(self._seed), 0, self._device()):
-            return self._function(*self._args, **named)
+        """Call torch with its generators seeded by the unit."""
+        with seeded(self._keys.seed(), 0, self._device()):
+            return self._function(*self._args, **self._kwargs)
 
     def words(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return 32 random bits for each number of a tensor of this shape, int64."""
-        return self._keys.words(shape, device, self._seed)
+        return self._keys.words(shape, device)
 
     def draw(self, device: torch.device) -> Callable[[Sequence[int]], Tensor]:
         """Return what gives words on a device."""

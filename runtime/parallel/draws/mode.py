@@ -2,6 +2,7 @@
 
     F.dropout(x) ─▶ the mode ─▶ where was it called? "3.mlp: forward 112" ─▶ words of its samples ─▶ a mask
     torch.randperm(n) ────────▶ … ─────────────────────────────────────────▶ torch's generator, seeded by the unit
+    rand(3, generator=g) ─────▶ g was seeded in this forward: as plain torch (torch's own within fork_rng, too)
 
 A call is known by its place in the code: the module of the model whose forward runs, and the lines that lead from
 there to the draw (`call_places`). So a part of a block that runs again within a backward draws what it drew before.
@@ -26,10 +27,14 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group
 from ..column_row import ColumnRowPair
-from ..dropout import Masks, words
+from ..dropout import Masks, Unit, words
 from .call_places import CallPlaces
 from .functions import Call
 from .names import DRAWS
+
+
+class _SeededError(Exception):
+    """What draws now follows from a seed that the code has given torch's own generator."""
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -62,6 +67,8 @@ class KeyedDraws(TorchFunctionMode):
         self._apart = {id(module) for root in apart for module in root.modules()}
         self._calls = CallPlaces({*self._names, *self._apart})
         self._cuts: dict[str, Group | None] = {}
+        self._seeded: tuple[Unit | None, dict[int, torch.Generator]] = None, {}
+        self._forked: tuple[Unit | None, Tensor] = None, torch.empty(0)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -69,37 +76,68 @@ class KeyedDraws(TorchFunctionMode):
         given = kwargs or {}
         if getattr(func, "__name__", "") not in DRAWS or self._masks.unit is None:
             return func(*args, **given)
-        return Call(self, func, args, given).answer()
+        if given.get("generator") is not None:
+            self._require_seeded(given["generator"])
+            return func(*args, **given)
+        try:
+            return Call(self, func, args, given).answer()
+        except _SeededError:
+            result = func(*args, **given)
+            self._forked = self._masks.unit, torch.get_rng_state()
+            return result
 
-    def words(self, shape: Sequence[int], device: torch.device, seed: str) -> Tensor:
+    def _require_seeded(self, generator: torch.Generator) -> None:
+        """Raise `MisfitError` for a generator whose numbers do not follow from a seed that this forward gave it."""
+        (site, _), unit = self._site(), self._masks.unit
+        if self._seeded[0] is not unit:
+            self._seeded = unit, {}
+        if _is_fresh(generator):
+            self._seeded[1][id(generator)] = generator
+        if id(generator) not in self._seeded[1]:
+            raise MisfitError(
+                f"a generator that was not seeded in this forward draws in {site}: each microbatch would go on where "
+                "another one stopped; seed it there, generator.manual_seed(…), or draw from torch's own, without "
+                "`generator=`, which is keyed by sample"
+            )
+
+    def words(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return words for what is drawn now."""
-        site, number = self._site()
+        site, number = self._keyed_site()
         cut = self._cut(site, number)
         is_whole = cut is not None or any(pair.is_gathered for pair in self._pairs[number])
         sliced = None if is_whole else self._sliced(number)
-        draw = partial(self._words, site, seed, device)
+        draw = partial(self._words, site, device)
         return self._masks.words_of_part(site, draw, shape, cut, sliced)
 
     def _words(
-        self, site: str, seed: str, device: torch.device, shape: Sequence[int], cut: Group | None, sliced: Group | None
+        self, site: str, device: torch.device, shape: Sequence[int], cut: Group | None, sliced: Group | None
     ) -> Tensor:
         unit = self._masks.unit
         assert unit is not None
         samples = len(unit.samples)
         if not shape or not shape[0] or shape[0] % samples:
-            key = torch.tensor([self._masks.key(f"{site}{_rank(cut)}{seed}")], dtype=torch.int64, device=device)
+            key = torch.tensor([self._masks.key(f"{site}{_rank(cut)}")], dtype=torch.int64, device=device)
             return words(key, (1, *shape), None, None, None).view(tuple(shape))
-        keys = self._masks.keys(f"{site}{seed}", device)
+        keys = self._masks.keys(site, device)
         if torch.Size(shape[:-1]).numel() == samples:  # a row for each sample, none of tokens
             return words(keys, shape, None, cut, None)
         return words(keys, shape, unit.positions, cut, sliced)
 
-    def seed(self, seed: str) -> int:
+    def seed(self) -> int:
         """Return a seed for what is drawn now."""
-        site, number = self._site()
+        site, number = self._keyed_site()
         cut = self._cut(site, number)
         is_alike = cut is not None and self._masks.cut_dims.get((site, True), 0) is None
-        return self._masks.key(f"{site}{_rank(None if is_alike else cut)}{seed}")
+        return self._masks.key(f"{site}{_rank(None if is_alike else cut)}")
+
+    def _keyed_site(self) -> tuple[str, int]:
+        """Return which call draws; raises `_SeededError` where torch's own generator was seeded within `fork_rng`."""
+        site, (unit, after) = self._site(), self._forked
+        if self._calls.forks:
+            goes_on = unit is self._masks.unit and torch.equal(after, torch.get_rng_state())
+            if goes_on or _is_fresh(torch.default_generator):
+                raise _SeededError
+        return site
 
     def _site(self) -> tuple[str, int]:
         """Return which call of the model draws, and in which block it is.
@@ -136,3 +174,9 @@ def _pairs_of(block: nn.Module) -> list[ColumnRowPair]:
 
 def _rank(cut: Group | None) -> str:
     return "" if cut is None else f" of shard {cut.index}"
+
+
+def _is_fresh(generator: torch.Generator) -> bool:
+    """Whether a generator was seeded, and has drawn nothing since."""
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(generator.get_state(), fresh.get_state())

@@ -87,15 +87,15 @@ class DrawnShapes(KeyedDraws):
     def _note(self, site: str, number: int, shape: Sequence[int]) -> None:
         self.found.setdefault(site, []).append((tuple(shape), self._cut(site, number) is not None))
 
-    def words(self, shape: Sequence[int], device: torch.device, seed: str) -> Tensor:
+    def words(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return words for what is drawn now, and note the shape."""
-        self._note(*self._site(), shape)
-        return super().words(shape, device, seed)
+        self._note(*self._keyed_site(), shape)
+        return super().words(shape, device)
 
-    def seed(self, seed: str) -> int:
+    def seed(self) -> int:
         """Return a seed for what is drawn now, whose shape is noted when it is there."""
-        self._open.append(self._site())
-        return super().seed(seed)
+        self._open.append(self._keyed_site())
+        return super().seed()
 
 
 def unusual_parts(whole: Shapes, of_one: Shapes, cut: Shapes, size: int, rows: int) -> dict[CutSite, int | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quintsched.errors import MisfitError
 from quintsched.runtime.parallel.draws.mode import KeyedDraws
 from quintsched.runtime.parallel.dropout import Masks, Unit
 
@@ -86,6 +88,42 @@ def test_attention_without_dropout_in_effect_is_that_of_torch(draws: Any) -> Non
     assert torch.allclose(found, expected, atol=1e-12)
 
 
-def test_a_generator_of_the_users_counts_by_its_seed(draws: Any) -> None:
-    one, other = (draws(lambda s=seed: torch.rand(4, 3, generator=torch.Generator().manual_seed(s))) for seed in (1, 2))
-    assert not torch.equal(one, other)
+def _seeded_by_hand(seed: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(8, generator=generator), torch.empty(3).normal_(generator=generator)
+
+
+def _seeded_in_a_fork(seed: int) -> tuple[torch.Tensor, ...]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.rand(4), functional.dropout(torch.ones(16)), torch.randperm(8)
+
+
+@contextmanager
+def _fixed(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _seeded_by_a_helper(seed: int) -> tuple[torch.Tensor, ...]:
+    with _fixed(seed):
+        return torch.rand(4), torch.randperm(8)
+
+
+@pytest.mark.parametrize("seeded", [_seeded_by_hand, _seeded_in_a_fork, _seeded_by_a_helper])
+def test_what_follows_from_a_seed_in_the_forward_is_plain_torchs(seeded: Any, draws: Any) -> None:
+    for seed in (0, 5):
+        torch.manual_seed(0)
+        expected = seeded(seed)
+        torch.rand(1)
+        found = draws(lambda s=seed: (seeded(s), torch.rand(4)))
+        assert all(map(torch.equal, found[0], expected))
+        assert torch.equal(found[1], draws(lambda s=seed: (seeded(s), torch.rand(4)))[1])
+
+
+def test_a_generator_that_lives_on_is_refused(draws: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    draws(lambda: torch.rand(4, generator=generator))
+    with pytest.raises(MisfitError, match="not seeded in this forward"):
+        draws(lambda: torch.rand(4, generator=generator))
