@@ -338,7 +338,7 @@ class HostState:
                     found(f"{name}.{key}", functools.partial(space.get, key, GONE))
                     if space is not spaces[0]:  # its own would come before it
                         self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, GONE))
-        for key, slot in () if isinstance(holder, FunctionType | type) else _slots_of(type(holder)):
+        for key, slot in () if isinstance(holder, FunctionType | type | ModuleType) else _slots_of(type(holder)):
             if key in self.names and (id(holder), key) not in self._looked_up:
                 self._looked_up.add((id(holder), key))
                 self._found(f"{name}.{key}", functools.partial(member_of, slot, holder))

@@ -26,6 +26,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
+from quintsched.runtime.parallel.proof.reads.steering import SteeringState
 
 from ...toys import sgd
 from .odd_mlps import HIDDEN, TOKENS, WIDTH
@@ -234,6 +235,11 @@ def test_what_is_a_pair_still_goes_on(what: str) -> None:
     (alone,) = run_local(1, lambda transport: train(transport, "pp=1", *STILL[what], what))
     found, _ = run_local(2, lambda transport: train(transport, "tp=2", *STILL[what], what))
     assert found == pytest.approx(alone, rel=1e-10)
+
+
+def test_dictionaries_of_modules_of_libraries_are_not_walked() -> None:
+    block = Later(lambda self, y: F.gelu(y) if "hot" in type(self).__dict__ else y)
+    assert len(SteeringState({"block": block}).words()) < 1000
 
 
 class Setting(nn.Module):
