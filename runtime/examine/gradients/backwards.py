@@ -38,6 +38,7 @@ from ...parallel.proof.features_apart import draws_of_python
 from ..block_runs import RunBlock, run_with_graph
 from ..other_numbers import Agree, others_of
 from .microbatches import Alike, anyhow, gradients_kept, why_of_microbatch, why_of_others
+from .other_answers import MOST_ASKED, OtherAnswers, answered
 from .own_backwards import Calls, Code, Shape, Watched, hooks_of
 
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
@@ -307,16 +308,25 @@ class BlockBackwards:
         return found
 
     def _of_others(self, number: int, block: nn.Module, arrival: Arrival) -> Unlinear:
-        """Return what is found where extras are other numbers than the first ones."""
+        """Return what is found where extras are other numbers than the first ones, or what it asks of tensors is."""
         accepts, alike = accepted_extras(block), partial(self._alike, number, block)
         taken = replace(arrival, extras={name: extra for name, extra in arrival.extras.items() if accepts(name)})
         given = others_of(taken, block, self._agree) if taken.extras else ()
         for other, words in islice(given, 1 if is_sharded(block) else None):  # ranks of other data may fail alone
-            found = why_unlinear(self._run, number, block, other, alike, is_brief=True)
-            why = found.why or why_of_microbatch(self._run, number, block, other, alike)
-            if why:
-                return found._replace(why=f"{why}, {words}")
+            if (found := self._found_briefly(number, block, other, alike)).why:
+                return found._replace(why=f"{found.why}, {words}")
+        answers = OtherAnswers()
+        with suppress(Exception), answered(alike, answers)(range(arrival.samples)):
+            _gradients(self._run, number, block, arrival, _Begin(0, 1.0))
+        for place in range(1, 1 + min(answers.count, MOST_ASKED) * (not is_sharded(block))):
+            otherwise = answered(alike, OtherAnswers(place))
+            if (found := self._found_briefly(number, block, arrival, otherwise)).why:
+                return found._replace(why=f"{found.why}, where a tensor that it asks for its value has another")
         return Unlinear()
+
+    def _found_briefly(self, number: int, block: nn.Module, arrival: Arrival, alike: Alike) -> Unlinear:
+        found = why_unlinear(self._run, number, block, arrival, alike, is_brief=True)
+        return found if found.why else Unlinear(why_of_microbatch(self._run, number, block, arrival, alike))
 
     def _of_microbatches(
         self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, found: Unlinear, *, is_suspect: bool

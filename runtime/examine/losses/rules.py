@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quintsched.errors import MisfitError
+
 from ...blocks.trees import flatten
 
 
@@ -63,7 +65,7 @@ class LossWeight:
         return f"a mean over {what.get(self.over, self.over)}"
 
     def of_targets(self, targets: Mapping[str, Tensor], tables: Sequence[Tensor]) -> Tensor:
-        """Return what targets weigh, 0-dimensional."""
+        """Return what targets weigh, 0-dimensional; raises `MisfitError` for shares of classes in place of ids."""
         leaf = targets[self.leaf]
         leaf = leaf[:, self.shift :] if self.shift else leaf
         if self.over is Over.NUMBERS:
@@ -71,6 +73,11 @@ class LossWeight:
         kept = leaf != self.ignored
         if self.over is Over.TARGETS:
             return kept.sum()
+        if leaf.is_floating_point():
+            raise MisfitError(
+                f"targets{self.leaf} were ids, which class weights weigh, and now they are shares of classes, which "
+                "weigh as samples; give either in all steps, or return (sum, weight)"
+            )
         table = tables[self.table].detach()
         return torch.where(kept, table.to(leaf.device)[torch.where(kept, leaf, 0)], 0.0).sum()
 

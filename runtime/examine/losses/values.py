@@ -63,9 +63,9 @@ def compare_values(
         return None
     try:
         if parts is None and swapped is not None:
-            one, other = (_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in swapped)
-            least = way.tolerance * (one[0].abs() + other[0].abs() + 1e-9)
-            return Late((one[0] - other[0]).abs() > least, other[0], one[0])
+            found = [_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in swapped]
+            now, before = (value / weight if rule.over is Over.STATED else value for value, weight in found)
+            return Late((now - before).abs() > way.tolerance * (now.abs() + before.abs() + 1e-9), before, now)
         if parts is None:
             return None
         one, other, whole = (_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in parts)
@@ -74,6 +74,10 @@ def compare_values(
     is_something: Tensor | bool = True
     if rule.over is Over.SUM:
         a, b = one[0], other[0]
+    elif rule.over is Over.STATED:  # what weighs nothing may be a sum of something
+        total = torch.as_tensor(one[1] + other[1], dtype=one[0].dtype, device=one[0].device)
+        a, b, is_something = one[0] / total, other[0] / total, total != 0
+        whole = whole[0] / whole[1], whole[1]
     elif isinstance(one[1], int) and isinstance(other[1], int):
         a, b = (value * (count / whole[1]) for value, count in (one, other))
     else:
@@ -94,7 +98,7 @@ def compare_values(
 def _called(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], unit: Unit
 ) -> tuple[Tensor, Tensor | float]:
-    """Return what a function gives of a unit as a mean or a sum, and its weight."""
+    """Return what a function gives of a unit as a mean, or a sum where it says so, and its weight."""
     output, targets = unit.built()
     wants_graph = rule.over is Over.DIVISOR
     if wants_graph:
@@ -103,7 +107,7 @@ def _called(
         found = function(output, targets)
     if rule.over is Over.STATED:
         total, weight = found
-        return torch.as_tensor(total).double() / weight, weight
+        return torch.as_tensor(total).double(), weight
     value = torch.as_tensor(found).detach().double()
     if rule.over in (Over.SUM, Over.SAMPLES, Over.TOKENS):
         return value, unit.samples

@@ -1,5 +1,6 @@
 """Blocks whose backward is not linear in the gradient are refused where microbatches make that another backward."""
 
+import contextlib
 import functools
 import types
 
@@ -371,3 +372,51 @@ def test_extras_that_are_others_later_are_tried(block, first, later):
             engine.step(x, x, phase=first if later is None else later)
 
     run_local(2, run)
+
+
+def clamping_if(asks):
+    class Asking(Block):
+        def forward(self, x):
+            x = super().forward(x)
+            if asks(x) and x.requires_grad:
+                x.register_hook(lambda g: g.clamp(-0.1, 0.1))
+            return x
+
+    return Asking()
+
+
+def guarded():
+    class Guarded(Block):
+        def forward(self, x):
+            if x.isnan().any():
+                raise ValueError
+            self.seen = float(x.detach().norm())
+            x = super().forward(x)
+            if x.requires_grad:
+                x.register_hook(lambda g: torch.zeros_like(g) if g.isnan().any() else -g)
+            return x
+
+    return Guarded()
+
+
+ASKING = {
+    "a bool": (lambda: clamping_if(lambda x: x.abs().max() > 1e5), True),
+    "a number": (lambda: clamping_if(lambda x: x.abs().max().item() > 1e5), True),
+    "a count": (lambda: clamping_if(lambda x: int((x > 1e5).sum()) > 0), True),
+    "a guard and a log": (guarded, False),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_data_that_steer_a_backward_later_are_tried(name):
+    build, is_refused = ASKING[name]
+
+    def backwards(transport):
+        engine = Engine(plan, [build()], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        refused = pytest.raises(MisfitError, match="a tensor that it asks for its value has another")
+        with refused if is_refused else contextlib.nullcontext():
+            engine.step(x, x)
+
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
+    run_local(1, backwards)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.examine.losses.stated import StatedExamination
 
@@ -116,3 +117,21 @@ def test_a_weight_with_a_gradient_is_refused_whenever_it_comes(mesh: str) -> Non
             engine.step(inputs, torch.ones(8, CLASSES))
 
     run_local(plan.mesh.size, run)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=1"])
+def test_what_weighs_nothing_may_be_a_sum_of_something(mesh: str) -> None:
+    plan, inputs = qs.compile("1f1b", mesh=mesh, microbatches=2), torch.randn(8, 4, generator=RANDOM)
+
+    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), (targets > 0).sum()
+
+    def run(transport: Transport) -> list[float]:
+        engine = Engine(plan, BLOCKS, loss, sgd, transport=transport)
+        mine = slice(engine.replica * 8 // engine.num_replicas, (engine.replica + 1) * 8 // engine.num_replicas)
+        targets = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
+        return [engine.step(inputs[mine], targets[mine]).loss.item() for _ in range(4)]
+
+    whole = build_model(BLOCKS)(inputs).square().sum().item()
+    assert all(losses[0] == pytest.approx(whole) for losses in run_local(plan.mesh.size, run))
