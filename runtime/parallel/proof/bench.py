@@ -15,7 +15,6 @@ from quintsched.errors import MisfitError, StallError
 
 from ...blocks.blocks import TOKENS, seeded
 from ...comm import EchoGroup, Group, ReduceOp
-from ...job.choices import TensorSplit
 from ..tensor.apply import apply_tensor_parallel
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
@@ -28,7 +27,7 @@ from .reads.weight_reads import WeightReads
 from .tokens.gathered import Gathered
 from .tokens.tokens_apart import why_tokens_meet
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
-from .twins import SEED, Blueprint, draw_state
+from .twins import SEED, Blueprint
 from .ways import Way, alone, everywhere, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -37,7 +36,7 @@ TOLERANCE = 1e-4
 """Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
 
 SCALES = (0.1, 10.0, 100.0)
-"""By so much larger, too, are the numbers between columns and rows, and inputs, with which a pair is proved."""
+"""By so much larger, too, are the inputs with which tokens of sequences that are cut are proved to keep apart."""
 
 _NOT_FINITE = 1e30
 """Stands for a difference of which there is no number."""
@@ -56,8 +55,8 @@ class Kind:
     choice: Choice = field(default_factory=Choice)
     blocks: list[nn.Module] = field(default_factory=list)
     """Those of this rank, as they are cut."""
-    scales: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """At how much larger numbers layers of pairs are proved."""
+    proved: set[str] = field(default_factory=set)
+    """Layers of pairs that are proved."""
     is_parted: bool = False
     """Whether its pairs were parted, as they were none in the first step."""
     reads: dict[str, str] = field(default_factory=dict)
@@ -94,17 +93,13 @@ class Finding:
     what: str = ""
     off: float = 0.0
     trouble: str = ""
-    scale: float = 1.0
     weights: frozenset[str] = frozenset()
     """The weights whose gradients differ, if they are all that does and are not cut."""
 
     def __str__(self) -> str:
-        where = "" if self.scale == 1 else f", where the numbers between them are {self.scale:g} times as large"
-        if self.trouble:
-            return self.trouble + where
-        if self.off >= _NOT_FINITE:
-            return f"{self.what} is of another shape, or not finite at other places{where}"
-        return f"{self.what} is off by {self.off:.1g} of its largest number{where}"
+        if self.off >= _NOT_FINITE and not self.trouble:
+            return f"{self.what} is of another shape, or not finite at other places"
+        return self.trouble or f"{self.what} is off by {self.off:.1g} of its largest number"
 
 
 class Bench:
@@ -128,8 +123,6 @@ class Bench:
                 figures = run_whole(twin, arrival)
                 if draws_of_python() != drawn:
                     kind.trouble, kind.draws = "it draws from Python's or numpy's generator", True
-                elif setting.scale != 1 and not figures.is_finite:
-                    kind.trouble = "it gives numbers that are not finite"
         except StallError:
             raise
         except Exception as error:
@@ -176,11 +169,10 @@ class Bench:
         setting = replace(setting, partial=choice.partial)
         found, trouble = self._differences(kind, arrival, setting, whole, choice)
         failed, most, least = self.most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
-        scale = setting.scale
         if failed:
-            return Finding(off=float("inf"), trouble=trouble or "another rank raised an error", scale=scale)
+            return Finding(off=float("inf"), trouble=trouble or "another rank raised an error")
         if most != -least:
-            return Finding(off=float("inf"), trouble="ranks have other outputs and gradients to compare", scale=scale)
+            return Finding(off=float("inf"), trouble="ranks have other outputs and gradients to compare")
         offs = self.most([difference.off for difference, _ in found], setting)
         worst = max(range(len(offs)), key=offs.__getitem__)
         limit = TOLERANCE
@@ -191,7 +183,7 @@ class Bench:
             return None
         only_weights = all(found[n][0].what == OF_WEIGHT and found[n][1] for n in wrong)
         weights = frozenset(found[n][0].name for n in wrong) if only_weights else frozenset[str]()
-        return Finding(str(found[worst][0]), offs[worst], weights=weights, scale=scale)
+        return Finding(str(found[worst][0]), offs[worst], weights=weights)
 
     def _differences(
         self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
@@ -214,7 +206,7 @@ class Bench:
     def unsound(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> Finding | None:
         """Return why a kind's pairs, which a rule may ask for, may be none where numbers, types or modes are others.
 
-        On any rank; None: they are. Notes at which scales they are proved in `kind.scales`.
+        On any rank; None: they are, which is noted in `kind.proved`.
         """
         pairs = self._pairs(kind, choice)
         if not pairs or self.group.size == 1:
@@ -223,28 +215,16 @@ class Bench:
         if self.most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
         unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
-        if unlike is not None or kind.scales.keys() >= {cut.path for cut in pairs}:
-            return unlike
-        proved = {1.0}
-        for scale in SCALES:
-            whole = self.whole(kind, arrival, scaled := replace(setting, scale=scale))
-            finding = None if whole is None else self.find(kind, arrival, scaled, whole, choice)
-            drawn = replace(setting, state=scale if scale > 1 else -max(SCALES), trains=scale == max(SCALES))
-            finding = finding or self.unlike(kind, arrival.scaled(scale), drawn, choice)
-            if finding is not None:
-                return finding
-            proved |= {scale} if whole is not None else set()
-        kind.scales |= dict.fromkeys((cut.path for cut in pairs), tuple(sorted(proved)))
-        return None
+        kind.proved |= {cut.path for cut in pairs if unlike is None}
+        return unlike
 
     def unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
-        """Return what is off in a setting, if anything; in evaluation where it draws, for ranks draw for features."""
+        """Return what is off in a setting, if anything; nothing where it draws, for ranks draw for features."""
         whole = self.whole(kind, arrival, setting)
         if whole is None or self.most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
-            return self.unlike(kind, arrival, replace(setting, trains=False), choice) if setting.trains else None
+            return None
         finding = self.find(kind, arrival, setting, whole, choice)
-        usual = ("as it is given", "in training")[setting.trains]
-        where = "where it is given other numbers" if setting.state else usual
+        where = ("as it is given", "in training")[setting.trains]
         return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
 
     def _draws(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
@@ -347,18 +327,11 @@ class Bench:
         )
 
     def _drawn(self, kind: Kind, setting: Setting, *, has_hooks: bool = True) -> nn.Module:
-        """Return a kind's twin, with what its columns give scaled, and state drawn."""
+        """Return a kind's twin, whose modules do not drop out."""
         twin = kind.blueprint.draw(self.group.device, trains=setting.trains)
         for module in twin.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
-        columns = (cut for cut in kind.cuts if cut.is_paired and cut.split is TensorSplit.COLUMN)
-        if setting.state:
-            draw_state(twin, setting.state)
-        with torch.no_grad():
-            for column in columns if setting.scale != 1 else ():
-                for weight in twin.get_submodule(column.path.partition(".")[2]).parameters():
-                    weight.mul_(setting.scale)
         if has_hooks:
             kind.blueprint.put_hooks(twin)
         return twin

@@ -30,8 +30,7 @@ class BenchHere(Bench):
     """A bench that sends nothing: what the other ranks of tp do is done here, one after the other."""
 
     def unsound_again(self, kind: Kind, arrival: Arrival, *, is_asked: bool) -> Finding | None:
-        """Return why a kind's pairs may be none as the block is now, given this, at all scales; None: they are."""
-        kind.scales.clear()
+        """Return why a kind's pairs may be none as the block is now, given this; None: they are."""
         finding = self.unlike(kind, arrival, Setting(tensor=self.group), kind.choice)
         return finding or self.unsound(kind, arrival, kind.choice, is_asked=is_asked)
 

@@ -24,7 +24,7 @@ from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.rules import RuleData
 from .arrivals import Arrival, Arrivals, guesses
-from .bench import SCALES, Bench, Finding, Kind
+from .bench import Bench, Finding, Kind
 from .trial import Figures, Setting
 from .ways import Way, alone, replicated, ways_of
 from .weights_on_features import WeightsOnFeatures
@@ -32,7 +32,6 @@ from .weights_on_features import WeightsOnFeatures
 _PLACES = 1 << 16
 """More than there are ways to cut a pair: a code is a way's place, and a bit for each scale."""
 
-_EVERY_SCALE = tuple(sorted((1.0, *SCALES)))
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -167,11 +166,9 @@ class Chooser:
         partial = choice.partial | self._features.names_in(kind, arrival, choice)
         if partial == choice.partial:
             return choice
-        summed, scales = replace(choice, partial=partial), dict(kind.scales)
-        kind.scales.clear()
+        summed = replace(choice, partial=partial)
         finding = self._bench.find(kind, arrival, self._setting, whole, summed)
         finding = finding or self._bench.unsound(kind, arrival, summed, is_asked=self._tensor.are_ruled(kind.cuts))
-        kind.scales |= scales
         return choice if finding else summed
 
     def _sliced(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
@@ -187,9 +184,7 @@ class Chooser:
         return replace(choice, slices=False)
 
     def _note(self, kind: Kind, pairs: Sequence[Sequence[Cut]], places: list[int], choice: Choice) -> Choice:
-        proved = [kind.scales.get(pair[0].path, ()) for pair in pairs]
-        bits = [sum(1 << bit for bit, scale in enumerate(_EVERY_SCALE) if scale in scales) for scales in proved]
-        codes = [place + _PLACES * of_pair for place, of_pair in zip(places, bits, strict=True)]
+        codes = [place + _PLACES * (pair[0].path in kind.proved) for place, pair in zip(places, pairs, strict=True)]
         self._codes[kind.number] = [1 + int(choice.slices), *codes]
         return choice
 
@@ -223,10 +218,9 @@ class Chooser:
 
     def _decoded(self, number: int, pairs: Sequence[Sequence[Cut]], code: Sequence[int]) -> Choice:
         rules: Way = {}
-        scales: dict[str, tuple[float, ...]] = {}
+        proved = set[str]()
         for pair, packed in zip(pairs, code[1:], strict=False):
-            bits, place = divmod(packed, _PLACES)
+            is_proved, place = divmod(packed, _PLACES)
             rules |= ways_of(pair, is_asked=self._tensor.are_ruled(pair))[place]
-            if bits:
-                scales[pair[0].path] = tuple(scale for bit, scale in enumerate(_EVERY_SCALE) if bits >> bit & 1)
-        return Choice(rules, slices=code[0] == 2, scales=scales)
+            proved |= {pair[0].path} if is_proved else set()
+        return Choice(rules, slices=code[0] == 2, proved=frozenset(proved))

@@ -28,7 +28,7 @@ from ..draws.names import FACTORIES, IN_PLACE
 from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms
 from ..tensor.shard import Shard
-from .owner_rules import HOST, Joined, Unknown, name_of, owners_of_results, require_one
+from .owner_rules import HOST, Joined, Unknown, goes_by_data, name_of, owners_of_results, require_one
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
@@ -77,6 +77,8 @@ class FeatureOwners(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in HOST and is_owned:
             self._see(name, args[0])
+        if self._scopes and goes_by_data(func, tensors):
+            raise Joined(f"has as many numbers as data decide{line()}, by which it may do something else")
         result = func(*args, **given)
         if name in ("_local_scalar_dense", "equal"):
             return self._read(result, args[0], is_owned=is_owned)

@@ -163,10 +163,10 @@ class LaterSteps:
     def why_changed(self) -> str:
         """Return what steers a block of pairs and was changed while a step ran, in words; empty: nothing was.
 
-        Hooks are left out, which come and go in a first step, that watches blocks.
+        Hooks are left out, which come and go in a first step, that watches blocks, and modes, other in evaluations.
         """
-        moved = (slot.name for slot in self._of_pairs.moved() if ", its hooks" not in slot.name)
-        if (name := next(moved, None)) is None:
+        names = (slot.name for slot in self._of_pairs.moved())
+        if (name := next((n for n in names if ", its hooks" not in n and not n.endswith(".training")), None)) is None:
             return ""
         pairs = [followed.kind for followed in self._followed if followed.in_pairs]
         kind = next((kind for kind in pairs if name.startswith(f"block {kind.number} ")), pairs[0])

@@ -85,6 +85,14 @@ def name_of(func: Any) -> str:
     return name[:-1] if func._schema.is_mutable and name.endswith("_") and not name.endswith("__") else name
 
 
+def goes_by_data(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether a function gives as many numbers as data decide: where some are not 0, those at places that are true."""
+    is_index = "index" in func._schema.name
+    return torch.Tag.dynamic_output_shape in func.tags and (
+        not is_index or any(tensor.dtype is torch.bool for tensor in tensors)
+    )
+
+
 def _first_owners(
     name: str, func: Any, given: Mapping[str, Any], results: Sequence[Tensor], of: Owners
 ) -> Tensor | list[Tensor]:

@@ -47,12 +47,8 @@ class Setting:
     slices: int = 1
     partial: frozenset[str] = frozenset()
     """The weights, not cut, whose gradients are partial sums on the ranks of `tensor`."""
-    scale: float = 1.0
-    """By how much what columns of pairs give is larger than with weights as they are drawn."""
     trains: bool = False
     """Whether in training, but for modules that drop out."""
-    state: float = 0.0
-    """How large numbers are drawn for buffers; 0: they have their own."""
 
     @property
     def groups(self) -> list[Group]:

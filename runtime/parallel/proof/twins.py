@@ -176,32 +176,6 @@ def draw_weight(name: str, like: Tensor, device: torch.device, generator: torch.
     return drawn.uniform_(-bound, bound, generator=generator)
 
 
-def draw_state(twin: nn.Module, scale: float) -> None:
-    """Let buffers and tensors in attributes have other numbers, about so large: in a later step they may have any."""
-    generator = torch.Generator().manual_seed(SEED)
-    for module in twin.modules():
-        for held in (module._buffers, vars(module)):
-            for name, tensor in held.items():
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    drawn = 0.5 + torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
-                    held[name] = marked((tensor.detach() + drawn) * scale, tensor)
-                elif (
-                    isinstance(tensor, Tensor)
-                    and tensor.device.type == "cpu"
-                    and tensor.dtype in (torch.bool, torch.int64)
-                ):
-                    held[name] = marked(_counted(tensor, scale), tensor)
-
-
-def _counted(tensor: Tensor, scale: float) -> Tensor:
-    """Return other counts and flags than these; one that is no index by then raises an error, which a GPU cannot."""
-    if tensor.dtype is torch.bool:
-        return ~tensor if (scale < 0) == bool(tensor.dim()) else tensor
-    if scale < 0 and tensor.numel() <= FEW:
-        return other_numbers(tensor, 0.0)
-    return tensor + (int(scale < 0) if tensor.dim() else round(scale))
-
-
 def other_numbers(tensor: Tensor, factor: float) -> Tensor:
     """Return numbers that are none of the usual, by a factor: 1 or 0, next to them, or between; flags turned."""
     if tensor.dtype is torch.bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .rules import Rules
@@ -17,11 +16,11 @@ class Choice:
         partial: names, in the block, of weights that are not cut and whose gradients are partial sums on the ranks.
         slices: whether the block is given a slice of the tokens, where tokens are sliced.
         gathers_before: whether tokens are then gathered where they enter the module of a pair's columns.
-        scales: of columns of pairs, by names in the whole model, at how much larger numbers the pair was proved.
+        proved: first columns of pairs that were proved, by names in the whole model.
     """
 
     rules: Rules = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     slices: bool = True
     gathers_before: bool = False
-    scales: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    proved: frozenset[str] = frozenset()

@@ -110,7 +110,7 @@ class TensorCuts:
         listed = _listed(whole) or "only norms and biases"
         why = _kept(self._outlines, "hooks on their weights", lambda m: is_layer(m) and has_hooked_weights(m))
         why += _kept(self._outlines, "forwards of their own", lambda m: is_linear(m) and bool(own_forward(m)))
-        why += f"{self._unpaired(whole, choices)}{_proved_at(choices)}{_one_by_one(self.cuts)}"
+        why += f"{self._unpaired(whole, choices)}{_proved(choices)}{_one_by_one(self.cuts)}"
         return f"tp={self._group.size} cuts {divided} of {total} weights; whole: {listed}{why}"
 
     def _unpaired(self, whole: Mapping[str, Sequence[int]], choices: Mapping[int, Choice]) -> str:
@@ -217,16 +217,13 @@ def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
     return f"; one by one: {_listed(places)}" if places else ""
 
 
-def _proved_at(choices: Mapping[int, Choice]) -> str:
-    """Say at which scales of the numbers between them pairs are proved, named by their first columns."""
-    places: dict[tuple[float, ...], dict[str, list[int]]] = {}
+def _proved(choices: Mapping[int, Choice]) -> str:
+    """Say which pairs are proved, named by their first columns."""
+    places: dict[str, list[int]] = {}
     for number, choice in sorted(choices.items()):
-        for path, scales in choice.scales.items():
-            places.setdefault(scales, {}).setdefault(path.partition(".")[2], []).append(number)
-    said = []
-    for scales, found in places.items():
-        said.append(f"; pairs proved at scales {', '.join(f'{s:g}' for s in scales)}: {_listed(found)}")
-    return "".join(said)
+        for path in sorted(choice.proved):
+            places.setdefault(path.partition(".")[2], []).append(number)
+    return f"; pairs proved at all numbers: {_listed(places)}" if places else ""
 
 
 def _numbers(numbers: Sequence[int]) -> str:

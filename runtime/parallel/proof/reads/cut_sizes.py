@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +50,6 @@ class _Call:
     given: Sequence[Argument]
     owners: Sequence[Tensor | None]
     """Of the arguments, where features are among them."""
-    moved: Sequence[Tensor | None]
-    """Those of what features were moved to."""
     shapes: Sequence[torch.Size]
     result: Any
 
@@ -113,8 +112,7 @@ class WholeCalls(_Calls):
 
     def _hear(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         given = _arguments(func, args, kwargs)
-        owned = [self._known(leaf) for _, leaf in given]
-        moved = [self._known(leaf) for leaf in tree_leaves(result)] if name in MOVING else []
+        owned = [self._owners.known(leaf) if isinstance(leaf, Tensor) else None for _, leaf in given]
         is_constant = name == "lift_fresh"  # made of Python's numbers
         kept = [
             (key, leaf if not isinstance(leaf, Tensor) else leaf.clone() if is_constant else leaf.shape)
@@ -122,11 +120,8 @@ class WholeCalls(_Calls):
         ]
         answer = None if isinstance(result, Tensor | Sequence) else result
         answer = result.clone() if name in DRAWN else answer
-        self.calls.append(_Call(name, kept, owned, moved, _shapes(result), answer))
+        self.calls.append(_Call(name, kept, owned, _shapes(result), answer))
         return result
-
-    def _known(self, leaf: object) -> Tensor | None:
-        return self._owners.known(leaf) if isinstance(leaf, Tensor) else None
 
     def _give(self, result: Tensor) -> Tensor:
         self.rows.append(result.detach().clone())
@@ -155,12 +150,11 @@ class CutCalls(_Calls):
             filter(None, (_unlike(*pair, given, was.given) for pair in zip(given, was.given, strict=True))), ""
         )
         is_made = name.removeprefix("new_").removesuffix("_like") in _MADE
-        if not why and not is_made and not is_pointwise(name, func) and name not in MOVING:
-            why = next(filter(None, map(_why_unowned, given, was.given, was.owners)), "")
+        if not why and not is_made:
+            is_each = is_pointwise(name, func) or name in MOVING
+            why = next(filter(None, map(partial(_why_unowned, is_each), given, was.given, was.owners)), "")
         if not why and not any(cut) and not is_made and _shapes(result) != was.shapes:
             why = "a part of the places"
-        if not why and any(map(_is_chosen, _shapes(result), was.moved)):
-            why = "the places of some features"
         if why:
             raise Joined(f"goes by a size that is cut: it gives {why} to {name}{line()}")
         if isinstance(was.result, Tensor):
@@ -212,23 +206,22 @@ def _is_along_cut(given: Sequence[Argument], before: Sequence[Argument]) -> bool
     return isinstance(tensor, Tensor) and bool(tensor.shape[dim] != shape[dim])
 
 
-def _why_unowned(now: Argument, was: Argument, owners: Tensor | None) -> str:
-    """Return what dimension goes by a size that is cut, though none of features, in words; empty: none."""
+def _why_unowned(is_each: bool, now: Argument, was: Argument, owners: Tensor | None) -> str:
+    """Return along which dimension ranks have other features than it says, in words; empty: none.
+
+    One along which several ranks have features is that of a rank where they are cut, and no other is, but for
+    functions that make each number by itself (`is_each`).
+    """
     (_, tensor), (_, shape) = now, was
     if not isinstance(tensor, Tensor) or not isinstance(shape, torch.Size) or tensor.dim() != len(shape):
         return ""
     for dim, (size, whole) in enumerate(zip(tensor.shape, shape, strict=True)):
-        if size == whole or (owners is not None and bool((owners != owners.narrow(dim, 0, 1)).any())):
-            continue
-        return f"{size} numbers of no features in place of {whole}"
+        if size == whole and owners is not None and not is_one(owners, [dim]):
+            return f"features of a rank in {size} places that are those of several"
+        is_cut = owners is not None and bool((owners != owners.narrow(dim, 0, 1)).any())
+        if size != whole and not is_each and not is_cut:
+            return f"{size} numbers of no features in place of {whole}"
     return ""
-
-
-def _is_chosen(shape: torch.Size, owners: Tensor | None) -> bool:
-    """Whether features of several ranks are next to each other in a dimension that is as long where they are cut."""
-    if owners is None or len(shape) != owners.dim():
-        return False
-    return any(size == owners.shape[dim] and not is_one(owners, [dim]) for dim, size in enumerate(shape))
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:

@@ -23,7 +23,7 @@ from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
 from ...context.context import Context, SequenceShard
 from ..feature_owners import DRAWN, FeatureOwners, Place, line
-from ..owner_rules import MOVING, Joined, joined, name_of, require_one
+from ..owner_rules import MOVING, Joined, goes_by_data, joined, name_of, require_one
 
 MANY = 127
 """The owner of numbers that are made of several ranks' tokens."""
@@ -109,8 +109,7 @@ class TokenOwners(FeatureOwners):
     def _are_places(self, func: Any, args: Any, result: Any) -> bool:
         """Whether a function gives places, or compares these with what is the same for all tokens."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        chooses = torch.Tag.dynamic_output_shape in func.tags
-        self.is_routed |= chooses and ("index" not in func._schema.name or any(t.dtype is torch.bool for t in tensors))
+        self.is_routed |= goes_by_data(func, tensors)
         others = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._places]
         compares = torch.Tag.pointwise in func.tags and len(others) < len(tensors) and not func._schema.is_mutable
         if func._schema.name != "aten::nonzero" and not (compares and not any(self.of(t).any() for t in others)):
