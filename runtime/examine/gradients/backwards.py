@@ -107,7 +107,9 @@ def why_unlinear(
         block: its weights are resident.
         arrival: what it is given.
         alike: a context in which it draws the same each time for some samples.
-        is_brief: whether few experiments are enough, and what cannot be run tells nothing.
+        is_brief: whether few experiments are enough.
+
+    Raises, if it `is_brief`, what the block raises, and `ArithmeticError` for gradients that are not finite.
     """
     is_short = any(p.dtype is torch.float16 for p in block.parameters())
     scales = _SHORT_SCALES if is_short else _SCALES
@@ -118,7 +120,9 @@ def why_unlinear(
             with alike(range(arrival.samples)):
                 found = _gradients(run, number, block, arrival, _Begin(seed, scale, only, rest))
             if all(bool(gradient.isfinite().all()) for gradient in found):
-                break
+                return found
+        if is_brief:
+            raise ArithmeticError
         return found
 
     try:
@@ -132,7 +136,7 @@ def why_unlinear(
         return Unlinear(_STEERED.format(number, type(block).__name__, "draws from Python's or numpy's generator"))
     except Exception as error:  # what a user's code says to numbers that no block has given
         if is_brief:
-            return Unlinear()
+            raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         return Unlinear(
             f"block {number} ({type(block).__name__}) may change gradients, and fails where it is tried, {said}"
@@ -325,8 +329,11 @@ class BlockBackwards:
         return Unlinear()
 
     def _found_briefly(self, number: int, block: nn.Module, arrival: Arrival, alike: Alike) -> Unlinear:
-        found = why_unlinear(self._run, number, block, arrival, alike, is_brief=True)
-        return found if found.why else Unlinear(why_of_microbatch(self._run, number, block, arrival, alike))
+        """Return what is found where it is given what it may never be given; what fails tells nothing."""
+        with suppress(Exception):
+            found = why_unlinear(self._run, number, block, arrival, alike, is_brief=True)
+            return found if found.why else Unlinear(why_of_microbatch(self._run, number, block, arrival, alike))
+        return Unlinear()
 
     def _of_microbatches(
         self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, found: Unlinear, *, is_suspect: bool

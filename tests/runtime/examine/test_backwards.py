@@ -351,6 +351,14 @@ class Divided(Block):
         return x
 
 
+class DividedEach(Block):
+    def forward(self, x, phase):
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / phase[:, None])
+        return x
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("block", "first", "later"),
@@ -372,6 +380,16 @@ def test_extras_that_are_others_later_are_tried(block, first, later):
             engine.step(x, x, phase=first if later is None else later)
 
     run_local(2, run)
+
+
+def test_extras_that_leave_a_backward_as_it_is_are_taken():
+    def run(transport):
+        plan = qs.compile("1f1b", mesh="dp=1", microbatches=4)  # of one sample
+        engine = Engine(plan, [DividedEach()], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        engine.step(x, x, phase=torch.arange(1.0, 5))
+
+    run_local(1, run)
 
 
 def clamping_if(asks):
