@@ -89,8 +89,8 @@ class BlockExaminations:
         model, self._first = self._model, (units, parcels)
 
         def arrival_of(number: int, has_few: bool) -> Arrival:
-            is_cut = self._cut[0].size * self._cut[1] > 1
-            return self._given_of(FEW if has_few or is_cut else None).at(number, model.outlines[number])
+            few = FEW if has_few or self._cut[0].size * self._cut[1] > 1 else None
+            return self._given_of(few, repeats=few is not None).at(number, model.outlines[number])
 
         blocks = {stage: {int(n): block for n, block in held.blocks.items()} for stage, held in model.stages.items()}
         overtaken = _overtaken(model.plan.programs[model.pp_rank])

@@ -392,6 +392,18 @@ def test_extras_that_leave_a_backward_as_it_is_are_taken():
     run_local(1, run)
 
 
+def test_microbatches_of_one_sample_hide_no_mixing():
+    def run(transport):
+        plan = qs.compile("1f1b", mesh="dp=1", microbatches=4)
+        block = Block(backward_of(lambda g: g - g.mean(0)))
+        engine = Engine(plan, [block], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
+        x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        with pytest.raises(MisfitError, match=r"block 0 .* in its backward"):
+            engine.step(x, x)
+
+    run_local(1, run)
+
+
 def clamping_if(asks):
     class Asking(Block):
         def forward(self, x):
