@@ -142,9 +142,9 @@ class HostState:
         """Yield the name of each thing that is not as it was, and what was seen and is there now."""
         return ((slot.name, slot.seen, slot.read()) for slot in self.moved())
 
-    def moved(self) -> Iterator[_Slot]:
-        """Yield the places that have something else than was seen."""
-        for slot in self._slots:
+    def moved(self, slots: Sequence[_Slot] | None = None) -> Iterator[_Slot]:
+        """Yield the places, all or some, that have something else than was seen."""
+        for slot in self._slots if slots is None else slots:
             _, read, seen = slot
             now = read()
             if now is not seen and not is_same(now, seen):

@@ -322,7 +322,7 @@ class PlanRunner:
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
-        device, asks = self._transport.device, (options.wants_stop, self.losses.is_doubted)
+        device, asks = self._transport.device, (options.wants_stop, self.losses.is_doubted, model.prover.later.look)
         tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, *asks)
         cells, saved = Cells(waits), dict[Value, Saved]()
         resident = lambda: resident_tensors(model.stages, self._state.weights, current.batch)  # noqa: E731

@@ -199,7 +199,7 @@ class RunLosses:
         if self._trains:
             self.blocks.end()
         self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.blocks.since or self.first.refusal)
-        self._of_pairs = self._of_pairs or self._model.prover.why_changed()
+        self._of_pairs = self._of_pairs or self._model.prover.later.why_changed()
         self._has_doubt |= bool(self._of_pairs or self.blocks.changed) or (self._adds and self._has_odd_sizes())
         if not self._watched:
             return self._has_doubt

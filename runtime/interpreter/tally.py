@@ -103,6 +103,7 @@ class Tally:
         auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
         wants_stop: says whether this rank was asked to stop after the step.
         is_doubted: says whether what the loss of this rank goes by has changed.
+        look: looks behind each forward whether something has changed that may not within a step; None: nothing may.
         figures: those of the step; before they are reduced, not-a-number.
     """
 
@@ -115,7 +116,9 @@ class Tally:
         room: Room | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
         is_doubted: Callable[[], bool | Tensor] = lambda: False,
+        look: Callable[[], None] | None = None,
     ) -> None:
+        self.look = look
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 3
         self._wants_stop, self._is_doubted = wants_stop, is_doubted

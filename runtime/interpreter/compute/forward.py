@@ -80,7 +80,7 @@ def _bind_training(
     take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
     with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
     saved, losses, whole, plain = state.saved, state.tally.auxiliary, forward.whole, forward.plain
-    host, stores, store = state.host, state.stores, _store_of(state, instruction)
+    look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
     place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
     skips, weighed = _taken_skips(state, instruction), partial(_weigh_other, state, unit)
@@ -114,6 +114,8 @@ def _bind_training(
             skips.require_unchanged(given, versions)
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
+        if look is not None:
+            look()
         if auxiliary is not None:
             auxiliary = weighed(auxiliary)
             start = start.with_loss(auxiliary, state.scale.value)
@@ -166,7 +168,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
     with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
-    losses, place = state.tally.auxiliary, _place_of_loss(state, instruction)
+    losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
 
     def conclude(output: Any, given: Outputs) -> None:
@@ -190,6 +192,8 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
             finish(tuple([apart(output.detach(), given) for output in outputs]))
         else:
             conclude(outputs[0], given)
+        if look is not None:
+            look()
         note(now())
 
     return run
@@ -330,6 +334,8 @@ def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs) -> Star
 
 def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, targets: Any) -> Start:
     tally, units, usual = state.tally, state.current.units, state.usual_samples
+    if tally.look is not None:
+        tally.look()  # a loss may undo what blocks have done
     found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
     loss = tally.add_loss(unit, found, len(units.samples[unit]) / usual)
     if state.flows.trains and not loss.requires_grad:

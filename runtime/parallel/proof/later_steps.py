@@ -98,6 +98,7 @@ class LaterSteps:
         self._followed: list[Followed] = []
         self._lengths = set[str]()
         self._state = self._of_pairs = SteeringState({})
+        self._noted = ""
         self._calls: dict[tuple[int, str], Called | None] = {}
 
     def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
@@ -160,13 +161,23 @@ class LaterSteps:
         self._lengths.add(shapes)
         return ""
 
+    @property
+    def look(self) -> Callable[[], None] | None:
+        """Looks behind a forward at values that steer pairs, and may be as before when the step ends; None: no need."""
+        return self._look if self._of_pairs.of_users else None
+
+    def _look(self) -> None:
+        if not self._noted:
+            self._noted = next((slot.name for slot in self._of_pairs.moved(self._of_pairs.of_users)), "")
+
     def why_changed(self) -> str:
         """Return what steers a block of pairs and was changed while a step ran, in words; empty: nothing was.
 
         Hooks are left out, which come and go in a first step, that watches blocks, and modes, other in evaluations.
         """
         names = (slot.name for slot in self._of_pairs.moved())
-        if (name := next((n for n in names if ", its hooks" not in n and not n.endswith(".training")), None)) is None:
+        others = (name for name in names if ", its hooks" not in name and not name.endswith(".training"))
+        if not (name := self._noted or next(others, "")):
             return ""
         pairs = [followed.kind for followed in self._followed if followed.in_pairs]
         kind = next((kind for kind in pairs if name.startswith(f"block {kind.number} ")), pairs[0])

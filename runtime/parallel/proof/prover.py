@@ -49,7 +49,7 @@ _logger = logging.getLogger("quintsched.runtime")
 
 
 class Prover:
-    """Proves the blocks of one rank.
+    """Proves the blocks of one rank, and has pairs followed by `later` from step to step.
 
     Args:
         tensor: how names and rules have blocks cut over tp.
@@ -87,8 +87,7 @@ class Prover:
         self._places: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[int, Kind] = {}
         self._here = BenchHere(group, tensor.rules)
-        self._later = LaterSteps(self._here, outlines, dtype, self._tensor.tokens)
-        self.why_changed = self._later.why_changed
+        self.later = LaterSteps(self._here, outlines, dtype, self._tensor.tokens)
         self._is_done = which == "none"
         self._cut = CutLayers()
 
@@ -194,8 +193,8 @@ class Prover:
         refusal = next((text for kind, arrival, _ in proved if (text := self._refusal(kind, arrival))), "")
         followed = [self._followed(*kind_and_given) for kind_and_given in proved]
         refusal = refusal or next(filter(None, (self._note_draws(one, masks) for one in followed)), "")
-        self._later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
-        return refusal or self._later.why_unsound(units.first, parcels)
+        self.later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
+        return refusal or self.later.why_unsound(units.first, parcels)
 
     def _part_places(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
         """Let blocks be kinds of their own that do not call what others of their kind do, by their place."""
@@ -204,7 +203,7 @@ class Prover:
             if len({self._places[number] for number in numbers}) < 2:
                 continue
             given = {n: specs_of(n, units.spec, units.extra_specs, parcels) for n in numbers}
-            apart = kinds_apart(kind, {n: self._later.called(kind, n, *given[n]) for n in numbers}, self._tensor.cuts)
+            apart = kinds_apart(kind, {n: self.later.called(kind, n, *given[n]) for n in numbers}, self._tensor.cuts)
             self._numbers |= apart
             self._kinds += apart.values()
 
@@ -213,13 +212,13 @@ class Prover:
 
         Raises `MisfitError` where a block of this rank is none of pairs then.
         """
-        if why := self._later.why_unsound(units, parcels):
+        if why := self.later.why_unsound(units, parcels):
             raise MisfitError(why)
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set since the last step by which blocks may not be cut."""
-        self._cut.require_as_cut(self._later.names)
-        self._later.require_sound_state()
+        self._cut.require_as_cut(self.later.names)
+        self.later.require_sound_state()
 
     def _given(
         self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel]
@@ -234,7 +233,7 @@ class Prover:
             every = Arrivals(*given, samples=samples)
         proved = []
         for kind in self._kinds:
-            called = [self._later.called(kind, kind.number, *some.specs_at(kind.number)) for some in (few, every)]
+            called = [self.later.called(kind, kind.number, *some.specs_at(kind.number)) for some in (few, every)]
             arrivals = few if called[0] and called[1] and called[1].is_like(called[0]) else every
             arrival = arrivals.at(kind.number, outlines[kind.number])
             proved.append((kind, arrival, [found for found in called[1:] if found is not None]))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....agreement.host_values import GONE, marks_of, state_of, without_numbers
+from ....agreement.host_values import GONE, content_of, entry_of, marks_of, member_of, state_of, without_numbers
 from ....agreement.plain_code import asked_of, has_known_content, only_tells
 from ....agreement.user_code import (
     PLAIN,
@@ -54,6 +54,7 @@ class SteeringState(HostState):
     `inner`: whether the modules in these are watched as well; `around`: whether what torch calls besides is.
 
     Attributes:
+        of_users: places of plain values that users' code may set, but for those in modules of libraries.
         unseen: the name of the first thing that users' code goes by and nobody can tell whether it has changed.
     """
 
@@ -68,6 +69,7 @@ class SteeringState(HostState):
         around: bool = False,
     ) -> None:
         self._outlined: list[tuple[str, nn.Module]] = []
+        self._of_libraries = set[str]()
         super().__init__(modules, functions, inner=inner)
         outlined = [(label, module) for label, module in self._outlined if module._parameters or module._buffers]
         for label, module in outlined:
@@ -81,6 +83,8 @@ class SteeringState(HostState):
         self._look_up_all()
         for label, module in outlined:
             self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self.names))
+        plain = (slot for slot in self._slots if isinstance(slot.seen, PLAIN) and slot.name not in self._of_libraries)
+        self.of_users = [slot for slot in plain if _is_set_by_name(slot.read)]
         if not self.is_whole:
             self._close("more than can be watched")
 
@@ -137,7 +141,7 @@ class SteeringState(HostState):
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
         if type(module).__module__.startswith("quintsched."):
             return
-        around, self._is_of_library = self._is_of_library, True
+        around, self._is_of_library, before = self._is_of_library, True, len(self._slots)
         for key in ["forward", *vars(module)]:
             if key not in OF_TORCH:
                 read = functools.partial(vars(module).get, key, GONE)
@@ -147,6 +151,7 @@ class SteeringState(HostState):
             for key in () if is_of_framework(base) else plain:
                 self._watch(f"{base.__name__}.{key}", functools.partial(vars(base).get, key, GONE))
         self._is_of_library = around
+        self._of_libraries.update(slot.name for slot in self._slots[before:])
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
         if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
@@ -180,6 +185,13 @@ class SteeringState(HostState):
 
     def _found(self, name: str, read: Callable[[], Any]) -> None:
         self._enter(name, read() if isinstance(read(), ModuleType) else self._watch(name, read))
+
+
+def _is_set_by_name(read: Callable[[], Any]) -> bool:
+    """Whether a place is one in a dictionary, a list, a closure or a slot."""
+    function: Any = getattr(read, "func", None)
+    is_get = getattr(function, "__name__", "") == "get" and getattr(read, "args", ())[-1:] != ("training",)
+    return is_get or function in (entry_of, content_of, member_of)
 
 
 def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
