@@ -228,10 +228,15 @@ def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused() -> None
             return str(error)
         return ""
 
-    assert run_local(2, lambda transport: run(transport, torch.relu)) == ["", ""]
+    assert run_local(2, lambda transport: run(transport, lambda x: x * torch.rand_like(x[..., :1]))) == ["", ""]
     for more, why in (
         (lambda x: x.roll(1, 1), "meet in add in line"),
         (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),
+        (lambda x: nn.functional.dropout(x, 1 / x.shape[1]), "calls bernoulli_ 0.9375 in line"),
+        (
+            lambda x: x * torch.rand(x.shape[:2]).argsort(1)[..., None],
+            "it gives other numbers where it is given a part",
+        ),
     ):
         for said in run_local(2, lambda transport, more=more: run(transport, more)):
             assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)
