@@ -19,11 +19,16 @@ def microbatch_warning(blocks: Sequence[nn.Module], parcels: Sequence[Parcel], m
         for state in parcel.state
         if state.owner.startswith((".", " (")) and not _is_ours(block, state.owner)
     )
+    return changed_line([*found], microbatches)
+
+
+def changed_line(found: Sequence[str], microbatches: int) -> str | None:
+    """Return a line on what forwards change, by names; None where that is nothing, or a step has one microbatch."""
     if not found or microbatches < 2:
         return None
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return (
-        f"{', '.join([*found][:_MOST_NAMED])}{more}: changed by forwards, of which a step has {microbatches}: it "
+        f"{', '.join(found[:_MOST_NAMED])}{more}: changed by forwards, of which a step has {microbatches}: it "
         "counts microbatches, not steps, and sees one at a time: let the training loop change what goes by steps"
     )
 

@@ -223,6 +223,13 @@ def by_place_or_name(model: nn.Module, given: Mapping[str, Any]) -> tuple[tuple[
     return tuple(given[name] for name in names), {name: given[name] for name in given if name not in names}
 
 
+def needed(model: nn.Module) -> list[str]:
+    """Return the names of what the forward of a model has to be given."""
+    _, *parameters = inspect.signature(type(model).forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+
+
 def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 

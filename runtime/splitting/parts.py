@@ -26,7 +26,7 @@ from ..comm.modes import recordable
 from .adapters import routers
 from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
-from .frame import Frame
+from .frame import Frame, needed
 from .origin import Origin, as_meta, computable
 from .ties import shallow_copy
 
@@ -73,7 +73,7 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
             "take such hooks off before the model is split"
         )
     object.__setattr__(block, "__dict__", vars(layer))
-    kind: Any = _block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
+    kind: Any = block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
     own = {"_origin": origin, "_number": number}
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **own}
     block.__class__ = type(kind.__name__, (kind,), body)
@@ -81,7 +81,7 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
 
 
 @cache
-def _block_class(kind: type, role: type, takes: tuple[str, ...]) -> type:
+def block_class(kind: type, role: type, takes: tuple[str, ...]) -> type:
     """Return a class of blocks whose forward says by its signature what a stage is to give it."""
 
     def forward(self: Any, given: Any, /, **extras: Any) -> Any:
@@ -106,7 +106,7 @@ def _seeing(block: Any, frame: Frame, sight: Sight | None) -> AbstractContextMan
 def segment(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     """Return block `number`, which is more than one layer."""
     block = Segment(model, origin, number)
-    block.__class__ = _block_class(Segment, object, origin.takes(number))
+    block.__class__ = block_class(Segment, object, origin.takes(number))
     return block
 
 
@@ -150,6 +150,11 @@ class Segment(nn.Module):
         inputs = origin.inputs_of(extras)
         if span.is_first:
             inputs = {**inputs, **self._named(given, inputs)}
+            if missing := [n for n in needed(origin.frame.root) if n not in inputs and n not in origin.settings]:
+                raise MisfitError(
+                    f"the model takes {', '.join(missing)} beside {', '.join(inputs)}: engine.step(inputs, targets, "
+                    f"{', '.join(f'{name}=…' for name in missing)})"
+                )
         like = next(value for value in (inputs.values() if span.is_first else [given]) if isinstance(value, Tensor))
         self._settle(is_meta=like.is_meta)
         riders = {rider.name: extras[rider.name] for rider in origin.flow.riders if extras.get(rider.name) is not None}

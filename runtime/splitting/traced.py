@@ -23,6 +23,7 @@ from quintsched.errors import MisfitError
 from ..blocks.blocks import Carry
 from ..blocks.module_state import saved_tensors
 from ..comm.modes import Modes, recordable
+from .parts import block_class
 from .trace_source import TraceSource
 
 
@@ -52,12 +53,15 @@ class Segment(nn.Module):
 
     def forward(self, given: Any) -> Any:
         """Run the steps on what the segment before has left, or on the model's inputs."""
+        return self._run(given, {})
+
+    def _run(self, given: Any, extras: Mapping[str, Any]) -> Any:
         graph = self._origin.graph(self.number, self.training)
         names = [node.name for node in graph.nodes if node.op == "placeholder"]
         steps = _Steps(self, graph=graph)
         steps.extra_traceback = False
         with steps:
-            result = steps.run(*(_in_order(given, names) if self.number else _by_names(given, names)))
+            result = steps.run(*(_in_order(given, names) if self.number else _by_names(given, extras, names)))
         result = recordable(_plain(result))
         return Carry(result) if isinstance(result, tuple) else result
 
@@ -92,8 +96,17 @@ class _Steps(fx.Interpreter):
         return super().run_node(n)
 
 
-def _by_names(given: Any, names: Sequence[str]) -> Sequence[Any]:
-    """Return the values of a tree for a segment's parameters: one for one, by name, or in order."""
+def _by_names(given: Any, extras: Mapping[str, Any], names: Sequence[str]) -> Sequence[Any]:
+    """Return the values for a model's inputs: of a batch one for one, by name, or in order; others by their names."""
+    beside = {name: value for name, value in extras.items() if value is not None}
+    if beside and not isinstance(given, Mapping):
+        given = {next((name for name in names if name not in beside), names[0]): given}
+    given = {**given, **beside} if beside else given
+    if isinstance(given, Tensor) and len(names) > 1:
+        raise MisfitError(
+            f"the model takes {', '.join(names)}; it was given one tensor: engine.step(inputs, targets, "
+            f"{', '.join(f'{name}=…' for name in names[1:])})"
+        )
     if isinstance(given, Mapping):
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
         if len(names) == 1 and missing and len(unknown) > 1:  # a dict is what the model takes
@@ -116,6 +129,9 @@ def segments(model: nn.Module) -> list[Segment]:
     source = TraceSource(model)
     made = [Segment(model, source, k, targets, source.constants) for k, targets in enumerate(source.targets)]
     _keep_unused(model, made)
+    inputs = [node.name for node in source.graph(0, model.training).nodes if node.op == "placeholder"]
+    if len(inputs) > 1:
+        made[0].__class__ = block_class(Segment, object, tuple(inputs))
     source.segments = weakref.WeakSet(made)
     return made
 

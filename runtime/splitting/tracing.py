@@ -15,7 +15,6 @@ be threads. Here only the skeleton's modules have other methods.
 from __future__ import annotations
 
 import copy
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from ..comm.modes import Modes, modes_kept
 from ..examine.asks_elsewhere import FINAL, require_plain
 from ..examine.followed import label_of, line_of, tensors_in
 from ..examine.steady_state import HostChanges
-from .frame import by_place_or_name
+from .frame import by_place_or_name, needed
 
 
 class Untraceable(Exception):
@@ -184,8 +183,7 @@ class _Tracer(fx.Tracer):
 
     def run(self) -> Traced:
         """Return the steps of the root's forward."""
-        needed = _needed(type(self.root).forward)
-        symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in needed}
+        symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in needed(self.root)}
         with modes_kept() as around:
             result = self._opened(self.root, *by_place_or_name(self.root, symbols))
             if self.root.training:
@@ -305,13 +303,6 @@ def _watched(kind: type) -> type:
 
     body = {"__call__": call, "__getattr__": getattr_, "__setattr__": setattr_, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), body)
-
-
-def _needed(forward: Any) -> list[str]:
-    """Return the names of what a forward has to be given."""
-    _, *parameters = inspect.signature(forward).parameters.values()
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
 def _holds_row(module: nn.Module) -> bool:

@@ -2,11 +2,12 @@
 
 One process has the change in the one copy that there is. Shards and master weights would lose it, and what is run again
 would make it twice: refused where it happens in the first step. Replicas may each change theirs by their own samples:
-what they have made of them in the first step is compared.
+what they have made of them in the first step is compared. Several microbatches make it of each of them: that is named.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import isclose
@@ -19,10 +20,13 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import MisfitError
 
 from ..blocks.shapes import agree
+from ..examine.microbatch_state import changed_line
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
 from ..state.master_weights import is_low
 from .moving_state import MovingState
+
+_logger = logging.getLogger("quintsched.runtime")
 
 State = tuple[int, float, float]
 Changed = dict[str, State]
@@ -50,10 +54,18 @@ def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
             handle.remove()
     for state in moving:
         state.tell(model.num_replicas)
+    names = [f"block {n} ({type(block).__name__}).{w}" for n, block in blocks.items() for w in _names_in(n, changed)]
+    line = changed_line(names, model.plan.schedule.microbatches)
+    if line and not model.replica and not groups.tensor.index:
+        _logger.warning("%s", line)
     words = " ".join(f"{name}: {numbers}" for name, (_, *numbers) in changed.items())
     for group in (groups.replicas, groups.tensor):
         if group.size > 1:
             agree("what forwards make of the weights that they change", words, group)
+
+
+def _names_in(number: str, changed: Changed) -> list[str]:
+    return [name.removeprefix(f"{number}.") for name in changed if name.startswith(f"{number}.")]
 
 
 def _moving(blocks: Mapping[str, nn.Module], model: RankModel) -> list[MovingState]:

@@ -207,3 +207,35 @@ def test_hooks_on_inputs_see_names():
 def test_layers_that_raise_as_they_are_called_are_refused():
     with pytest.raises(MisfitError, match="do not run, and the model does"):
         split(Guessing(), example=X.float())
+
+
+class Gated(Model):
+    def forward(self, x, gate):
+        return self.ends(self.embed(x) * gate)
+
+
+class GatedTraced(Gated):
+    def __init__(self):
+        super().__init__()
+        (self.first, self.second), self.layers = self.layers, None
+
+    def ends(self, x):
+        return self.head(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [Gated, GatedTraced])
+def test_inputs_may_be_given_to_a_step_by_their_names(kind):
+    torch.manual_seed(0)
+    model, x, gate, y = kind().double(), drawn(4, 3), drawn(4, 1), drawn(4, 2)
+    expected = F.mse_loss(model(x, gate), y).item()
+
+    def work(transport):
+        blocks = split(copy.deepcopy(model), example={"x": x[:2], "gate": gate[:2]})
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+        engine = Engine(plan, blocks, F.mse_loss, sgd, transport=transport)
+        found = [engine.evaluate({"x": x, "gate": gate}, y), engine.evaluate(x, y, gate=gate)]
+        with pytest.raises(MisfitError, match=r"gate=…"):
+            engine.evaluate(x, y)
+        return [result.loss.item() for result in found]
+
+    assert run_local(2, work) == [pytest.approx([expected] * 2)] * 2

@@ -101,6 +101,15 @@ def test_replicas_that_would_change_weights_each_by_its_own_are_refused(block: C
         train(qs.compile("1f1b", mesh="dp=2", microbatches=4), block)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_weights_that_forwards_change_are_named_where_a_step_has_several(
+    microbatches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(qs.compile("1f1b", mesh="pp=2", microbatches=microbatches), Shifted)
+    named = ["block 0 (Shifted).rows.weight: changed by" in record.message for record in caplog.records]
+    assert sum(named) == microbatches - 1
+
+
 @pytest.mark.parametrize("block", [Normalised, Replaced])
 def test_a_second_run_of_a_forward_may_not_change_weights_again(block: Callable[[], nn.Module]) -> None:
     with pytest.raises(MisfitError, match=r"changes its weight 'rows\.weight'"):
