@@ -168,7 +168,8 @@ class LaterSteps:
 
     def _look(self) -> None:
         if not self._noted:
-            self._noted = next((slot.name for slot in self._of_pairs.moved(self._of_pairs.of_users)), "")
+            names = (slot.name for slot in self._of_pairs.moved(self._of_pairs.of_users))
+            self._noted = next((name for name in names if not name.endswith(".training")), "")
 
     def why_changed(self) -> str:
         """Return what steers a block of pairs and was changed while a step ran, in words; empty: nothing was.

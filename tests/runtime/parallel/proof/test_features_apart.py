@@ -165,8 +165,8 @@ JOINED: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
     (lambda self, y: y.roll(y.shape[-1] // 16, 1) * torch.rand(1, dtype=y.dtype) if self.training else y, GOES_BY),
 ]
 APART: list[Callable[[Any, Tensor], Tensor]] = [
-    lambda self, y: y / (y.abs().amax(1, keepdim=True) / 30).clamp(min=1) * (2 if self.training else 1),
-    lambda self, y: F.normalize(y.unflatten(-1, (-1, 8)), dim=-1).flatten(-2) + y.clamp(-9, 9).relu_(),
+    lambda self, y: y / (y.abs().amax(1, keepdim=True) / 30).clamp(min=1),
+    lambda self, y: F.normalize(y.unflatten(-1, (-1, 8)), dim=-1).flatten(-2) * (2 if self.training else y.relu()),
     lambda self, y: torch.stack((y[..., ::2], y[..., 1::2]), -1).flatten(-2).cumsum(1).tanh(),
     lambda self, y: y.masked_fill(y > 50, 0.0)[:, torch.arange(y.shape[1]).flip(0)],
 ]
