@@ -35,6 +35,8 @@ from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
 from .untouched import Result, attributes_untouched, run_block
 
+_ONLY_TENSORS = "only tensors ride along: encode it as one, as the number of a task, for each sample"
+
 HAND_ON = "pass it on in the forward, as an argument or output of layers, or return an auxiliary loss"
 """What to write for values that blocks of several stages, or the loss, hand on through objects."""
 
@@ -139,7 +141,7 @@ def trace_shapes(
         for name, tensor in fresh.items():
             if name in beside or name in riders or name == TARGETS:
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
-            _require_tensor(number, module, tensor, f"sends {name!r} along, {{}}; only tensors ride along")
+            _require_tensor(number, module, tensor, f"sends {name!r} along, {{}}; {_ONLY_TENSORS}")
             riders[name] = _Ride(tensor, number, number)
         left[-1].is_resident = watch.holds([*tensors_of(given), *fresh.values()])
     for name, ride in riders.items():

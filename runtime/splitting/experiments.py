@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -195,7 +196,8 @@ def explore(
     except QuintschedError:
         raise
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        ours, places = f"{Path(__file__).parents[1]}/", traceback.extract_tb(error.__traceback__)
+        at = next((place for place in reversed(places) if not place.filename.startswith(ours)), places[-1])
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise MisfitError(
             f"the forward of {type(model).__name__} does not run where numbers between its layers are unknown "
