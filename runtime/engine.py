@@ -8,6 +8,7 @@ for inputs, targets in loader:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,6 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         self._bad_steps.note(step, result, last=last)
         return result
 
-    @tensors_of_training()
     def _settle(
         self,
         plan: Plan,
@@ -307,16 +307,17 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         """Cut a batch, and settle with the other ranks what its units are."""
         if self._is_closed:
             raise UsageError("this engine was closed; make a new one")
-        try:
-            self._model.follow_model()
-            prepared = None if targets is None else self._prepare(targets)
-            batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
-        except (MisfitError, UsageError) as error:
-            self._runner.refuse(plan, error)
-            raise
-        if self._no_samples is None:
-            self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
-        return self._runner.prepare(plan, batch, self._model.publish(plan, inputs, targets, extras))
+        with tensors_of_training() if torch.is_inference_mode_enabled() else nullcontext():
+            try:
+                self._model.follow_model()
+                prepared = None if targets is None else self._prepare(targets)
+                batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
+            except (MisfitError, UsageError) as error:
+                self._runner.refuse(plan, error)
+                raise
+            if self._no_samples is None:
+                self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
+            return self._runner.prepare(plan, batch, self._model.publish(plan, inputs, targets, extras))
 
     def save_trace(self, directory: str | Path) -> None:
         """Write down when each instruction of the traced steps ran on this rank (`quintsched render --trace`)."""

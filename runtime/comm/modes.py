@@ -26,6 +26,9 @@ from quintsched.errors import MisfitError
 
 from .device import device_kinds
 
+_KINDS = device_kinds()
+_NO_CASTS: tuple[tuple[str, torch.dtype | None], ...] = tuple(dict.fromkeys(_KINDS).items())
+
 
 @dataclass(frozen=True)
 class Modes:
@@ -48,8 +51,9 @@ class Modes:
     @classmethod
     def now(cls) -> Modes:
         """Return those in force here."""
-        kinds = device_kinds()
-        casts = tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in kinds)
+        casts = _NO_CASTS
+        if any(map(torch.is_autocast_enabled, _KINDS)):
+            casts = tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in _KINDS)
         strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(grad, inference, casts, torch.get_default_dtype(), strict)

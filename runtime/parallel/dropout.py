@@ -95,7 +95,7 @@ class Masks:
         """Raise an alarm if torch's generators move in a step; but not for ever, for an optimizer may draw too."""
         before = generator_states(device) if self.alarms < _MOST_ALARMS else ()
         yield
-        if before and any(not torch.equal(*states) for states in zip(before, generator_states(device), strict=True)):
+        if before and not all(map(torch.equal, before, generator_states(device))):
             self.alarms += 1
 
     @contextmanager

@@ -10,6 +10,7 @@ Weights of 32 bits or more are themselves the masters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from ..blocks.dtensor import local_of
 from ..parallel.tensor.shard import mark_shard, shard_of
 from ..stage.build import Stage
+
+_version_of = attrgetter("_version")
 
 
 class Masters:
@@ -38,7 +41,7 @@ class Masters:
 
     def note_versions(self) -> None:
         """Take what has been done to weights so far for the engine's own doing."""
-        self._versions = [parameter._version for parameter in self._watched]
+        self._versions = [*map(_version_of, self._watched)]
 
     @property
     def has_copies(self) -> bool:
@@ -48,7 +51,7 @@ class Masters:
     @property
     def were_changed(self) -> bool:
         """Whether somebody has changed weights in place that are copies of what is stepped, since they were written."""
-        return self._versions != [parameter._version for parameter in self._watched]
+        return self._versions != [*map(_version_of, self._watched)]
 
     @torch.no_grad()
     def take_over(self) -> None:

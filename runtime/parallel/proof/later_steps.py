@@ -9,7 +9,7 @@ A step of known shapes, before which nothing was set, is not looked at.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import prod
@@ -98,6 +98,7 @@ class LaterSteps:
         self._followed: list[Followed] = []
         self._lengths = set[str]()
         self._state = self._of_pairs = SteeringState({})
+        self.names = self._state.names
         self._noted = ""
         self._calls: dict[tuple[int, str], Called | None] = {}
 
@@ -106,14 +107,10 @@ class LaterSteps:
         self._followed, self._lengths = list(kinds), {_shapes_of(units)}
         self._watch()
 
-    @property
-    def names(self) -> Set[str]:
-        """The names that the code of what is followed names."""
-        return self._state.names
-
     def _watch(self) -> None:
         pairs = [one for one in self._followed if one.in_pairs]
         self._state = self._of_pairs = _steering(self._followed)
+        self.names = self._state.names
         if len(pairs) < len(self._followed):
             self._of_pairs = _steering(pairs)
 
@@ -176,9 +173,12 @@ class LaterSteps:
 
         Hooks are left out, which come and go in a first step, that watches blocks, and modes, other in evaluations.
         """
-        names = (slot.name for slot in self._of_pairs.moved())
-        others = (name for name in names if ", its hooks" not in name and not name.endswith(".training"))
-        if not (name := self._noted or next(others, "")):
+        name = self._noted
+        for slot in () if name else self._of_pairs.moved():
+            if ", its hooks" not in slot.name and not slot.name.endswith(".training"):
+                name = slot.name
+                break
+        if not name:
             return ""
         pairs = [followed.kind for followed in self._followed if followed.in_pairs]
         kind = next((kind for kind in pairs if name.startswith(f"block {kind.number} ")), pairs[0])
