@@ -21,6 +21,9 @@ _MOST_BYTES = 1 << 20
 GONE: Any = object()
 """Stands for what is no longer in a place."""
 
+INSTEAD = "quintsched_"
+"""Begins the names of what this package registers in place of libraries' own: it does the same as these."""
+
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OPERATORS = (
     *(f"{kind}{name}" for name in _BINARY for kind in ("", "r", "i")),

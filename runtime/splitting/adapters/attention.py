@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
 
+from ...agreement.host_values import INSTEAD
 from ...autograd.kv_store import Past
 from ...parallel.context.context import Context
 
-_PREFIX = "quintsched_"
 _IMPLEMENTATION = "_attn_implementation_internal"
 
 _SIGHT: ContextVar[Sight | None] = ContextVar("sight", default=None)
@@ -64,15 +64,15 @@ def look_here(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         config = getattr(module, "config", None)
         own = getattr(config, _IMPLEMENTATION, None)
-        if isinstance(own, str) and not own.startswith(_PREFIX):
+        if isinstance(own, str) and not own.startswith(INSTEAD):
             _register(own)
-            setattr(config, _IMPLEMENTATION, _PREFIX + own)
+            setattr(config, _IMPLEMENTATION, INSTEAD + own)
 
 
 def _register(own: str) -> None:
     library = import_module("transformers")
-    library.AttentionInterface.register(_PREFIX + own, partial(_attend, own))
-    library.AttentionMaskInterface.register(_PREFIX + own, partial(_mask, own))
+    library.AttentionInterface.register(INSTEAD + own, partial(_attend, own))
+    library.AttentionMaskInterface.register(INSTEAD + own, partial(_mask, own))
 
 
 def _mask(own: str, **given: Any) -> Tensor | None:

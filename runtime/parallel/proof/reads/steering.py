@@ -26,7 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....agreement.host_values import GONE, content_of, entry_of, marks_of, member_of, state_of, without_numbers
+from ....agreement.host_values import (
+    GONE,
+    INSTEAD,
+    content_of,
+    entry_of,
+    marks_of,
+    member_of,
+    state_of,
+    without_numbers,
+)
 from ....agreement.plain_code import asked_of, has_known_content, only_tells
 from ....agreement.user_code import (
     PLAIN,
@@ -94,7 +103,7 @@ class SteeringState(HostState):
         self._tensors.clear()
 
     def _seen(self, value: Any) -> Any:
-        return without_numbers(value)
+        return value.removeprefix(INSTEAD) if isinstance(value, str) else without_numbers(value)
 
     def _enter(self, name: str, thing: Any) -> None:
         if isinstance(thing, str):
