@@ -88,6 +88,7 @@ _OWN = ("__dict__", "__weakref__")
 _SLOTS_OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType)
 
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _TAKES_OVER = _names("__torch_function__ __torch_dispatch__")
 
 
@@ -100,14 +101,16 @@ class _Side(Enum):
 
 
 @contextmanager
-def asking_elsewhere(*, clocks: bool = True, straight: bool = False) -> Iterator[list[str]]:
+def asking_elsewhere(*, clocks: bool = True, straight: bool = False, backwards: bool = True) -> Iterator[list[str]]:
     """A context that gives what users' code calls on this thread that is not plain, and where, each once.
 
     Without `clocks`, reading one is taken to measure, and to steer nothing. Code that has to be `straight` neither
     catches errors, imports modules of users, nor takes torch's functions or backwards over (`_odd`). The profile
-    function of this thread is put back afterwards; a context in another hears alone.
+    function of this thread is put back afterwards; a context in another hears alone. Without `backwards`, an autograd
+    Function that code applies is heard too: on what is no tensor, torch forgets its backward.
     """
-    before, heard = sys.getprofile(), _Calls(() if clocks else ("time.",), straight=straight)
+    before = sys.getprofile()
+    heard = _Calls(() if clocks else ("time.",), straight=straight, backwards=backwards)
     sys.setprofile(heard)
     try:
         yield heard.found
@@ -173,16 +176,19 @@ def _is_of_c(kind: type) -> bool:
 class _Calls:
     """A profile function that notes what is asked elsewhere."""
 
-    def __init__(self, passed: tuple[str, ...], *, straight: bool) -> None:
+    def __init__(self, passed: tuple[str, ...], *, straight: bool, backwards: bool) -> None:
         self.found: list[str] = []
         self._passed, self._straight = ("time.sleep", "_thread.RLock.__exit__", *passed), straight
-        self._sides: dict[str, _Side] = {}
+        self._backwards, self._sides = backwards, dict[str, _Side]()
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        caller: FrameType | None = frame
         if event == "c_call":
-            name, caller = asked_of(called), frame
+            name = asked_of(called)
         elif event == "call" and frame.f_back is not None:
             name, caller = _asked_of_python(frame), frame.f_back
+            if not self._backwards and frame.f_code is _APPLY:
+                name, caller = f"{frame.f_locals['cls'].__qualname__}.apply", self._above(frame.f_back)
             if self._straight and not name and self._side(_module_of(frame)) is _Side.USER:
                 name, caller = _odd(frame), frame
         else:
@@ -198,6 +204,12 @@ class _Calls:
                 return frame
             frame = frame.f_back
         return None
+
+    def _above(self, frame: FrameType | None) -> FrameType | None:
+        """Return the frame of a user's code that has called, by whatever libraries."""
+        while frame is not None and self._side(_module_of(frame)) is not _Side.USER:
+            frame = frame.f_back
+        return frame
 
     def _side(self, module: str) -> _Side:
         if module not in self._sides:

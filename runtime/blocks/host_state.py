@@ -49,6 +49,8 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 _STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
+"""What torch calls of an autograd Function besides its forward."""
 OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -113,7 +115,11 @@ class HostState:
         self.unseen: str | None = None
         self._inner = inner
         self._slots: list[_Slot] = []
-        self.names = {"forward", *map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash"))}
+        self.names = {
+            "forward",
+            *OF_FUNCTIONS,
+            *map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash")),
+        }
         self._known: dict[int, Any] = {}
         self._holders: list[tuple[str, Any]] = []
         self._looked_up: set[tuple[int, str]] = set()

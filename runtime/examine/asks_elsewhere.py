@@ -43,6 +43,12 @@ def require_plain(name: str, found: Sequence[str]) -> None:
     asked = [
         text for text in dict.fromkeys(found) if not text.startswith(tuple(f"torch.{mode} " for mode in _OF_MODES))
     ]
+    applied = [text for text in asked if ".apply (" in text]
+    if applied:
+        raise AsksElsewhere(
+            f"the forward of {name} applies {applied[0]} between its layers, whose backward is not that of what its "
+            "forward does: apply it in the forward of a module of its own, which is a layer"
+        )
     if asked:
         raise AsksElsewhere(
             f"the forward of {name} asks {', '.join(asked[:3])} between its layers, which may answer otherwise in the "

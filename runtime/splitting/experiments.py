@@ -78,10 +78,11 @@ class _Capture(Walk):
         self.around = Modes.now()
         self.flow = Flow()
         self._hidden: Tensor | None = None
+        self._version = 0
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flow, given = self.flow, by_place((args, kwargs))
-        hidden = next((leaf for leaf in given.values() if leaf is self._hidden), None)
+        hidden = next((leaf for leaf in given.values() if leaf is self._hidden and self._is_as_left(leaf)), None)
         is_same = hidden is not None
         hidden = hidden if is_same else next(filter(is_number, given.values()), None)
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
@@ -105,7 +106,12 @@ class _Capture(Walk):
         flow.weights.append([])
         flow.buffers.append([])
         self._hidden = self.fill(made.sample)
+        self._version = self._hidden._version
         return made.rebuilt(self._hidden, (args, kwargs))
+
+    def _is_as_left(self, hidden: Any) -> bool:
+        """Whether no code has changed a hidden state in place, if only by 0, nor put a hook on it."""
+        return hidden._version == self._version and not hidden._backward_hooks
 
     def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
         """Run a layer for the form of what it gives: on the meta device, or if it looks at its numbers, as it is."""

@@ -36,6 +36,7 @@ class _LayerBlock:
 
     _origin: Origin
     _number: int
+    _layer: nn.Module
     training: bool
 
     def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor | Carry:
@@ -49,7 +50,7 @@ class _LayerBlock:
                 routers.collecting(wanted=origin.has_routers) as logits,
             ):
                 try:
-                    left = hidden_of(origin.flow.results[call], super().forward(*args, **kwargs))  # type: ignore[misc]
+                    left = hidden_of(origin.flow.results[call], self._forward(*args, **kwargs))
                 except Exception as error:
                     looks_at_numbers = hidden.is_meta and not asks_for_graph(error)
                     if not looks_at_numbers or not origin.flow.keeps[call] or (origin.has_routers and not logits):
@@ -57,6 +58,12 @@ class _LayerBlock:
                     left = torch.empty_like(hidden)
         left = recordable(left)
         return Carry(left, **{routers.rider(call): routers.joined(logits, len(hidden))}) if logits else left
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's forward, on the layer itself where this is no copy: code may ask which one it is."""
+        if vars(self) is vars(self._layer):
+            return type(self._layer).forward(self._layer, *args, **kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
@@ -74,7 +81,7 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
         )
     object.__setattr__(block, "__dict__", vars(layer))
     kind: Any = block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
-    own = {"_origin": origin, "_number": number}
+    own = {"_origin": origin, "_number": number, "_layer": layer}
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **own}
     block.__class__ = type(kind.__name__, (kind,), body)
     return block

@@ -94,7 +94,7 @@ def _steady(tracer: _Tracer) -> Traced:
     """Return what a tracer finds, where it found nothing that the next run of the same code may find otherwise."""
     host, generators = HostChanges(tracer.root), AllGenerators()
     try:
-        with asking_elsewhere() as tracer.asked:
+        with asking_elsewhere(backwards=False) as tracer.asked:
             traced, changed = tracer.run(), host.first()
     finally:
         host.put_back()

@@ -137,6 +137,6 @@ def _forks(code: CodeType, space: Mapping[str, Any], owner: type, depth: int = 2
     """Whether code calls `fork_rng`, or functions of its module or methods of its class that do."""
     if "fork_rng" in code.co_names or not depth:
         return "fork_rng" in code.co_names
-    found = (unwrap(space.get(name) or getattr_static(owner, name, None)) for name in code.co_names)
-    others = (other for other in found if isinstance(other, FunctionType))
+    found = (space[name] if name in space else getattr_static(owner, name, None) for name in code.co_names)
+    others = (unwrap(other) for other in found if isinstance(other, FunctionType))
     return any(_forks(other.__code__, other.__globals__, owner, depth - 1) for other in others)
