@@ -28,7 +28,7 @@ from itertools import pairwise
 from logging import Logger
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -151,8 +151,8 @@ def _asked_of_module(module: str, name: str) -> str:
     return f"{module}.{name}" if is_users or is_asked else ""
 
 
-def only_tells(thing: object) -> bool:
-    """Whether an object is there to tell something, so that what is in it steers nothing."""
+def only_tells(thing: object) -> TypeGuard[Logger]:
+    """Whether an object is there to tell something, so that nothing in it steers but its level."""
     return isinstance(thing, Logger)
 
 

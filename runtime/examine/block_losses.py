@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..agreement.plain_code import asking_elsewhere
 from ..blocks.blocks import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
 from ..blocks.untouched import untouched
 from ..parallel.expert.moe import mixtures
 from ..parallel.proof.arrivals import Arrival, Given
+from ..parallel.proof.reads.steering import SteeringState
 from ..parallel.proof.twins import draw_weight
 from .block_runs import RunBlock, run_with_graph
 from .losses.calls_checked import CallsChecked
@@ -102,13 +104,15 @@ def examine_block_loss(
         agree: makes numbers of ranks that run the block together the same.
         is_brief: whether one experiment is enough, as it was examined before.
     """
-    with untouched(block):
+    unseen = SteeringState({f"block {number}": block}).unseen
+    with untouched(block), asking_elsewhere(clocks=False) as asked:
         _leave_batches_out(block)
         found = _Examination(run, number, block, arrival, samples, alike, agree).run(is_brief)
         if not found.over and not found.why:  # where it draws for a microbatch, and not for its samples
             by_unit = lambda some: alike(range(len(some)))  # noqa: E731
             found = _Examination(run, number, block, arrival, samples, by_unit, agree).run(is_brief)
-    return found
+    elsewhere = f"it asks {asked[0]}" if asked else unseen and f"it goes by {unseen!r}, which nobody can compare"
+    return found._replace(over=(), why=f"{elsewhere}, and may be another then") if elsewhere else found
 
 
 def _leave_batches_out(block: nn.Module) -> None:

@@ -73,6 +73,7 @@ class BlockExaminations:
         self._watched: dict[str, nn.Module] = {}
         self._state: HostState | None = None
         self._own = set[str]()
+        self._versions: dict[str, int] = {}
         self._num_changes = 0
         self._trees: set[tuple[str, Tree]] | None = None
         self._given_others: list[int] = []
@@ -173,14 +174,24 @@ class BlockExaminations:
     def begin(self) -> None:
         """Begin a step: look whether somebody has changed what the code of these blocks goes by."""
         if self._state is not None and not self.since:
-            self.since = next((name for name in self._moved() if name not in self._own), "")
+            found = (*self._moved(), *self._filled())
+            self.since = next((name for name in found if name not in self._own), "")
 
     def end(self) -> None:
         """End a step: what forwards have changed themselves goes by microbatches, as all state within blocks."""
         if self._backwards is not None:
             self.changed, self._given_others = [*self._backwards.changed(), *self._given_others], []
         if self._state is not None and not self.since:
-            self._own.update(self._moved())
+            self._own.update(self._moved(), self._filled())
+
+    def _filled(self) -> Iterator[str]:
+        """Yield the names of buffers that were changed in place since this was asked before."""
+        for name, block in self._watched.items():
+            for path, buffer in block.named_buffers():
+                label, version = f"{name}.{path}", buffer._version
+                if self._versions.setdefault(label, version) != version:
+                    self._versions[label] = version
+                    yield label
 
     def _moved(self) -> Iterator[str]:
         assert self._state is not None  # hooks come and go in the first step, which watches them

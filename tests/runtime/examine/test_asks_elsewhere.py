@@ -108,6 +108,22 @@ def test_plain_code_is_not(kind):
         assert len(divided(kind, between)) == 2
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
+    """Where its result counts for nothing at the split, no comparison of gradients finds it."""
+    with pytest.raises(MisfitError, match=r"applies Reversed.apply \(test_asks_elsewhere.py, line \d+\) between"):
+        split(Traced(lambda self, x: x + 0 * Reversed.apply(x)))
+
+
 class Asking(nn.Module):
     def __init__(self):
         super().__init__()

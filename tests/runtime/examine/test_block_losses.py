@@ -1,5 +1,8 @@
 """Losses that blocks return are sums over samples, or means over them, as the loss function is; others are refused."""
 
+import functools
+import logging
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -186,6 +189,44 @@ def test_what_is_set_later_is_examined_again():
         assert all(torch.equal(weight, before[name]) for name, weight in after.items())
 
     run_local(2, work)
+
+
+class Filled(Block):
+    def __init__(self):
+        super().__init__(lambda b, y: (MEAN, VARIANCE)[int(b.phase)](b, y))
+        self.register_buffer("phase", torch.zeros((), dtype=torch.long))
+
+
+LOGGER, RATES = logging.getLogger(__name__), functools.lru_cache(lambda: 1.0)
+
+
+def of_level(block, y):
+    return (VARIANCE if LOGGER.isEnabledFor(5) else MEAN)(block, y)
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_buffer_that_the_loop_fills_and_a_loggers_level_count(fills):
+    block = Filled() if fills else Block(of_level)
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+    engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+    x = torch.randn(4, WIDTH)
+    engine.step(x, x)
+    try:
+        block.phase.fill_(1) if fills else LOGGER.setLevel(1)
+        with pytest.raises(MisfitError, match=r"since block 0.*(phase|level) has changed"):
+            engine.step(x, x)
+    finally:
+        LOGGER.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("by", [RATES, lambda: len(os.listdir()) > 0])
+def test_what_nobody_can_compare_may_not_steer_a_loss(by):
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+    blocks = [Block(lambda b, y: by() * MEAN(b, y)), nn.Linear(WIDTH, WIDTH)]
+    engine = Engine(plan, blocks, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+    x = torch.randn(4, WIDTH)
+    with pytest.raises(MisfitError, match=r"it (asks|goes by) .*, and may be another then"):
+        engine.step(x, x)
 
 
 class Given(Block):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import chain
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -49,6 +50,51 @@ def add_hook(model):
 def test_code_between_layers_trains_as_the_loop_says(kind):
     found, expected = trained(made(kind, switched), train_now_and_then, "pp=2")
     assert found == [pytest.approx(expected, rel=1e-10)] * 2
+
+
+def in_place(self, x):
+    return x.mul_(self.tau)
+
+
+def halve(model):
+    model.tau *= 0.5
+
+
+def test_what_code_between_layers_does_in_place_counts_though_it_does_nothing_yet():
+    found, expected = trained(made(Walked, in_place), halve, "pp=1")
+    assert found == [pytest.approx(expected, rel=1e-10)]
+
+
+class Known(nn.Linear):
+    """A layer that goes by which one it is."""
+
+    active: ClassVar[set[nn.Module]] = set()
+
+    def forward(self, x):
+        return super().forward(x) * (2 if self in self.active else 1)
+
+
+class InARow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Known(3, 3), Known(3, 3), Known(3, 3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_layer_is_itself():
+    model = InARow()
+    x = torch.randn(4, 3)
+    blocks = split(model, example=x)
+    Known.active = {model.layers[1]}
+    given = x
+    with torch.no_grad():
+        for block in blocks:
+            given = block(given)
+        assert torch.equal(given, model(x))
 
 
 @pytest.mark.parametrize(("change", "name"), [(give, "last"), (replace_module, "teacher"), (add_hook, "its hook")])

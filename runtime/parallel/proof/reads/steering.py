@@ -19,6 +19,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Set
+from logging import Logger
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
@@ -108,8 +109,11 @@ class SteeringState(HostState):
     def _enter(self, name: str, thing: Any) -> None:
         if isinstance(thing, str):
             self.names.add(thing)
-        elif isinstance(thing, PLAIN) or id(thing) in self._known or only_tells(thing):
+        elif isinstance(thing, PLAIN) or id(thing) in self._known:
             return
+        elif only_tells(thing):
+            self._known[id(thing)] = thing
+            self._watch(f"{name}, its level", functools.partial(_level, thing))
         elif isinstance(thing, Tensor) or not has_known_content(thing):
             self._close(name)
         elif isinstance(thing, functools.cached_property):
@@ -201,6 +205,11 @@ def _is_set_by_name(read: Callable[[], Any]) -> bool:
     function: Any = getattr(read, "func", None)
     is_get = getattr(function, "__name__", "") == "get" and getattr(read, "args", ())[-1:] != ("training",)
     return is_get or function in (entry_of, content_of, member_of)
+
+
+def _level(logger: Logger) -> tuple[object, ...]:
+    """Return what a logger lets through, by which code may ask before it tells something."""
+    return Logger.getEffectiveLevel(logger), logger.disabled, logger.manager.disable
 
 
 def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
