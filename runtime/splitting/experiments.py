@@ -82,24 +82,22 @@ class _Capture(Walk):
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flow, given = self.flow, by_place((args, kwargs))
-        hidden = next((leaf for leaf in given.values() if leaf is self._hidden and self._is_as_left(leaf)), None)
+        left = None if self._hidden is None or self._hidden._version != self._version else self._hidden
+        hidden = next((leaf for leaf in given.values() if leaf is left), None)  # none, if changed in place
         is_same = hidden is not None
         hidden = hidden if is_same else next(filter(is_number, given.values()), None)
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
         places = [place for place, leaf in marks.items() if leaf is HIDDEN]
-        is_plain = (
-            (is_same or not number)
-            and bool(places)
-            and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
-        )
+        is_next = is_same or not number
+        is_plain = bool(places) and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
         modes = Modes.now().apart_from(self.around)
         with nullcontext() if self._watch is None else self._watch.within(layer, counts=False):
             made = self._made(layer, args, kwargs, given)
         flow.modes.append(modes)
         flow.calls.append(self.frame.name_of(layer))
         flow.entries.append(places[0] if places else "")
-        flow.arguments.append(replaced((args, kwargs), marks) if is_plain and (is_same or not number) else None)
-        flow.repeats.append(len(places) == 1 and (is_same or not number))
+        flow.arguments.append(replaced((args, kwargs), marks) if is_plain and is_next else None)
+        flow.repeats.append(len(places) == 1 and is_next)
         flow.keeps.append(hidden is not None and made.sample.shape == hidden.shape)
         flow.results.append(made)
         flow.beside.append([])
@@ -108,10 +106,6 @@ class _Capture(Walk):
         self._hidden = self.fill(made.sample)
         self._version = self._hidden._version
         return made.rebuilt(self._hidden, (args, kwargs))
-
-    def _is_as_left(self, hidden: Any) -> bool:
-        """Whether no code has changed a hidden state in place, if only by 0, nor put a hook on it."""
-        return hidden._version == self._version and not hidden._backward_hooks
 
     def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
         """Run a layer for the form of what it gives: on the meta device, or if it looks at its numbers, as it is."""

@@ -31,12 +31,19 @@ from .origin import Origin, as_meta, computable
 from .ties import shallow_copy
 
 
+class _Itself:
+    """The layer of the model that a block is called for; it is no part of the block."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+
 class _LayerBlock:
     """What a layer's class is mixed with: it is called as a block, and calls itself as the model's forward does."""
 
     _origin: Origin
     _number: int
-    _layer: nn.Module
+    _itself: _Itself
     training: bool
 
     def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor | Carry:
@@ -61,8 +68,9 @@ class _LayerBlock:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward, on the layer itself where this is no copy: code may ask which one it is."""
-        if vars(self) is vars(self._layer):
-            return type(self._layer).forward(self._layer, *args, **kwargs)
+        layer = self._itself.layer
+        if vars(self) is vars(layer):
+            return type(layer).forward(layer, *args, **kwargs)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -81,7 +89,7 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
         )
     object.__setattr__(block, "__dict__", vars(layer))
     kind: Any = block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
-    own = {"_origin": origin, "_number": number, "_layer": layer}
+    own = {"_origin": origin, "_number": number, "_itself": _Itself(layer)}
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **own}
     block.__class__ = type(kind.__name__, (kind,), body)
     return block
