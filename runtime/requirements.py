@@ -18,7 +18,7 @@ from .blocks.dtensor import is_sharded
 from .comm import Transport
 from .comm.device import draws_undone, is_accelerator
 from .data.loose_leaves import require_no_loose_leaf
-from .data.snapshot import Snapshot
+from .objects.snapshot import Snapshot
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage

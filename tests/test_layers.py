@@ -57,6 +57,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "data",
         "autograd",
         "agreement",
+        "objects",
         "comm",
         "watch",
         "rendezvous",

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import MisfitError
 
 from ..agreement.comparison import Section, require_same
-from ..agreement.user_code import PLAIN
 from ..comm import Group
 from ..comm.control import first_said
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
 from ..data.loose_leaves import LooseLeafError, require_no_loose_leaf
-from ..data.snapshot import Snapshot, label_in
+from ..objects.snapshot import Snapshot, label_in
+from ..objects.user_code import PLAIN
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, typed
 from .dtensor import before_fully_shard

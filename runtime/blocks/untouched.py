@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.device import AllGenerators, draws_undone
 from ..comm.modes import GradSwitches, modes_kept
-from ..data.snapshot import Snapshot
+from ..objects.snapshot import Snapshot
 from .blocks import split_result
 from .trees import DIFFERENTIABLE, map_tensors
 

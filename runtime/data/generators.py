@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .reachable import reachable
+from ..objects.reachable import reachable
 
 State = list[Any]
 """Where each of some generators is: tensors, numbers, tuples, dicts."""

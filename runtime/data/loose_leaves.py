@@ -10,7 +10,7 @@ from torch import nn
 
 from quintsched.errors import MisfitError
 
-from .snapshot import Snapshot
+from ..objects.snapshot import Snapshot
 
 
 class LooseLeafError(MisfitError):

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 from quintsched.errors import MisfitError
 
-from ..agreement.plain_code import put_back
 from ..comm.modes import ModesLeftError
+from ..objects.plain_code import put_back
 
 _OF_MODES = (
     *("is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..agreement.plain_code import asking_elsewhere
 from ..blocks.blocks import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
 from ..blocks.untouched import untouched
+from ..objects.plain_code import asking_elsewhere
+from ..objects.steering import SteeringState
 from ..parallel.expert.moe import mixtures
 from ..parallel.proof.arrivals import Arrival, Given
-from ..parallel.proof.reads.steering import SteeringState
 from ..parallel.proof.twins import draw_weight
 from .block_runs import RunBlock, run_with_graph
 from .losses.calls_checked import CallsChecked

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ..agreement.host_values import numbers_of
-from ..agreement.user_code import is_of_library
-from ..blocks.host_state import HOOKS, HostState
+from ..objects.host_state import HOOKS, HostState
+from ..objects.host_values import numbers_of
+from ..objects.user_code import is_of_library
 from .asks_elsewhere import require_known
 
 _OF_TORCH = frozenset(vars(nn.Module()))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..blocks.host_state import HostState
 from ..blocks.untouched import Kept
-from ..data.reachable import parts_of, reachable
-from ..data.snapshot import Snapshot
+from ..objects.host_state import HostState
+from ..objects.reachable import parts_of, reachable
+from ..objects.snapshot import Snapshot
 
 _HOOKS = ", its hooks"
 _LARGEST_ID = 10**7

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from ..agreement.host_values import OPERATORS
-from ..agreement.user_code import is_of_library
-from ..data.snapshot import Snapshot
+from ..objects.host_values import OPERATORS
+from ..objects.snapshot import Snapshot
+from ..objects.user_code import is_of_library
 
 
 class MarkRead(BaseException):

@@ -12,8 +12,8 @@ from types import CodeType, FunctionType
 import torch
 from torch import Tensor, nn
 
-from ..agreement.user_code import is_of_library
-from ..data.reachable import parts_of, reachable
+from ..objects.reachable import parts_of, reachable
+from ..objects.user_code import is_of_library
 from ..parallel.proof.arrivals import Arrival, Given, GivenTree
 from ..parallel.proof.twins import FEW, SEED
 

@@ -19,7 +19,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.blocks import Parcel, State
 from ..blocks.shapes import HAND_ON
-from ..data.snapshot import Snapshot, label_in
+from ..objects.snapshot import Snapshot, label_in
 from .handed_on import MarkRead, ReadMark, Reads
 from .weights_elsewhere import require_own_weights
 

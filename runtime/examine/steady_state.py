@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ..agreement.user_code import PLAIN
-from ..data.snapshot import Change, Snapshot
+from ..objects.snapshot import Change, Snapshot
+from ..objects.user_code import PLAIN
 from .asks_elsewhere import require_plain, unheard
 from .drawn_values import DrawnValues
 from .followed import line_in

@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 
 from quintsched.errors import CodeError, UsageError
 
-from ..agreement.user_code import globals_of
 from ..blocks.blocks import seeded
-from ..data.snapshot import Snapshot
+from ..objects.snapshot import Snapshot
+from ..objects.user_code import globals_of
 from .remake import remade, tensors_in
 from .rest_of_norm import rest_of_norm
 

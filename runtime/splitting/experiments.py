@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from quintsched.errors import MisfitError, QuintschedError
 
-from ..agreement.plain_code import asking_elsewhere
-from ..agreement.user_code import is_of_library
 from ..blocks.untouched import attributes_untouched, run_alone, untouched
 from ..comm.modes import Modes, modes_kept
 from ..examine.drawn_values import DrawnValues, memory_of
 from ..examine.steady_state import BetweenLayers, HostChanges
+from ..objects.plain_code import asking_elsewhere
+from ..objects.user_code import is_of_library
 from .building import BlockBuilder
 from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
 from .frame import Frame, Walk

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
-from ..agreement.user_code import is_of_library
 from ..blocks.untouched import run_alone
 from ..examine.followed import label_of, tensors_in
+from ..objects.user_code import is_of_library
 
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
-from ..agreement.user_code import is_of_library
 from ..comm.device import draws_undone
 from ..comm.modes import Modes
 from ..examine.followed import SPLIT_AGAIN, Followed, tensors_in
+from ..objects.user_code import is_of_library
 from .adapters import routers, transformers
 from .adapters.attention import Sight
 from .experiments import Found

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from quintsched.errors import MisfitError, QuintschedError
 
-from ..agreement.user_code import is_of_library
 from ..blocks.blocks import accepted_extras, split_result
 from ..blocks.untouched import run_alone, untouched
 from ..comm.device import AllGenerators
+from ..objects.user_code import is_of_library
 from .frame import by_place_or_name
 
 TOLERANCE = 1e-5

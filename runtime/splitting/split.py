@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError, UsageError
 
-from ..agreement.user_code import is_of_library
 from ..blocks.blocks import Block
-from ..blocks.host_state import HOOKS
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..data.loose_leaves import require_no_loose_leaf
-from ..data.snapshot import Snapshot
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
+from ..objects.host_state import HOOKS
+from ..objects.snapshot import Snapshot
+from ..objects.user_code import is_of_library
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers
 from .building import BlockBuilder, built_without_weights, materialised

@@ -20,7 +20,6 @@ from quintsched.errors import MisfitError
 from quintsched.ir.instructions import Compute, Fwd, Instruction, Overlap, Recompute
 
 from ..blocks.blocks import Parcel, accepted_extras
-from ..blocks.host_state import HostState
 from ..blocks.trees import Tree
 from ..comm import Group, ReduceOp
 from ..comm.control import gather_texts
@@ -28,6 +27,7 @@ from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
 from ..examine.gradients.backwards import BlockBackwards, Unlinear
 from ..examine.losses.rules import LossWeight, Over
+from ..objects.host_state import HostState
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import SAMPLES as FEW
 from ..parallel.proof.arrivals import Arrival, Arrivals, FirstUnits

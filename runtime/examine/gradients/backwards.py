@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...agreement.plain_code import asking_elsewhere
 from ...blocks.blocks import accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...blocks.trees import TensorSpec
 from ...blocks.untouched import untouched
-from ...data.snapshot import Snapshot
+from ...objects.plain_code import asking_elsewhere
+from ...objects.snapshot import Snapshot
 from ...parallel.proof.arrivals import Arrival, draw
 from ...parallel.proof.features_apart import draws_of_python
 from ..block_runs import RunBlock, run_with_graph

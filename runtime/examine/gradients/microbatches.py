@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...blocks.trees import TensorSpec
 from ...blocks.untouched import untouched
-from ...data.snapshot import Snapshot
+from ...objects.snapshot import Snapshot
 from ...parallel.proof.arrivals import Arrival, Given, draw
 from ..block_runs import RunBlock, run_with_graph
 from .own_backwards import hooks_of, is_known

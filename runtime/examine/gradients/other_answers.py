@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from ...agreement.user_code import is_library_module
+from ...objects.user_code import is_library_module
 
 Alike = Callable[[range], AbstractContextManager[None]]
 

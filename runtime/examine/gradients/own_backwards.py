@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from ...agreement.plain_code import has_known_content, only_tells
-from ...agreement.user_code import is_library_module, is_of_library, names_of
-from ...blocks.host_state import HOOKS
-from ...data.snapshot import Snapshot
-from ...parallel.proof.reads.steering import SteeringState
+from ...objects.host_state import HOOKS
+from ...objects.plain_code import has_known_content, only_tells
+from ...objects.snapshot import Snapshot
+from ...objects.steering import SteeringState
+from ...objects.user_code import is_library_module, is_of_library, names_of
 
 _KNOWN = frozenset({"torch", "numpy", "transformers", "timm", "peft", "quintsched", *sys.stdlib_module_names})
 _KNOWN_BY_NAME = _KNOWN - {"__main__"}

@@ -9,7 +9,7 @@ gradients are scaled, the optimizer with its learning rates. There is a graph fo
 
 All that the host knows is in the graph as it was when that was captured. What changes in every step, or draws, is never
 captured: these steps run by their instructions, with a warning. What is set between steps has the step captured anew:
-what code names (`blocks.host_state`), where weights lie, modes. And as nobody sees all that code may ask, replays are
+what code names (`objects.host_state`), where weights lie, modes. And as nobody sees all that code may ask, replays are
 compared with the instructions.
 """
 
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ...blocks.host_state import HostState
 from ...comm.device import AllGenerators, graphs_of, settings_of_torch
+from ...objects.host_state import HostState
 from ...parallel.dropout import KeyedDropout
 from ...parallel.expert.moe import mixtures
 from ...stage.rank_model import RankModel

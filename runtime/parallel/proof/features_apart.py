@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...agreement.plain_code import asking_elsewhere
 from ...blocks.blocks import seeded
 from ...comm import EchoGroup, Group
+from ...objects.plain_code import asking_elsewhere
+from ...objects.steering import SteeringState
 from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given, GivenTree
 from .feature_owners import FeatureOwners, HostReads, Place
 from .owner_rules import Joined
 from .reads.cut_sizes import CutCalls, WholeCalls, apart_in
-from .reads.steering import SteeringState
 from .reads.weight_reads import WeightReads
 from .trial import outputs_of
 from .twins import SEED, Blueprint

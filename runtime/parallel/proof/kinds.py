@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...agreement.host_values import bytes_of, state_of
-from ...agreement.user_code import is_of_framework, is_of_library
-from ...blocks.host_state import own_attributes
+from ...objects.host_state import own_attributes
+from ...objects.host_values import bytes_of, state_of
+from ...objects.user_code import is_of_framework, is_of_library
 from ..dropout import KeyedDropout
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut, has_hooked_weights

@@ -22,17 +22,19 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
-from ...agreement.plain_code import asking_elsewhere
 from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import TreeSpec
 from ...comm import SelfGroup
+from ...comm.local.in_turns import EnteredModes
+from ...objects.plain_code import asking_elsewhere
+from ...objects.steering import SteeringState
+from ...objects.user_code import is_of_framework
 from ..tensor.sequence import SequenceParallel
 from .arrivals import Arrival, Arrivals, FirstUnits, specs_of
 from .bench import Kind
 from .bench_here import BenchHere
 from .kinds import content_of
-from .reads.steering import SteeringState
 from .trial import Setting
 
 
@@ -260,9 +262,17 @@ def _steering(followed: Sequence[Followed]) -> SteeringState:
         for one in followed
         for place, block in enumerate(one.kind.blocks)
     }
-    state = SteeringState(blocks, around=bool(blocks))
+    state = SteeringState(blocks, around=_modes if blocks else None)
     state.let_go()
     return state
+
+
+def _modes() -> tuple[object, ...]:
+    """Return the modes of users that are entered here, by their classes, and hooks of saved tensors, by their code."""
+    entered = EnteredModes.here()
+    kinds = map(type, (*entered.functions, *entered.operators))
+    users = (thing for thing in (*kinds, *entered.hooks) if not is_of_framework(thing))
+    return tuple(getattr(thing, "__code__", thing) for thing in users)
 
 
 class _Calls(TorchDispatchMode):

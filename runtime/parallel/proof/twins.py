@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
-from ...agreement.host_values import marks_of
 from ...blocks.blocks import build_block, on_meta
+from ...objects.host_values import marks_of
 from ..tensor.pairs import restore_sizes
 from .reads.held_beside import require_held_once
 

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
 
-from ...agreement.host_values import INSTEAD
 from ...autograd.kv_store import Past
+from ...objects.host_values import INSTEAD
 from ...parallel.context.context import Context
 
 _IMPLEMENTATION = "_attn_implementation_internal"

@@ -16,8 +16,8 @@ from torch import nn
 
 from quintsched.errors import MisfitError
 
-from ....agreement.user_code import PLAIN, is_of_library
-from ....blocks.host_state import OF_TORCH, own_attributes
+from ....objects.host_state import OF_TORCH, own_attributes
+from ....objects.user_code import PLAIN, is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST = 10_000

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quintsched.runtime.agreement.host_values import state_of
-from quintsched.runtime.agreement.plain_code import asking_elsewhere, has_known_content
+from quintsched.runtime.objects.host_values import state_of
+from quintsched.runtime.objects.plain_code import asking_elsewhere, has_known_content
 
 X = torch.ones(2, 4, requires_grad=True)
 EVENT, VARIABLE = threading.Event(), contextvars.ContextVar("variable", default=1)

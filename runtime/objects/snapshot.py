@@ -39,8 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..agreement.host_values import bytes_of
-from ..agreement.user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of
+from .host_values import bytes_of
+from .user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _GONE: Any = object()

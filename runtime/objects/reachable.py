@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..agreement.user_code import is_library_module, is_of_library, names_of
+from .user_code import is_library_module, is_of_library, names_of
 
 _MOST, _DEEPEST = 2000, 12
 """So many objects are looked at, so far from the loader."""

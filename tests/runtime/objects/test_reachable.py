@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from quintsched.runtime.data.generators import Generators
-from quintsched.runtime.data.reachable import _MOST, reachable
+from quintsched.runtime.objects.reachable import _MOST, reachable
 
 GLOBAL = np.random.default_rng(1)
 OF_HELPER = random.Random(2)

@@ -38,9 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..agreement.host_values import GONE, OPERATORS, content_of, entry_of, is_same, member_of, state_of, word
-from ..agreement.plain_code import has_known_content, only_tells
-from ..agreement.user_code import PLAIN, is_library_module, is_of_library, names_of, once_per_class, texts
+from .host_values import GONE, OPERATORS, content_of, entry_of, is_same, member_of, state_of, word
+from .plain_code import has_known_content, only_tells
+from .user_code import PLAIN, is_library_module, is_of_library, names_of, once_per_class, texts
 
 LONGEST = 1024
 """So many entries of a container are watched."""

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....agreement.host_values import (
+from .host_state import LONGEST, OF_TORCH, HostState, own_attributes
+from .host_values import (
     GONE,
     INSTEAD,
     content_of,
@@ -37,16 +38,14 @@ from ....agreement.host_values import (
     state_of,
     without_numbers,
 )
-from ....agreement.plain_code import asked_of, has_known_content, only_tells
-from ....agreement.user_code import (
+from .plain_code import asked_of, has_known_content, only_tells
+from .user_code import (
     PLAIN,
     is_library_module,
     is_of_framework,
     names_of,
     texts,
 )
-from ....blocks.host_state import LONGEST, OF_TORCH, HostState, own_attributes
-from ....comm.local.in_turns import EnteredModes
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
@@ -61,7 +60,8 @@ _HOOKS_OF_ALL = (
 class SteeringState(HostState):
     """What code of modules and functions goes by, as it is now, but for numbers of tensors and of torch's generators.
 
-    `inner`: whether the modules in these are watched as well; `around`: whether what torch calls besides is.
+    `inner`: whether the modules in these are watched as well; `around`: returns the modes that are entered, where these
+    and hooks of all modules are watched too.
 
     Attributes:
         of_users: places of plain values that users' code may set, but for those in modules of libraries.
@@ -76,7 +76,7 @@ class SteeringState(HostState):
         functions: Mapping[str, Any] = MappingProxyType({}),
         *,
         inner: bool = True,
-        around: bool = False,
+        around: Callable[[], object] | None = None,
     ) -> None:
         self._outlined: list[tuple[str, nn.Module]] = []
         self._of_libraries = set[str]()
@@ -84,12 +84,12 @@ class SteeringState(HostState):
         outlined = [(label, module) for label, module in self._outlined if module._parameters or module._buffers]
         for label, module in outlined:
             self._enter_all(label, _marks(module, self.names))
-        if around:
+        if around is not None:
             for key in _HOOKS_OF_ALL:
                 hooks: Mapping[int, Any] = vars(nn.modules.module)[key]
                 read = functools.partial(tuple, hooks.values())
                 self._enter_all(key, self._watch(f"torch.nn.modules.module.{key}", read))
-            self._watch("modes and hooks of saved tensors around the step", _modes)
+            self._watch("modes and hooks of saved tensors around the step", around)
         self._look_up_all()
         for label, module in outlined:
             self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self.names))
@@ -216,14 +216,6 @@ def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
     """Return whether a module trains where the whole does, as it was the last time that this did."""
     known[0] = module.training if root.training else known[0]
     return known[0]
-
-
-def _modes() -> tuple[object, ...]:
-    """Return the modes of users that are entered here, by their classes, and hooks of saved tensors, by their code."""
-    entered = EnteredModes.here()
-    kinds = map(type, (*entered.functions, *entered.operators))
-    users = (thing for thing in (*kinds, *entered.hooks) if not is_of_framework(thing))
-    return tuple(getattr(thing, "__code__", thing) for thing in users)
 
 
 def _marks(module: nn.Module, names: Set[str]) -> tuple[Any, ...]:
