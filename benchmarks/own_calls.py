@@ -78,9 +78,12 @@ def calls_of_a_step(steps: int = STEPS, **more: Any) -> list[Call]:
     return calls
 
 
+_COMPUTING = tuple(f"runtime/interpreter/handlers/{name}.py" for name in ("forward", "backward"))
+
+
 def parts_of(calls: list[Call]) -> tuple[int, int, int]:
     """Return how many calls are before the first forward, from there to the last backward, and after it."""
-    computing = [place for place, (path, _) in enumerate(calls) if path.startswith("runtime/interpreter/compute")]
+    computing = [place for place, (path, _) in enumerate(calls) if path.startswith(_COMPUTING)]
     return computing[0], computing[-1] - computing[0], len(calls) - computing[-1]
 
 

@@ -30,7 +30,6 @@ from .engine_weights import EngineWeights
 from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.clock import Clock
-from .interpreter.graphs.step_graphs import require_capturable
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
 from .interpreter.rank_state import LossFn, MetricFn, RunOptions
@@ -43,7 +42,14 @@ from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import require_loss_of_slices, require_runnable, require_stages, require_usable
+from .requirements import (
+    require_capturable,
+    require_constant,
+    require_loss_of_slices,
+    require_runnable,
+    require_stages,
+    require_usable,
+)
 from .splitting.split import Split
 from .stage.batches.microbatches import without_samples
 from .stage.losses import for_slices
@@ -188,6 +194,8 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         self._connect_ranks(ring=context == "ring")
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
         require_stages(plan, self._model.stages)
+        if cuda_graph:
+            require_constant(self._model.stages)
         builds = OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split)
         self._hold_state(builds, bucket_mb)
         self._model.shared_state.let_read({"the loss": given_loss, **{f"metric {n!r}": m for n, m in metrics.items()}})

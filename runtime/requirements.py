@@ -16,7 +16,7 @@ from quintsched.verify.soundness import Verdict
 from .blocks.blocks import Blocks, some_take
 from .blocks.dtensor import is_sharded
 from .comm import Transport
-from .comm.device import draws_undone, is_accelerator
+from .comm.device import draws_undone, graphs_of, is_accelerator
 from .data.loose_leaves import require_no_loose_leaf
 from .objects.snapshot import Snapshot
 from .parallel.dropout import KeyedDropout
@@ -39,6 +39,35 @@ def require_runnable(plan: Plan, transport: Transport) -> Verdict:
     verdict = plan.check(profile=transport.profile)
     verdict.raise_if_unsound()
     return verdict
+
+
+def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> None:
+    """Raise `UsageError` where a step of the plan cannot be captured, `MisfitError` where the device has no graphs.
+
+    `scales` says whether losses are scaled, for fp16.
+    """
+    if obstacles := plan.capture_obstacles():
+        raise UsageError(f"cuda_graph: no step of this plan can be captured: {'; '.join(obstacles)}")
+    if scales:
+        raise UsageError("cuda_graph: the loss scale is a number of the host, which a graph would keep; take bfloat16")
+    if graphs_of(device) is None:
+        raise MisfitError(f"cuda_graph wants a CUDA device, and this run is on {device.type}; leave it out there")
+
+
+def require_constant(stages: Mapping[int, Stage]) -> None:
+    """Raise `UsageError` for blocks that the host leads through each step, which no CUDA graph can hold."""
+    for stage in stages.values():
+        if any(isinstance(m, KeyedDropout) and m.p > 0 and m.training for m in stage.modules()):
+            raise UsageError(
+                "cuda_graph: blocks draw random numbers (dropout), which follow the number of the step; let them draw "
+                "none (a rate of 0), or run without cuda_graph"
+            )
+        for name, mixture in mixtures(stage).items():
+            if mixture.waits_for_routing:
+                raise UsageError(
+                    f"cuda_graph: the mixture of experts {name} asks the device how many tokens go to each expert; "
+                    "give each the same number: pad_to_capacity, with a capacity_factor"
+                )
 
 
 def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, object]) -> None:

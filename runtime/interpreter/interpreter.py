@@ -27,13 +27,9 @@ from ..stage.batches.microbatches import Batch
 from ..steps.explain import explained
 from ..steps.units import Units
 from ..watch.cell import INDEX, NOWHERE
-from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
-from .compute.forward import bind_fwd
-from .host_copies import bind_fetch_act, bind_offload_act, with_room
-from .p2p import bind_receives, bind_sends
-from .rank_state import RankState
-from .recorder import Recorder
-from .step_end import (
+from .handlers.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
+from .handlers.forward import bind_fwd
+from .handlers.step_end import (
     ClipHalves,
     bind_clip_grad,
     bind_opt_step,
@@ -42,7 +38,11 @@ from .step_end import (
     bind_sync_tied,
     halves_of_clip,
 )
-from .zero import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
+from .handlers.zero import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
+from .host_copies import bind_fetch_act, bind_offload_act, with_room
+from .p2p import bind_receives, bind_sends
+from .rank_state import RankState
+from .recorder import Recorder
 
 ALL_CALLS = slice(None)
 

@@ -44,7 +44,6 @@ from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
-from .graphs.step_graphs import StepGraphs
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter, PreparedStep
 from .p2p import outgrows
@@ -60,6 +59,7 @@ from .rank_state import (
 )
 from .recorder import Recorder
 from .run_losses import RunLosses
+from .step_graphs import StepGraphs
 from .tally import StepResult, Tally
 
 MOST_BOUND = 8

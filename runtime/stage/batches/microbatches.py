@@ -11,8 +11,8 @@ microbatches, the last microbatches have none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -58,6 +58,28 @@ class Batch:
     def extra_specs(self, unit: int = 0) -> tuple[tuple[str, TreeSpec], ...]:
         """Return the specs of a unit of extras, by name."""
         return tuple([(name, TreeSpec.of(extra)) for name, extra in sorted(self.extras[unit].items())])
+
+    def structure(self) -> Hashable | None:
+        """Return what tells it from batches of other shapes; None where nobody can tell."""
+        tree, tensors = self._flatten()
+        if tree.unknown() is not None or self.input_tree.unknown() is not None:
+            return None
+        specs = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors]
+        return tree, self.input_tree, tuple(specs), self.microbatches
+
+    def tensors(self) -> Tensors:
+        """Return all tensors of it, in the same order for the same structure."""
+        return self._flatten()[1]
+
+    def copy(self) -> Batch:
+        """Return a batch of the same numbers in memory of its own."""
+        tree, tensors = self._flatten()
+        inputs, targets, extras = tree.build([tensor.detach().clone() for tensor in tensors])
+        return replace(self, inputs=inputs, targets=targets, extras=extras)
+
+    def _flatten(self) -> tuple[Tree, Tensors]:
+        extras = [dict(sorted(of_unit.items())) for of_unit in self.extras]
+        return flatten((list(map(tuple, self.inputs)), list(self.targets), extras))
 
 
 NOTHING = Batch((), (), (), 0)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import quintsched as qs
+from quintsched.runtime import requirements
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.interpreter.graphs import step_graphs
+from quintsched.runtime.interpreter import step_graphs
 from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 from tests.runtime.toys import ids_task, sgd, tiny_gpt
 
@@ -29,7 +30,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[OpTape]:
         made.append(OpTape())
         return made[-1]
 
-    monkeypatch.setattr(step_graphs, "graphs_of", lambda device: new)
+    for module in (requirements, step_graphs):
+        monkeypatch.setattr(module, "graphs_of", lambda device: new)
     return made
 
 

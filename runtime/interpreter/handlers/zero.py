@@ -12,7 +12,7 @@ from functools import partial
 
 from quintsched.ir import instructions as ins
 
-from .rank_state import ZeroState
+from ..rank_state import ZeroState
 
 Call = Callable[[], None]
 

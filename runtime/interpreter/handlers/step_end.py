@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quintsched.ir import instructions as ins
 
-from ..state.grad_buckets import PlanBucket
-from ..state.grad_norm import CLIP_EPSILON, clip_factor
-from .rank_state import StepEndState
-from .tally import DOUBT
+from ...state.grad_buckets import PlanBucket
+from ...state.grad_norm import CLIP_EPSILON, clip_factor
+from ..rank_state import StepEndState
+from ..tally import DOUBT
 
 Call = Callable[[], None]
 

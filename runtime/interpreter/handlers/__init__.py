@@ -1,4 +1,4 @@
-"""What a rank computes: `forward` and `backward` bind the instructions that do. Imports the interpreter's other files.
+"""Instructions bound to functions: `forward`, `backward`, `zero`, `step_end`. Imports the interpreter's other files.
 
 Fwd        input ──▶ output, or loss          saved: where the backward starts
 Bwd        ∂output ──▶ ∂input, ∂weights

@@ -1,0 +1,256 @@
+"""Training steps that run from graphs of the device: launched as a whole, where the host was too slow for one by one.
+
+    step 1, 2      by their instructions: caches fill, kernels are chosen; the second must leave the host as it was
+    step 3         captured: nothing runs, the device notes what it is asked; then replayed
+    step 4, 5, …   the batch is copied to where the captured one was ▶ replayed ▶ the host reads the norm ▶ OptStep
+
+A graph holds a step up to its gradient's norm; skipped steps, scales, optimizers and learning rates stay with the host.
+There is a graph for each shape of a batch. What each step changes on the host, or draws, is not captured; what is set
+between steps has the step captured anew; and as nobody sees all that code may ask, the first replay and every 100th are
+compared with the instructions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import QuintschedError, UsageError
+
+from ..comm.device import AllGenerators, graphs_of, settings_of_torch
+from ..objects.host_state import HostState
+from ..parallel.dropout import KeyedDropout
+from ..stage.rank_model import RankModel
+from ..state.training_state import TrainingState
+from ..steps.units import Latest
+from .clock import Clock
+from .interpreter import PreparedStep
+
+_logger = logging.getLogger(__name__)
+
+WARM_UP, COMPARED_EVERY, MOST_GRAPHS = 2, 100, 8
+"""Steps of a shape before one is captured; replays between two comparisons; shapes that are remembered."""
+
+
+@dataclass(eq=False)
+class _Shape:
+    """Steps of one shape: why they run by their instructions, tensors that they change, what their graph relies on."""
+
+    step: PreparedStep  # kept alive, as its interpreter and units tell the shape from others
+    excuse: str = ""
+    seen: int = 0
+    changing: list[Tensor] = field(default_factory=list)
+    captured: CapturedStep | None = None
+    host: HostState | None = None
+    held: dict[str, Hashable] = field(default_factory=dict)
+
+
+class StepGraphs:
+    """Runs the training steps of one rank, from graphs once their shape is known; `functions`: the loss and metrics."""
+
+    def __init__(
+        self, model: RankModel, state: TrainingState, clock: Clock, device: torch.device, functions: Mapping[str, Any]
+    ) -> None:
+        self._new_graph = graphs_of(device)
+        self._state, self._clock, self._device, self._functions = state, clock, device, functions
+        self._blocks = {f"block {key}": block for s in model.stages.values() for key, block in s.blocks.items()}
+        self._modules = [module for stage in model.stages.values() for module in stage.modules()]
+        self._shapes = Latest[_Shape](MOST_GRAPHS)
+
+    def run(self, step: PreparedStep, number: int, watch: Callable[[], None] = lambda: None) -> None:
+        """Run a whole step, the `number`-th of the training; `watch` is called before one that runs by instructions.
+
+        Raises `UsageError` where it cannot be captured, or where its graph no longer does what its instructions do.
+        """
+        specs, given = step.batch.structure(), step.batch.tensors()
+        excuse = "" if specs is not None else "an extra, or a target, is an object that nothing is known of"
+        shape = self._shapes.get((id(step.interpreter), id(step.units), specs), lambda: _Shape(step))
+        if shape.captured and (changed := self._changed(shape)):
+            _logger.info("step %d: %s changed; the step is captured again", number, changed)
+            shape.captured, shape.seen = None, 0
+        shape.seen += 1
+        if shape.excuse or shape.seen < WARM_UP:
+            watch()
+            step.interpreter.run(step.batch, -1)
+        elif shape.seen == WARM_UP:
+            watch()
+            excuse = excuse or self._warm_up(step, given, shape.changing)
+        else:
+            shape.captured = shape.captured or self._capture(step, number, shape)
+            excuse = shape.captured.run(given, number)
+        if excuse and not shape.excuse:
+            _logger.warning("cuda_graph: a step runs by its instructions: %s", excuse)
+            shape.excuse, shape.captured = excuse, None
+
+    def _warm_up(self, step: PreparedStep, given: Sequence[Tensor], changing: list[Tensor]) -> str:
+        """Run a step by its instructions; return why it is not to be captured, and add the tensors that it changes."""
+        try:
+            host, generators = HostState(self._blocks, self._functions), AllGenerators(self._device)
+        except Exception as error:  # what a user's objects do when they are looked at
+            step.interpreter.run(step.batch, -1)
+            return f"what the host keeps cannot be looked into: {type(error).__name__}: {error}"
+        parameters, buffers = self._weights()
+        versions = [tensor._version for tensor in (*parameters, *given)]
+        figures = step.interpreter.lead(step.batch)
+        moved = [t for t, was in zip((*parameters, *given), versions, strict=True) if t._version != was]
+        changed, forwards = host.changed(), step.interpreter.state.compute.forwards.values()
+        draws = any(map(_drops, self._modules)) or any(forward.draws.have_drawn_otherwise for forward in forwards)
+        excuses = {
+            f"it changes {changed} on the host, which would stand still; hold it in a tensor that stays": changed,
+            "blocks, the loss or a metric draw random numbers, which follow the number of the step": draws
+            or generators.have_moved(),
+            "a block changes the batch in place, which a graph would do to its own copy": any(
+                tensor is one for one in moved for tensor in given
+            ),
+            f"the host keeps {host.unseen}, of which nobody can tell what is in it": host.unseen,
+            "there is more on the host than can be watched": not host.is_whole,
+        }
+        step.interpreter.conclude(figures)
+        changing += {id(tensor): tensor for tensor in (*buffers, *host.tensors(), *moved)}.values()
+        return next((words for words, is_so in excuses.items() if is_so), "")
+
+    def _capture(self, step: PreparedStep, number: int, shape: _Shape) -> CapturedStep:
+        shape.host, shape.held = HostState(self._blocks, self._functions), self._held()
+        assert self._new_graph is not None
+        return CapturedStep(step, self._state, self._clock, self._new_graph(), shape.changing, number)
+
+    def _changed(self, shape: _Shape) -> str | None:
+        """Return what has changed of what a graph relies on, in words."""
+        held = self._held()
+        if held != shape.held:
+            return next(words for words, was in shape.held.items() if held[words] != was)
+        return None if shape.host is None else shape.host.changed()
+
+    def _weights(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Return this rank's weights and buffers."""
+        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return parameters, [b for module in self._modules for b in module._buffers.values() if b is not None]
+
+    def _held(self) -> dict[str, Hashable]:
+        """Return what a graph relies on beside the batch and what code goes by, each in words."""
+        parameters, buffers = self._weights()
+        return {
+            "where weights are in memory": tuple([tensor.data_ptr() for tensor in (*parameters, *buffers)]),
+            "which weights are trained, or have hooks": tuple(
+                [(p.requires_grad, tuple(p._backward_hooks or ())) for p in parameters]
+            ),
+            "which modules train": tuple([module.training for module in self._modules]),
+            "a mode of torch": settings_of_torch(self._device),
+        }
+
+
+class CapturedStep:
+    """One step in a `graph`, captured from a batch; raises `UsageError` where it cannot be.
+
+    `changing` are the tensors that its forwards change, `number` is that of the step.
+    """
+
+    def __init__(
+        self, step: PreparedStep, state: TrainingState, clock: Clock, graph: Any, changing: list[Tensor], number: int
+    ) -> None:
+        self._interpreter, self._reducer, self._clock, self._graph = (
+            step.interpreter,
+            state.gradients.reducer,
+            clock,
+            graph,
+        )
+        self._gradients, self._tally, self._changing = state.gradients, step.interpreter.state.compute.tally, changing
+        self._replays, self._batch = 0, step.batch.copy()
+        self._inputs = self._batch.tensors()
+        try:
+            with clock.off(), self._tally.unasked(), graph.capturing():
+                self._figures = self._interpreter.lead(self._batch)
+        except (RuntimeError, QuintschedError) as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise UsageError(
+                f"cuda_graph: step {number} cannot be captured: {said}. Where a block, the loss or a metric asks the "
+                "device for a number (.item(), .tolist(), a mask as an index) or copies from the host in every step, "
+                "leave that out; or run without cuda_graph"
+            ) from error
+        self._table = self._tally.figures.table
+        self._discard_step()
+        _logger.info("step %d is captured; steps of its shape run from its graph", number)
+
+    def run(self, given: Sequence[Tensor], number: int) -> str:
+        """Run a step on such tensors, instead of those that it was captured with.
+
+        Return why the graph is not to be used again, which its first replay shows; empty: it is.
+        """
+        is_compared = self._replays % COMPARED_EVERY == 0
+        if self._inputs:
+            torch._foreach_copy_(self._inputs, list(given))
+        before = [tensor.detach().clone() for tensor in self._changing] if is_compared else []
+        self._interpreter.announce()
+        self._clock.note(self._clock.now())
+        self._graph.replay()
+        self._clock.note(self._clock.now())
+        figures, table, is_right = self._figures.clone(), self._table.clone(), True
+        if is_compared:
+            figures, is_right = self._compare(self._numbers(figures, table), before, given)
+        else:  # the host is where it would be, had it led through the step
+            self._gradients.accumulate(on=False)
+            self._reducer.give()
+            self._gradients.absent.forget()
+            self._tally.replay(table)
+        if not is_right and self._replays:
+            raise UsageError(
+                f"cuda_graph: step {number}, run from its graph, is not what its instructions do. Something that a "
+                "block or the loss goes by has changed where none sees it; what was learnt in the last "
+                f"{COMPARED_EVERY} steps of this shape may be wrong. Go back to a checkpoint, and run without "
+                "cuda_graph"
+            )
+        self._replays += 1
+        self._tally.note_stop()
+        figures[2:3] = self._tally.figures.num_asked()
+        self._interpreter.conclude(figures)
+        return "" if is_right else "its graph has other numbers"
+
+    def _compare(self, found: list[Tensor], before: list[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """Run a step that was replayed by its instructions too; return their figures, and whether the graph is right.
+
+        Some kernels add up in any order: where the instructions have other numbers each time, so may the graph.
+        """
+        figures = self._by_instructions(before, given)
+        expected = self._numbers(figures, self._tally.figures.table)
+        if all(map(torch.equal, found, expected)):
+            return figures, True
+        self._discard_step()
+        figures = self._by_instructions(before, given)
+        again = self._numbers(figures, self._tally.figures.table)
+        return figures, all(map(_is_like, found, expected, again))
+
+    def _by_instructions(self, before: list[Tensor], given: Sequence[Tensor]) -> Tensor:
+        """Run the step up to its norm, from tensors as they were; return its figures."""
+        with torch.no_grad():
+            for tensor, numbers in zip((*self._changing, *self._inputs), (*before, *given), strict=True):
+                tensor.copy_(numbers)
+        with self._tally.unasked():
+            return self._interpreter.lead(self._batch)
+
+    def _numbers(self, figures: Tensor, table: Tensor) -> list[Tensor]:
+        """Return what a step up to its norm has led to, but for what the host has of it: a stop, marks of data."""
+        return [tensor.clone() for tensor in (*self._reducer.sums(), *self._changing, figures[:2], table[:-2])]
+
+    def _discard_step(self) -> None:
+        """Forget a step that was not ended."""
+        self._interpreter.state.end()
+        self._reducer.clear_all()
+
+
+def _is_like(found: Tensor, expected: Tensor, again: Tensor) -> bool:
+    """Whether numbers differ from those expected by little, and no more than a few times what these vary by."""
+    if torch.equal(found, expected):
+        return True
+    most = torch.finfo(expected.dtype).eps ** 0.5 if expected.is_floating_point() else 0.0
+    found, expected, again = (numbers.double().nan_to_num() for numbers in (found, expected, again))
+    apart, noise = (float((numbers - expected).norm()) for numbers in (found, again))
+    return apart <= min(8 * noise, most * float(expected.norm()))
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, KeyedDropout) and module.p > 0 and module.training
