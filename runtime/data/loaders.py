@@ -6,26 +6,25 @@
 
 A batch is (inputs, targets), (inputs, targets, extras), or a mapping with the targets under "labels" or "targets", the
 inputs first. A loader with `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader, is saved in
-checkpoints and goes on where it was; one without them draws again what it drew.
+checkpoints and goes on where it was; so does torch's DataLoader over a data set with an index, by its sampler's
+position. Others are refused as they are to be saved.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from quintsched.errors import MisfitError, UsageError
 
 from .dataset import DataSpec
-from .generators import Generators, State, is_alike
+from .generators import Generators, State
 from .marks import Mark, Sample, is_marked, mark_of, sample_of
-from .torch_loaders import can_pass_over, knows_indices, naming_workers, passed_over, samplers_of, with_epochs
+from .torch_loaders import naming_workers, refusal_of_position, samplers_of, skipped, with_epochs
 
 TARGETS = ("labels", "targets")
 """The names of targets in a mapping."""
@@ -38,31 +37,24 @@ Batch = tuple[Any, Any, Mapping[str, Any]]
 
 Say = Callable[[str], None]
 
-SHARED = (
-    "the loader has no state, and the training draws from a generator that it draws its batches from: it may go on "
-    "with other batches than it would have had; give it a generator of its own, or state_dict and load_state_dict"
-)
 OTHER_GENERATORS = (
     "the loader has not as many generators of random numbers as the checkpoint: those of the process go on where they "
     "were, its own begin anew"
 )
 OTHER_DATA = (
     "the loader gave the last batch before the checkpoint once more, with other data: they depend on what was read "
-    "before, on a generator that is not found, or on the time. The run goes on, but with other batches than it would "
-    "have had; give the loader state_dict and load_state_dict"
+    "before, on a generator of the data set's own, or on the time. The run goes on, but with other batches than it "
+    "would have had; use StatefulDataLoader over a data set with state_dict and load_state_dict"
 )
-REREAD = ", or say Loaders(loader, rereads=True), which reads all batches since the beginning once more"
 
 
 @dataclass
-class Past:
-    """What a loader without a state has given.
+class Position:
+    """Where in its sampler's order a loader without a state is.
 
     Attributes:
         begin: where generators were when its latest pass began: an iterator was made.
         given: how many batches it has given in that pass.
-        jumps: by epoch, where those generators were at its beginning that others had drawn from since the one before.
-        after: where generators were at the end of the latest epoch.
         last: which batch of the latest pass was the last that was read, from 1 on; 0: none was.
         before: where generators were before it, where it can be read alone.
         mark: what it had.
@@ -70,8 +62,6 @@ class Past:
 
     begin: State = field(default_factory=list)
     given: int = 0
-    jumps: dict[int, State] = field(default_factory=dict)
-    after: State | None = None
     last: int = 0
     before: State = field(default_factory=list)
     mark: Mark = field(default_factory=dict)
@@ -87,32 +77,26 @@ class Loaders:
         spec: what a built-in model must know of the data.
         batches: how many batches an epoch has; None: all that the loader has. With a number, a loader may be endless,
             and an epoch begins where the one before ended.
-        rereads: whether a run that goes on reads all batches since its beginning once more, for nobody: for data that
-            depend on what was read before, or on a generator that is not found.
     """
 
     train: Any
     validation: Any = None
     spec: DataSpec = UNKNOWN
     batches: int | None = None
-    rereads: bool = False
 
 
 class LoaderFeed:
-    """Batches of a loader, epoch by epoch, and where it is; `beside` it others may hold the same generators.
+    """Batches of a loader, epoch by epoch, and where it is.
 
-        a state of its own                     saved, and loaded
-        torch's DataLoader over its samplers   generators are set to where its latest pass began, and it passes over
-        any other, or one that rereads         generators are set to where the run began, and it gives all batches again
+        a state of its own      saved, and loaded
+        a sampler's position    generators are set to where its latest pass began, and it passes over what it gave; the
+                                last batch is read, and compared with the mark that it left
+        neither                 refused as its state is asked for, unless nobody `saves`
 
-    The last batch that was given is given once more in both of the latter, and compared with the mark that it left.
-    Without `saves`, its state is not asked for. Raises `UsageError` for a loader of which nobody knows how many batches
-    it has.
+    Raises `UsageError` for a loader of which nobody knows how many batches it has.
     """
 
-    def __init__(
-        self, loader: Any, batches: int | None, *, beside: Any = None, rereads: bool = False, saves: bool = True
-    ) -> None:
+    def __init__(self, loader: Any, batches: int | None, *, saves: bool = True) -> None:
         self._loader, self._goes_on = loader, batches is not None
         self._batches: Iterator[Any] | None = None
         if batches is None and not hasattr(loader, "__len__"):
@@ -122,12 +106,12 @@ class LoaderFeed:
             )
         self.num_batches = len(loader) if batches is None else batches
         self._length = _length_of(loader)
-        self._generators = Generators(loader, beside)
-        self._past = Past()
+        self._generators = Generators([loader, *samplers_of(loader)])
+        self._at = Position()
         self._sample: Sample | None = None
-        self._reads = True
-        self._passes_over = not rereads and can_pass_over(loader, goes_on=self._goes_on)
-        self._marks, self._is_alone = saves and not self.has_state, not getattr(loader, "num_workers", 0)
+        self._refusal = refusal_of_position(loader, goes_on=self._goes_on)
+        self._is_alone = not getattr(loader, "num_workers", 0)
+        self._marks = saves and not self.has_state and self._refusal is None
 
     @property
     def has_state(self) -> bool:
@@ -137,71 +121,67 @@ class LoaderFeed:
     @property
     def is_last(self) -> bool:
         """Whether the batch that was given is the last of several of a pass."""
-        return self._past.given == self._length > 1
+        return self._at.given == self._length > 1
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on, which the loader's state has to be at.
 
         Raises `MisfitError` where the loader ends before its length, or goes on behind it.
         """
-        for given in self._epoch(epoch, start):
-            yield batch_of(given)
-
-    def _epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        past = self._past
         if start == 0:
             self._set_epoch(epoch)
-            changes = self._generators.changes(past.after)
-            if any(state is not None for state in changes):
-                past.jumps[epoch] = changes
         for number in range(start, self.num_batches):
-            yield self._next(number)
-        if not self._goes_on:
-            left, self._batches = self._batches, None
-            past.given = 0
-            if left is not None and next(left, None) is not None:
-                raise MisfitError(f"the loader has more batches than the {self.num_batches} that its length says")
-        past.after = self._generators.states()
+            yield batch_of(self._next(number))
+        self._end_epoch()
 
     def _set_epoch(self, epoch: int) -> None:
         for sampler in () if self._goes_on else with_epochs(self._loader):
             sampler.set_epoch(epoch)
 
-    def _next(self, number: int) -> Any:
+    def _end_epoch(self) -> None:
+        if self._goes_on:
+            return
+        left, self._batches, self._at.given = self._batches, None, 0
+        if left is not None and next(left, None) is not None:
+            raise MisfitError(f"the loader has more batches than the {self.num_batches} that its length says")
+
+    def _next(self, number: int, *, reads: bool = True) -> Any:
+        at, marks = self._at, self._marks and reads
         for batches in (self._batches, None):
             if batches is None:
-                self._past.begin, self._past.given = self._generators.states(), 0
+                at.begin, at.given = self._generators.states(), 0
             self._batches = iter(self._loader) if batches is None else batches
-            marks = self._marks and self._reads
             before = self._generators.states() if marks and self._is_alone else []
             with naming_workers():
-                found = next(self._batches, None) if self._reads else passed_over(self._batches)
+                found = next(self._batches, None) if reads else skipped(self._batches)
             if found is not None:
-                self._past.given += 1
+                at.given += 1
                 if marks:
-                    self._past.last, self._past.before = self._past.given, before
-                    self._sample = sample_of(found)
+                    at.last, at.before, self._sample = at.given, before, sample_of(found)
                 return found
             if not self._goes_on:
                 raise MisfitError(f"the loader ended after {number} batches; its length says {self.num_batches}")
         raise MisfitError("the loader has no batches")
 
     def state(self) -> bytes:
-        """Return where the loader is, as plain data; raises `UsageError` where it keeps anything else."""
-        saved = io.BytesIO()
+        """Return where the loader is; raises `UsageError` where it cannot say, or not in plain data."""
+        kind = type(self._loader).__name__
+        if not self.has_state and self._refusal is not None:
+            raise UsageError(
+                f"a checkpoint cannot say where the loader, a {kind}, is: {self._refusal}; use "
+                "torchdata.stateful_dataloader.StatefulDataLoader(…), or give it state_dict() and "
+                "load_state_dict(state)"
+            )
         if self._sample is not None:
-            self._past.mark, self._sample = mark_of(self._sample), None
-        kept: dict[str, Any] = (
-            {"loader": self._loader.state_dict()} if self.has_state else {"past": dict(vars(self._past))}
-        )
-        if self._passes_over and not self.has_state:
-            kept["past"]["jumps"] = {}
-        torch.save(kept | {"drawn": self._generators.states()}, saved)
+            self._at.mark, self._sample = mark_of(self._sample), None
+        kept = {"loader": self._loader.state_dict()} if self.has_state else {"past": vars(self._at)}
+        saved = io.BytesIO()
+        torch.save({**kept, "drawn": self._generators.states()}, saved)
         try:
             torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
         except Exception as error:
             raise UsageError(
-                f"the state of the loader, a {type(self._loader).__name__}, cannot be saved: it has to consist of "
+                f"the state of the loader, a {kind}, cannot be saved: it has to consist of "
                 f"numbers, strings, tensors, lists and dicts: {error}"
             ) from error
         return saved.getvalue()
@@ -213,28 +193,18 @@ class LoaderFeed:
         sampler with `set_epoch` the epoch's, of any other all since the first epoch. `say` is told that it does so.
         """
         saved = {} if state is None else torch.load(io.BytesIO(state), weights_only=True)
-        if "drawn" not in saved or self.has_state != ("loader" in saved):
-            first = epoch if not self._goes_on and with_epochs(self._loader) else 0
-            self._give_again(first, epoch, batch, {}, say)
-            return
-        if not self._generators.fit(saved["drawn"]):
-            say(OTHER_GENERATORS)
-        if self.has_state:
+        if self.has_state and "loader" in saved:
             self._load(saved["loader"], batch)
-        elif self._passes_over:
-            if not self._pass_over(Past(**saved["past"]), epoch):
-                say(OTHER_DATA + REREAD)
-        else:
-            past = Past(**saved["past"])
-            early = self._give_again(0, epoch, batch, past.jumps, say)
-            now = self._generators.states()
-            is_other = self._sample is not None and not is_marked(mark_of(self._sample), past.mark)
-            is_shared = _is_shared(early, now, saved["drawn"])
-            if is_shared or (is_other and _is_shared(now, self._past.before, past.before)):
-                say(SHARED)
-            elif is_other:
+        elif self._marks and "past" in saved:
+            at = Position(**{one.name: saved["past"][one.name] for one in fields(Position)})
+            if not self._pass_over(at, epoch):
                 say(OTHER_DATA)
-        self._generators.set(saved["drawn"])
+        else:
+            self._give_again(epoch, batch, say)
+        if "drawn" in saved:
+            if not self._generators.fit(saved["drawn"]):
+                say(OTHER_GENERATORS)
+            self._generators.set(saved["drawn"])
 
     def _load(self, state: Any, batch: int) -> None:
         """Give the loader its state.
@@ -243,63 +213,47 @@ class LoaderFeed:
         state; so it is made before generators are set.
         """
         self._loader.load_state_dict(state)
-        self._past.given = batch
+        self._at.given = batch
         holders = [self._loader, *samplers_of(self._loader)]
         draws = any(isinstance(getattr(holder, "generator", None), torch.Generator) for holder in holders)
         begun = iter(self._loader) if draws or batch or self._goes_on else None
         self._batches = begun if batch or self._goes_on else None
 
-    def _pass_over(self, past: Past, epoch: int) -> bool:
+    def _pass_over(self, at: Position, epoch: int) -> bool:
         """Begin the latest pass again, and pass over the batches that it has given, but for the last one.
 
         Return whether that one has what it had. A pass that is over begins again for that alone, if without workers.
         """
-        self._past = past
-        number = past.given or (past.last if self._is_alone else 0)
+        self._at = at
+        number = at.given or (at.last if self._is_alone else 0)
         if not number:
             return True
-        self._set_epoch(epoch if past.given else epoch - 1)
-        self._generators.set(past.begin)
+        self._set_epoch(epoch if at.given else epoch - 1)
+        self._generators.set(at.begin)
         self._batches = batches = iter(self._loader)
-        reads, found = not knows_indices(batches), None
-        for at in range(1, number + 1):
-            is_last = at == past.last
-            if is_last and past.before:
-                self._generators.set(past.before)
-            found = next(batches, None) if reads or is_last else passed_over(batches)
-            if found is None:
-                raise MisfitError(f"the loader ended after {at - 1} batches; it had given {number}")
-        if not past.given:
+        for passed in range(number - 1):
+            if skipped(batches) is None:
+                raise MisfitError(f"the loader ended after {passed} batches; it had given {number}")
+        if at.before:
+            self._generators.set(at.before)
+        found = next(batches, None)
+        if found is None:
+            raise MisfitError(f"the loader ended after {number - 1} batches; it had given {number}")
+        if not at.given:
             self._batches = None
-        return number != past.last or is_marked(mark_of(sample_of(found)), past.mark)
+        return is_marked(mark_of(sample_of(found)), at.mark)
 
-    def _give_again(self, first: int, epoch: int, batch: int, jumps: Mapping[int, State], say: Say) -> State:
-        """Give all batches from those of epoch `first` on, for nobody, with generators where they were then.
-
-        Return where these were after the first batch of the epoch that has begun; nothing where none has.
-        """
+    def _give_again(self, epoch: int, batch: int, say: Say) -> None:
+        first = epoch if not self._goes_on and with_epochs(self._loader) else 0
         batches = (epoch - first) * self.num_batches + batch
         if batches:
             say(f"there is no state that the loader could go on from: it gives {batches} batches once more")
-        if type(self._loader) is DataLoader and self._passes_over:
-            self._reads = self._loader.num_workers > 0
-        for earlier in range(first, epoch):
-            self._generators.set(jumps.get(earlier, []))
-            for _ in self._epoch(earlier):
-                pass
-        drawn: State = []
-        if batch:
-            self._generators.set(jumps.get(epoch, []))
-            for _ in islice(self._epoch(epoch), batch):
-                drawn = drawn or self._generators.states()
-        self._reads = True
-        return drawn
-
-
-def _is_shared(first: State, reached: State, saved: State) -> bool:
-    """Whether a generator is not where it was that moves from batch to batch: then others drew from it in between."""
-    states = zip(first, reached, saved, strict=False)
-    return any(not is_alike(before, now) and not is_alike(now, was) for before, now, was in states)
+        for now in range(first, epoch + 1):
+            self._set_epoch(now)
+            for number in range(self.num_batches if now < epoch else batch):
+                self._next(number, reads=False)
+            if now < epoch:
+                self._end_epoch()
 
 
 def _length_of(loader: Any) -> int:

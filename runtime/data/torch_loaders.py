@@ -51,26 +51,29 @@ def with_epochs(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def can_pass_over(loader: Any, *, goes_on: bool) -> bool:
-    """Whether what a loader gives in a pass follows from where generators were as it began, and from the epoch.
+def refusal_of_position(loader: Any, *, goes_on: bool) -> str | None:
+    """Return why batches do not follow from a position in a pass, in words; None: they do.
 
-    With `goes_on`, samplers are not told the epoch. Workers that outlive a pass have generators that nobody sees.
+    They do where a loader is a list, or torch's DataLoader over a data set with an index, in an order that follows from
+    where generators were as the pass began, and from the epoch. With `goes_on`, samplers are not told the epoch.
     """
     if type(loader) in (list, tuple):
-        return True
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.persistent_workers:
-        return False
+        return None
+    if type(loader) is not DataLoader:
+        return "it is not torch's DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"its data set, a {type(loader.dataset).__name__}, has no index"
+    if loader.persistent_workers:
+        return "its workers outlive an epoch (persistent_workers), and draw on where nobody sees it"
     told = () if goes_on else with_epochs(loader)
-    return all(type(sampler) in _KNOWN or sampler in told for sampler in samplers_of(loader))
+    odd = [one for one in samplers_of(loader) if type(one) not in _KNOWN and one not in told]
+    return f"the order of its sampler, a {type(odd[0]).__name__}, follows from no epoch (set_epoch)" if odd else None
 
 
-def knows_indices(batches: Iterator[Any]) -> bool:
-    """Whether the next batch of an iterator can be passed over without reading it: no worker has been asked for it."""
-    return hasattr(batches, "_next_index") and not getattr(batches, "_num_workers", 1)
-
-
-def passed_over(batches: Any) -> object:
-    """Pass over a batch, of which only the indices are found; None: there is none."""
+def skipped(batches: Iterator[Any]) -> object:
+    """Pass over a batch, of which only the indices are found where no worker reads it; None: there is none."""
+    if getattr(batches, "_num_workers", 1) or not hasattr(batches, "_next_index"):
+        return next(batches, None)
     try:
         return batches._next_index()
     except StopIteration:

@@ -137,8 +137,7 @@ class UserFeed:
     def __init__(self, loaders: Loaders, world: Group) -> None:
         self.spec = loaders.spec
         self.settings: Record = {}
-        beside, rereads = loaders.validation, loaders.rereads
-        self._train = LoaderFeed(loaders.train, loaders.batches, beside=beside, rereads=rereads)
+        self._train = LoaderFeed(loaders.train, loaders.batches)
         self._validation = None if loaders.validation is None else LoaderFeed(loaders.validation, None, saves=False)
         self.num_batches = self._train.num_batches
         said = {

@@ -1,4 +1,4 @@
-"""Loaders without a state of their own, stopped behind any batch: another process gives the batches that were left."""
+"""Loaders that resume by a position, stopped behind any batch: another process gives the batches that were left."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,20 +25,20 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from quintsched.errors import MisfitError
-from quintsched.runtime.data.generators import Generators, is_alike
-from quintsched.runtime.data.loaders import LoaderFeed
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.data.generators import Generators
+from quintsched.runtime.data.loaders import OTHER_DATA, OTHER_GENERATORS, LoaderFeed
+from quintsched.runtime.data.marks import is_marked, mark_of, sample_of, scattered
 
 ROWS = 14
 EPOCHS = 3
 
 
 class Rows(Dataset[Any]):
-    """Sample i, with noise of the process's generators, or of its own."""
+    """Sample i, with noise of the process's generators, of one of its own, or by how many samples were read."""
 
     def __init__(self, noise: str = "") -> None:
-        self.noise = noise
-        self.own = {"numpy": np.random.default_rng(5), "python": random.Random(5), "old": np.random.RandomState(5)}
+        self.noise, self.own, self.read = noise, np.random.default_rng(5), 0
 
     def __len__(self) -> int:
         return ROWS
@@ -47,26 +48,16 @@ class Rows(Dataset[Any]):
         if self.noise == "process":
             noise = float(torch.rand(())) + random.random() + np.random.rand()
         elif self.noise == "own":
-            noise = self.own["numpy"].random() + self.own["python"].random() + self.own["old"].rand()
+            noise = self.own.random()
+        elif self.noise == "read":
+            self.read += 1
+            noise = self.read / 100
         return torch.tensor(index + noise), torch.tensor(index)
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers that go on from pass to pass, in a buffer that is shuffled."""
-
-    def __init__(self, length: int | None, *, draws: bool = False) -> None:
-        self.numbers, self.length, self.draws = count(), length, draws
-        self.own = np.random.default_rng(3)
-
     def __iter__(self) -> Iterator[Any]:
-        buffer: list[int] = []
-        for at in count():
-            if at == self.length:
-                return
-            buffer = [*buffer, next(self.numbers)] if len(buffer) > 3 else [next(self.numbers) for _ in range(5)]
-            place = random.randrange(len(buffer)) if self.draws else int(self.own.integers(len(buffer)))
-            number = buffer.pop(place)
-            yield torch.tensor(number), torch.tensor(number)
+        return ((torch.tensor(at), torch.tensor(at)) for at in count())
 
 
 class Secretive(Sampler[int]):
@@ -128,22 +119,20 @@ LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
         None,
     ),
     "noise of the process": (loader(partial(Rows, "process"), shuffle=True), None),
-    "noise of its own": (loader(partial(Rows, "own"), shuffle=True), None),
-    "secretive": (loader(sampler=Secretive), None),
     "list": (lambda: [(torch.tensor([k]), torch.tensor([k])) for k in range(4)], None),
-    "own": (Own, None),
-    "endless stream": (loader(partial(Stream, None)), 4),
-    "stream": (loader(partial(Stream, 11)), 4),
-    "drawing stream": (loader(partial(Stream, 11, draws=True)), 4),
     "rows over epochs": (loader(shuffle=True), 3),
     "more rows than an epoch": (loader(partial(Rows, "process"), shuffle=True, generator=own_generator), 6),
-    "iterated once": (lambda: ((torch.tensor([k]), torch.tensor([k])) for k in range(99)), 4),
 }
 WORKERS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "workers": (loader(partial(Rows, "process"), shuffle=True, num_workers=2), None),
     "workers' own": (loader(partial(Rows, "own"), shuffle=True, num_workers=2), None),
-    "persistent": (loader(partial(Rows, "process"), shuffle=True, num_workers=1, persistent_workers=True), None),
-    "stream of a worker": (loader(partial(Stream, 11), num_workers=1), 4),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], int | None, str]] = {
+    "stream": (loader(Stream), 4, "a DataLoader, is: its data set, a Stream, has no index"),
+    "secretive": (loader(sampler=Secretive), None, r"sampler, a Secretive, follows from no epoch \(set_epoch\)"),
+    "own": (Own, None, "a Own, is: it is not torch's DataLoader"),
+    "persistent": (loader(num_workers=1, persistent_workers=True), None, "its workers outlive an epoch"),
+    "iterated once": (lambda: ((torch.tensor([k]), torch.tensor([k])) for k in range(99)), 4, "a generator, is"),
 }
 
 
@@ -180,22 +169,26 @@ class Run:
             yield now + 1, 0, [], state()
 
 
+def reached_states() -> list[Any]:
+    return [state.tolist() if isinstance(state, Tensor) else state for state in tree_leaves(Generators().states())]
+
+
 def require_resumable(make: Callable[[], Any], batches: int | None, every: int = 1) -> None:
     first = Run(make, batches, seed=1)
     whole = list(first.go_on(0, 0))
-    reached = Generators().states()
+    reached = reached_states()
     for at in range(0, len(whole) - 1, every):
         epoch, batch, _, state = whole[at]
         second = Run(make, batches, seed=2 + at)
         second.feed.restore(state, epoch, batch, second.said.append)
         left = list(second.go_on(epoch, batch, saved=False))
         assert [given[:3] for given in left] == [given[:3] for given in whole[at + 1 :]], (epoch, batch)
-        assert is_alike(Generators().states(), reached)
+        assert reached_states() == reached
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_loader_without_state_goes_on_behind_any_batch(kind: str) -> None:
+def test_a_loader_goes_on_behind_any_batch(kind: str) -> None:
     require_resumable(*LOADERS[kind])
 
 
@@ -207,7 +200,7 @@ def test_so_do_workers(kind: str) -> None:
 
 
 def test_a_run_that_has_gone_on_can_do_so_again() -> None:
-    for make, batches in (LOADERS["stream"], LOADERS["noise of the process"]):
+    for make, batches in (LOADERS["rows over epochs"], LOADERS["noise of the process"]):
         whole = list(Run(make, batches, seed=1).go_on(0, 0))
         state, at = whole[2][3], 2
         for seed, further in ((2, 3), (3, 4)):
@@ -219,15 +212,57 @@ def test_a_run_that_has_gone_on_can_do_so_again() -> None:
                 assert tuple(now) == whole[at][:3]
 
 
-def test_it_is_said_that_batches_are_given_again() -> None:
-    states = {}
-    for kind in ("stream", "shuffled"):
-        run = Run(*LOADERS[kind], seed=1)
-        states[kind] = [state for *_, state in run.go_on(0, 0)][5]
-        run = Run(*LOADERS[kind], seed=2)
-        run.feed.restore(states[kind], 1, 1, run.said.append)
-        given = "there is no state that the loader could go on from: it gives 5 batches once more"
-        assert run.said == ([given] if kind == "stream" else [])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_neither_state_nor_position_is_refused_as_it_is_saved(kind: str) -> None:
+    make, batches, words = REFUSED[kind]
+    given = make()
+    feed = LoaderFeed(given, batches)
+    with pytest.raises(UsageError, match=rf"where the loader, .*{words}.*; use torchdata.* load_state_dict\(state\)"):
+        feed.state()
+
+
+@pytest.mark.parametrize("kind", ["read", "own"])
+@pytest.mark.parametrize("batches", [None, 3])
+def test_other_data_of_the_last_batch_are_said(kind: str, batches: int | None) -> None:
+    make = loader(partial(Rows, kind), shuffle=True)
+    whole = list(Run(make, batches, seed=1).go_on(0, 0))
+    for at, (epoch, batch, _, state) in enumerate(whole[:-1]):
+        run = Run(make, batches, seed=2)
+        run.feed.restore(state, epoch, batch, run.said.append)
+        left = list(run.go_on(epoch, batch, saved=False))
+        is_exact = [given[:3] for given in left] == [given[:3] for given in whole[at + 1 :]]
+        assert is_exact or run.said == [OTHER_DATA]
+    assert run.said
+
+
+def test_other_generators_are_said() -> None:
+    state = Run(loader(shuffle=True), None, seed=1).feed.state()
+    run = Run(loader(shuffle=True, generator=own_generator), None, seed=2)
+    run.feed.restore(state, 0, 0, run.said.append)
+    assert run.said == [OTHER_GENERATORS]
+
+
+def test_a_mark_tells_batches_apart() -> None:
+    batch = {"ids": torch.arange(5000.0).reshape(50, 100), "labels": [torch.tensor([1, 2]), np.arange(3)], "name": "a"}
+    mark = mark_of(sample_of(batch))
+    assert is_marked(mark_of(sample_of(batch)), mark)
+    assert is_marked(mark_of(sample_of({**batch, "ids": batch["ids"].t().contiguous().t()})), mark)  # type: ignore[attr-defined]
+    for name, other in {"ids": batch["ids"] + 1, "labels": [torch.tensor([2, 1])], "name": "b"}.items():  # type: ignore[operator]
+        assert not is_marked(mark_of(sample_of({**batch, name: other})), mark)
+    assert mark_of(sample_of({"none": None, "empty": torch.ones(0), "kind": torch.ones(3, dtype=torch.bfloat16)}))
+
+
+def test_a_mark_is_of_what_was_given_whatever_becomes_of_it() -> None:
+    batch = torch.arange(6.0)
+    sample = sample_of(batch)
+    batch.zero_()
+    assert mark_of(sample) == mark_of(sample_of(torch.arange(6.0)))
+
+
+def test_marks_of_earlier_runs_still_say_the_same() -> None:
+    places = scattered(5000, 1024)
+    assert (len(set(places.tolist())), places[:4].tolist()) == (1024, [0, 761, 1522, 2283])
+    assert is_marked(mark_of(sample_of({"x": torch.arange(5000.0)})), {"/x": [1847380588, 0]})
 
 
 def test_samples_that_nobody_wants_are_not_read() -> None:
@@ -249,22 +284,10 @@ def test_samples_that_nobody_wants_are_not_read() -> None:
     assert len(read) == 2
 
 
-def test_training_that_draws_where_a_stream_draws_is_said() -> None:
-    make, batches = LOADERS["drawing stream"]
-    run = Run(make, batches, seed=1)
-    states = []
-    for *_, state in run.go_on(0, 0):
-        random.random()
-        states.append(state)
-    run = Run(make, batches, seed=2)
-    run.feed.restore(states[2], 0, 3, run.said.append)
-    assert "the training draws from a generator that it draws its batches from" in run.said[-1]
-
-
-@pytest.mark.parametrize("kind", ["own", "stream", "by the epoch", "by its own generator"])
+@pytest.mark.parametrize("kind", ["own", "by the epoch", "by its own generator"])
 def test_without_a_state_all_batches_are_given_again(kind: str) -> None:
     """As for another number of replicas: loaders are where they had been, had the run begun with these."""
-    make, batches = LOADERS[kind]
+    make, batches = (Own, None) if kind == "own" else LOADERS[kind]
     whole = list(Run(make, batches, seed=1).go_on(0, 0, saved=False))
     for at, (epoch, batch, *_) in enumerate(whole[:-1]):
         run = Run(make, batches, seed=2)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from quintsched.runtime.data.generators import Generators
 from quintsched.runtime.objects.reachable import _MOST, reachable
 
 GLOBAL = np.random.default_rng(1)
@@ -140,14 +139,6 @@ def test_generators_are_found(place: str, monkeypatch: pytest.MonkeyPatch) -> No
     found = generators_of(DataLoader(make(), batch_size=2))
     assert len(found) == 1
     assert expected is None or found[0] is expected
-
-
-def test_those_of_the_process_and_of_libraries_are_none_of_the_loader() -> None:
-    def draws() -> Any:
-        return random.random() + np.random.rand() + float(torch.rand(())) + nn.functional.dropout(torch.ones(()))
-
-    held = [draws, random.random, np.random.rand, torch.default_generator, random.SystemRandom()]
-    assert len(Generators(held).states()) == 3
 
 
 def test_nothing_of_the_users_is_called() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.data.loaders import OTHER_DATA, REREAD, LoaderFeed, batch_of
+from quintsched.runtime.data.loaders import OTHER_DATA, LoaderFeed, batch_of
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.train.reporter import Reporter
@@ -161,9 +161,6 @@ class Counted(torch.utils.data.Dataset):
 def counted(replica):
     return torch.utils.data.DataLoader(Counted(replica), batch_size=4)
 
-def counted_again(replica):
-    return Loaders(torch.utils.data.DataLoader(Counted(replica), batch_size=4), rereads=True)
-
 def shared(replica, num_replicas):
     from torch.utils.data import DataLoader, default_collate
     random = torch.Generator().manual_seed(7)
@@ -282,8 +279,8 @@ def test_loaders_of_other_replicas_are_where_the_run_was(tmp_path: Path, load: s
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["native", "dcp"])
 @pytest.mark.parametrize("step", [3, 6, 15])
-@pytest.mark.parametrize("load", ["forgetful", "plain", "stream"])
-def test_loaders_without_state_go_on_behind_any_batch(tmp_path: Path, load: str, step: int, form: str) -> None:
+@pytest.mark.parametrize("load", ["forgetful", "plain"])
+def test_loaders_with_a_position_go_on_behind_any_batch(tmp_path: Path, load: str, step: int, form: str) -> None:
     settings = job(tmp_path, load, mesh="dp=2", format=form)
     expected = fit(settings)
     forget_after(tmp_path, step)
@@ -298,16 +295,14 @@ def test_other_data_of_another_rank_are_said(tmp_path: Path, step: int) -> None:
     forget_after(tmp_path, step)
     said: list[str] = []
     fit(settings, resume=True, said=said)
-    assert said.count(OTHER_DATA + REREAD) == 1
+    assert said.count(OTHER_DATA) == 1
 
 
-def test_who_rereads_goes_on_exactly(tmp_path: Path) -> None:
-    settings = job(tmp_path, "counted_again", mesh="dp=2")
-    expected = fit(settings)
-    forget_after(tmp_path, 6)
+def test_a_loader_with_neither_state_nor_position_is_refused_as_it_is_saved(tmp_path: Path) -> None:
     said: list[str] = []
-    require_alike(fit(settings, resume=True, said=said), expected)
-    assert not any("other data" in words for words in said)
+    with pytest.raises(UsageError, match=r"a DataLoader, is: its data set, a Numbers, has no index; use torchdata"):
+        fit(job(tmp_path, "stream", mesh="dp=2"), said=said)
+    fit(job(tmp_path, "stream", mesh="dp=2", dir=None))
 
 
 @pytest.mark.parametrize(("first", "second"), [("dp=2", "dp=1"), ("dp=1", "dp=2,pp=2")])
