@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .autograd.deferred_weight_grads import defer
     from .blocks.blocks import Carry, build_model
     from .blocks.costs import measure_costs
+    from .blocks.sum_of_means import SumOfMeans
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
         apply_tensor_parallel,
     )
     from .splitting.split import Split, split
-    from .splitting.sum_of_means import SumOfMeans
     from .train.drained import drained
     from .train.trainer import Trainer
 
@@ -69,7 +69,7 @@ _HOMES = {
         "apply_tensor_parallel",
     ),
     "splitting.split": ("Split", "split"),
-    "splitting.sum_of_means": ("SumOfMeans",),
+    "blocks.sum_of_means": ("SumOfMeans",),
     "train.drained": ("drained",),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),

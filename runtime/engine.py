@@ -17,6 +17,7 @@ from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
+from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
 from .agreement.engine_records import agree_on_functions, agree_on_options
@@ -25,10 +26,10 @@ from .blocks.untouched import tensors_of_training
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
 from .comm.control import ControlGroup
-from .engine_checks import EngineChecks
 from .engine_weights import EngineWeights
 from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
+from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
@@ -59,12 +60,14 @@ from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans
 from .verification.bad_steps import BadSteps
+from .verification.comparison import Comparison
+from .verification.engine_checks import EngineChecks
 from .watch.start import WatchOptions
 from .weights.access import WeightAccess
 from .weights.average import Averages
 
 
-class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
+class Engine(EngineWeights, RankView, CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -201,7 +204,6 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         self._model.shared_state.let_read({"the loss": given_loss, **{f"metric {n!r}": m for n, m in metrics.items()}})
         functions = {"loss_fn": given_loss, **metrics} if self.needs_targets else None
         agree_on_functions(functions, builds.settings, self._groups.world)
-        self._loss_fn, self._clip = loss_fn, clip
         run_options = RunOptions(
             loss_fn=self._model.tensor.bind(loss_fn),
             metrics={name: self._model.tensor.bind(metric) for name, metric in metrics.items()},
@@ -217,6 +219,9 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         self._bind(blocks, run_options)
         held, world = self._exchange.held, self._groups.world
         self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, max_skipped, spike_dir)
+        self.checks = EngineChecks(
+            self._settle, self._runner, self._model, self.masters, self._exchange, world, loss_fn, clip
+        )
 
     def _connect_ranks(self, *, ring: bool) -> None:
         """Open what ranks talk over: groups, and the channels of all plans that the engine runs."""
@@ -353,6 +358,18 @@ class Engine(EngineChecks, EngineWeights, RankView, CheckpointFiles):
         """
         busy, all_seconds = self.everyone.add(self.clock.read_s(), seconds)
         return busy / all_seconds
+
+    def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
+        """Do a `step`, and compare it with the same step of a whole model in one process: see `EngineChecks.verify`."""
+        return self.checks.verify(reference, inputs, targets, **extras)
+
+    def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
+        """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
+        return self.checks.step_counting_saved(inputs, targets, **extras)
+
+    def saved_costs(self, counted: SavedBytes) -> Costs:
+        """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""
+        return counted.costs(self._groups.world, self.transport.device)
 
     def close(self) -> None:
         """Hang up; no step can follow."""

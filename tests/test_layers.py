@@ -37,7 +37,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "train",
         "checkpoint",
         "engine",
-        "engine_checks",
         "engine_weights",
         "requirements",
         "verification",
@@ -60,7 +59,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "objects",
         "comm",
         "watch",
-        "rendezvous",
         "job",
     ),
     "quintsched.viz": (

@@ -51,6 +51,11 @@ def type_of(name: str, of: str) -> torch.dtype:
     return TYPES[name]
 
 
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether a type is too short to add up in."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
 def require_kind(where: str, name: str, found: torch.dtype, weight: str, wanted: torch.dtype) -> None:
     """Raise `MisfitError` where numbers are of another kind than those of the weight that is to have them."""
     if _kind(found) != _kind(wanted):

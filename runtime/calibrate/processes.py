@@ -22,7 +22,7 @@ from quintsched.errors import StallError
 from ..comm import Transport, connect
 from ..comm.clock import now_s
 from ..comm.device import library_of, use_device
-from ..rendezvous.addresses import choose_interfaces
+from ..watch.rendezvous.addresses import choose_interfaces
 
 
 def run_processes(

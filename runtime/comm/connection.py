@@ -12,7 +12,7 @@ import os
 from quintsched.plan import Plan
 
 from ..job.choices import Rules, WireName
-from ..rendezvous.parent import end_with_launcher
+from ..watch.rendezvous.parent import end_with_launcher
 from ..watch.start import WatchOptions
 from . import LocalTransport, LocalWorld, Transport, connect
 from .device import device_kind, find_accelerator, has_device_for_each, library_of

@@ -32,10 +32,10 @@ from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
 from ..job.choices import Rules
-from ..rendezvous.addresses import choose_interfaces, require_interfaces
-from ..rendezvous.attempt import Attempt, meet
-from ..rendezvous.store import HUB, launchers_keys, open_store, require_addresses, within
 from ..watch.publisher import Publisher
+from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
+from ..watch.rendezvous.attempt import Attempt, meet
+from ..watch.rendezvous.store import HUB, launchers_keys, open_store, require_addresses, within
 from ..watch.start import WatchOptions, find_watch, start_watch
 from .base import Group, SelfGroup, Transport, Work
 from .checked.frame import NO_LABEL, Label, describe_spec

@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from ..rendezvous.parent import end_with
+from ..watch.rendezvous.parent import end_with
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def _open_store() -> Store | None:
     """Return the launcher's store; None where there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    from ..rendezvous.store import open_store, within
+    from ..watch.rendezvous.store import open_store, within
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return within(open_store(WAIT_S), f"quintsched/leave/{attempt}")

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.files.terminal import write_error, write_line
 
-from ..rendezvous.addresses import LOOPBACK, listen, require_interfaces
-from ..rendezvous.master import own_address, read_master, require_elsewhere
+from ..watch.rendezvous.addresses import LOOPBACK, listen, require_interfaces
+from ..watch.rendezvous.master import own_address, read_master, require_elsewhere
 from . import worker
 from .elastic import Worlds, for_processes, smaller_worlds
 from .machines import DIED, Machines
@@ -147,7 +147,7 @@ def start_here(
 
 def _serve(listener: socket.socket | None) -> Store | None:
     """Serve the run's store for as long as it is kept; torch is imported while the ranks import it too."""
-    from ..rendezvous.store import serve
+    from ..watch.rendezvous.store import serve
 
     return None if listener is None else serve(listener, STORE_WAITS_S)
 
@@ -155,7 +155,7 @@ def _serve(listener: socket.socket | None) -> Store | None:
 def _machines(place: Place, store: Store | None, attempt: int) -> Machines | None:
     if place.num_nodes == 1:
         return None
-    from ..rendezvous.store import connect_to
+    from ..watch.rendezvous.store import connect_to
 
     connect = partial(connect_to, place.host, place.port, STORE_WAITS_S)
     return Machines((lambda: store) if store is not None else connect, place.node, place.num_nodes, attempt)

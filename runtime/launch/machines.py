@@ -71,7 +71,7 @@ class Machines:
 
     def __init__(self, open_store: Callable[[], Store], number: int, count: int, attempt: int) -> None:
         self._open_store, self._number, self._count = open_store, number, count
-        from ..rendezvous.store import HUB, launchers_keys  # torch is imported once the ranks are started
+        from ..watch.rendezvous.store import HUB, launchers_keys  # torch is imported once the ranks are started
 
         self._keys = launchers_keys(attempt)
         self._hub_key = f"{self._keys}/{HUB}"

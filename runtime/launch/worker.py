@@ -24,7 +24,7 @@ from quintsched.errors import CodeError, MisfitError, QuintschedError, StallErro
 from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import Suppressed, is_own, said
 
-from ..rendezvous.parent import end_with_launcher
+from ..watch.rendezvous.parent import end_with_launcher
 from .stop_request import StopNow, StopRequest
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def run(
     from ..comm import LocalTransport, run_local
     from ..comm.connection import connect_for, patience_s
     from ..comm.failures import as_stall
-    from ..rendezvous.attempt import meet_alone
+    from ..watch.rendezvous.attempt import meet_alone
 
     timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
     if job.runtime.transport == "local":

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
+from ..blocks.sum_of_means import SumOfMeans
 from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
 from ..comm import Group
 from ..examine.functions_kept import FunctionKept, versions_kept
@@ -30,7 +31,6 @@ from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch
 from ..examine.losses.rules import LossWeight, Over, named
 from ..job.choices import LossOver
-from ..splitting.sum_of_means import SumOfMeans
 from .even_weights import EvenWeights
 
 NO_WEIGHT = (

@@ -23,12 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import comes_summed, local_of
+from ..blocks.number_types import is_low
 from ..comm import Group, Work
 from ..parallel.expert.moe import expert_weights
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
-from .master_weights import Masters, is_low
+from .master_weights import Masters
 from .passengers import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]

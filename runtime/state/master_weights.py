@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..blocks.dtensor import local_of
+from ..blocks.number_types import is_low
 from ..parallel.tensor.shard import mark_shard, shard_of
 from ..stage.build import Stage
 
@@ -84,11 +85,6 @@ class Masters:
                 with torch.no_grad():
                     torch._foreach_copy_(low, high)
         self.note_versions()
-
-
-def is_low(dtype: torch.dtype) -> bool:
-    """Whether a type is too short to add up in."""
-    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

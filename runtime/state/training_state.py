@@ -19,6 +19,7 @@ from quintsched.ir.instructions import AllReduceBucket, Instruction
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import local_of
+from ..blocks.number_types import is_low
 from ..comm import Group
 from ..optim.builds import OptimizerBuilds
 from ..parallel.mesh_groups import MeshGroups
@@ -29,7 +30,7 @@ from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm
 from .grad_reducer import GradReducer
 from .grad_sums import GradSums
-from .master_weights import Masters, is_low
+from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .state_dict import (
     full_weights,

@@ -29,12 +29,13 @@ from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import is_sharded
+from ..blocks.number_types import is_low
 from ..comm import Group, Work
 from ..parallel.tensor.shard import mark_shard, shard_of
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
 from .grad_buckets import PlanBucket, Wait
-from .master_weights import Masters, is_low
+from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 
 

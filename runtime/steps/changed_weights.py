@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
+from ..blocks.number_types import is_low
 from ..blocks.shapes import agree
 from ..examine.microbatch_state import changed_line
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
-from ..state.master_weights import is_low
 from .moving_state import MovingState
 
 _logger = logging.getLogger("quintsched.runtime")

@@ -215,7 +215,7 @@ class Trainer:
         recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
         for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
             self._set_learning_rate()
-            self.engine.record_step(recording, inputs, targets, **extras)
+            self.engine.checks.record_step(recording, inputs, targets, **extras)
             self.progress.step += 1
         return recording
 

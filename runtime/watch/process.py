@@ -18,7 +18,7 @@ from weakref import ref
 
 from quintsched.stalls.states import Fate
 
-from ..rendezvous.parent import has_launcher
+from .rendezvous.parent import has_launcher
 
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 """Where these are in /proc/PID/stat, counted from the state, which is the third."""

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 from quintsched.stalls.own_errors import came_from_handler
 
-from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .cell import Cell
 from .connection import ADDRESS, CHUNK, KEY
 from .frames import FrameError, FrameReader, answer, challenge, json_frame, message_of
 from .process import HeldTerm
 from .publisher import Publisher
+from .rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .watcher import Watcher
 
 HUB_S = 2.0

@@ -20,7 +20,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ...job.choices import Rules
-from ...rendezvous.attempt import Attempt
+from ...watch.rendezvous.attempt import Attempt
 from ...watch.waiting import NOTHING, WaitCell
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from ..checked.frame import Label

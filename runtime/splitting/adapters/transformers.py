@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError
 
-from ..sum_of_means import SumOfMeans
+from ...blocks.sum_of_means import SumOfMeans
 
 LENGTH, SAMPLES, CHOICES, IMAGE, SOUND = 8, 2, 3, 64, 2000
 """Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""

@@ -15,9 +15,9 @@ from quintsched.runtime.job.choices import Start
 from quintsched.runtime.job.jobfile import load_job
 from quintsched.runtime.launch import worker
 from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.rendezvous.addresses import LOOPBACK, listen
-from quintsched.runtime.rendezvous.store import serve
 from quintsched.runtime.train.trainer import Trainer
+from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
+from quintsched.runtime.watch.rendezvous.store import serve
 
 from .test_processes import DATA, run
 

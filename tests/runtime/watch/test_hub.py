@@ -219,7 +219,7 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
     launcher = (
         "import subprocess, sys, os\n"
         "os.environ['TORCHELASTIC_RUN_ID'] = 'x'\n"
-        "begin = 'from quintsched.runtime.rendezvous.parent import end_with_launcher; end_with_launcher()'\n"
+        "begin = 'from quintsched.runtime.watch.rendezvous.parent import end_with_launcher; end_with_launcher()'\n"
         "for rank in '01': subprocess.Popen([sys.executable, '-c', begin + sys.argv[1], rank, sys.argv[2]])\n"
         "sys.stdin.read()"
     )

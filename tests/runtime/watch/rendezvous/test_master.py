@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.runtime.rendezvous import master
-from quintsched.runtime.rendezvous.master import own_address, read_master, require_elsewhere
-from quintsched.runtime.rendezvous.store import connect_to
+from quintsched.runtime.watch.rendezvous import master
+from quintsched.runtime.watch.rendezvous.master import own_address, read_master, require_elsewhere
+from quintsched.runtime.watch.rendezvous.store import connect_to
 
 SAID = "--master it"
 

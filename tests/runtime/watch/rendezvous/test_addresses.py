@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.runtime.rendezvous.addresses import (
+from quintsched.runtime.watch.rendezvous.addresses import (
     GLOO,
     LOOPBACK,
     NCCL,
@@ -20,7 +20,7 @@ from quintsched.runtime.rendezvous.addresses import (
     own_addresses,
     require_interfaces,
 )
-from quintsched.runtime.rendezvous.store import open_store
+from quintsched.runtime.watch.rendezvous.store import open_store
 
 
 @pytest.fixture
