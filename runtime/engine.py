@@ -369,7 +369,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
 
     def saved_costs(self, counted: SavedBytes) -> Costs:
         """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""
-        return counted.costs(self._groups.world, self.transport.device)
+        return counted.costs(self._groups.world)
 
     def close(self) -> None:
         """Hang up; no step can follow."""

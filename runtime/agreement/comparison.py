@@ -17,12 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from quintsched.errors import MisfitError, listed_ranks
 
 from ..comm import Group
+from ..comm.control import broadcast_bytes, share_bytes
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -77,6 +75,14 @@ def require_same(sections: Sections, group: Group, what: str, advice: str) -> No
         raise MisfitError(f"the ranks do not agree on {what}{who}: {_listed(found)}; {advice}")
 
 
+def agree(what: str, fingerprint: str, group: Group) -> None:
+    """Raise `MisfitError`, on every member alike, unless all of them have the same fingerprint of `what`.
+
+    It names who has which.
+    """
+    require_same({what: Section.of({what: fingerprint})}, group, what, "give all of them the same")
+
+
 def warn_of_differences(sections: Sections, group: Group, what: str, advice: str) -> None:
     """Let the first member of a group warn of sections that differ, and may, in such words (collective)."""
     found, who = _find_differences(sections, group)
@@ -112,11 +118,7 @@ def _gather_digests(sections: Sections, group: Group) -> list[list[bytes]]:
         bytes(32) if section is None else hashlib.sha256(section.text.encode()).digest()
         for section in sections.values()
     )
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(group.device)
-    gathered = sent.new_empty(group.size * len(mine))
-    group.all_gather(gathered, sent).wait()
-    data = gathered.cpu().numpy().tobytes()
-    rows = [data[member * len(mine) : (member + 1) * len(mine)] for member in range(group.size)]
+    rows = share_bytes(group, mine)
     return [[row[start : start + 32] for start in range(0, len(mine), 32)] for row in rows]
 
 
@@ -132,19 +134,8 @@ def _exchange(section: Section | None, digests: Sequence[bytes], group: Group) -
         text = json.dumps(section.record(), sort_keys=True).encode() if speaks and section is not None else b""
         if len(text) > MOST_BYTES:
             text = json.dumps({"": hashlib.sha256(text).hexdigest()}).encode()
-        versions.append((same, json.loads(_broadcast(text, same[0], group))))
+        versions.append((same, json.loads(broadcast_bytes(group, text, same[0]))))
     return versions
-
-
-def _broadcast(text: bytes, source: int, group: Group) -> bytes:
-    length = torch.tensor([len(text)], dtype=torch.int64, device=group.device)
-    group.broadcast(length, source).wait()
-    size = min(int(length.item()), MOST_BYTES)
-    sent: Tensor = torch.zeros(max(size, 1), dtype=torch.uint8)
-    sent[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
-    sent = sent.to(group.device)
-    group.broadcast(sent, source).wait()
-    return sent.cpu().numpy().tobytes()[:size]
 
 
 def _differences(versions: Versions, section: str, ranks: Sequence[int]) -> list[tuple[str, list[int] | None, str]]:

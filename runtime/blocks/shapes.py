@@ -1,8 +1,4 @@
-"""What travels between stages: found without data, and agreed between ranks by a hash in a tensor.
-
-Only the first stage sees inputs, so its rank tells the others their shape: text in a tensor. Each rank then finds all
-other shapes by itself on the meta device, and all compare a hash of what they found.
-"""
+"""Shapes of what travels between stages: found on the meta device without data, by each rank for itself."""
 
 from __future__ import annotations
 
@@ -18,9 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-from ..agreement.comparison import Section, require_same
-from ..comm import Group
-from ..comm.control import first_said
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
 from ..data.loose_leaves import LooseLeafError, require_no_loose_leaf
@@ -31,7 +24,6 @@ from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extr
 from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .quick_shapes import QuickShapes
-from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
 from .untouched import Result, attributes_untouched, run_block
 
@@ -39,61 +31,6 @@ _ONLY_TENSORS = "only tensors ride along: encode it as one, as the number of a t
 
 HAND_ON = "pass it on in the forward, as an argument or output of layers, or return an auxiliary loss"
 """What to write for values that blocks of several stages, or the loss, hand on through objects."""
-
-
-def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torch.device) -> TreeSpec:
-    """Return the spec that the member at index `source` of the group has; the others pass None.
-
-    Raises `MisfitError` on all of them for one that cannot be written down (see `tree_words.to_words`).
-    """
-    words = b""
-    if spec is not None:
-        try:
-            words = b"+" + to_words(spec).encode()
-        except MisfitError as error:
-            words = b"-" + str(error).encode()
-    length = torch.tensor([len(words)], dtype=torch.int64, device=device)
-    group.broadcast(length, source).wait()
-    sent = torch.tensor(list(words) or [0] * int(length), dtype=torch.uint8, device=device)
-    group.broadcast(sent, source).wait()
-    verdict, text = chr(sent[0]), bytes(sent[1:].tolist()).decode()
-    if verdict == "-":
-        raise MisfitError(text)
-    return from_words(text)
-
-
-def agree(what: str, fingerprint: str, group: Group) -> None:
-    """Raise `MisfitError`, on every member alike, unless all of them have the same fingerprint of `what`.
-
-    It names who has which; see `agreement.comparison`.
-    """
-    require_same({what: Section.of({what: fingerprint})}, group, what, "give all of them the same")
-
-
-def find_shapes(
-    blocks: Blocks,
-    inputs: TreeSpec,
-    extras: Mapping[str, TreeSpec],
-    dtype: torch.dtype | None,
-    world: Group,
-    device: torch.device,
-) -> list[Parcel]:
-    """Return what every block leaves for the next, for one unit.
-
-    Raises `MisfitError` on all ranks, where they disagree, or some cannot find shapes.
-    """
-    given = " ".join([str(inputs), *(f"{name}: {extras[name]}" for name in sorted(extras))])
-    agree("the inputs and extras of a step", given, world)
-    parcels, problem = list[Parcel](), ""
-    try:
-        parcels = trace_shapes(blocks, inputs, extras, dtype)
-    except MisfitError as error:
-        problem, cause = str(error), error.__cause__
-    said = first_said(problem, world)
-    if said:
-        raise MisfitError(said) from (cause if problem else None)
-    agree("the shapes of what travels", " ".join(map(str, parcels)), world)
-    return parcels
 
 
 def trace_shapes(

@@ -16,7 +16,6 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from math import prod
 from numbers import Number
 from types import EllipsisType, NoneType
@@ -139,11 +138,6 @@ class Tree:
     """How a tree is built; its tensors are elsewhere."""
 
     root: Node
-
-    @cached_property
-    def num_tensors(self) -> int:
-        """How many tensors it has."""
-        return sum(node is Place.TENSOR for _, node in _walk(self.root, ""))
 
     @property
     def is_tensor(self) -> bool:

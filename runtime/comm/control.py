@@ -1,9 +1,10 @@
-"""What the ranks of a run say to each other between steps; every rank makes the same calls in the same order."""
+"""Questions that the ranks of a group ask each other; every rank makes the same calls in the same order."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import TypeVar
 
 import torch
@@ -14,39 +15,61 @@ from quintsched.errors import QuintschedError
 
 from . import Group, ReduceOp
 
-_LONGEST = 2000
-"""Bytes of words that go from one rank to all."""
-
-
-def first_said(mine: str, world: Group) -> str:
-    """Return, on all ranks, the words of the first rank that has some; empty: none has."""
-    first = torch.tensor([float(world.index if mine else world.size)], device=world.device)
-    world.all_reduce(first, ReduceOp.MIN).wait()
-    if first == world.size:
-        return ""
-    text = mine.encode()[:_LONGEST]
-    sent = torch.tensor([*text, *[0] * (_LONGEST - len(text))], dtype=torch.uint8, device=world.device)
-    world.broadcast(sent, int(first)).wait()
-    return bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore")
-
-
 Result = TypeVar("Result")
 MOST_WORDS = 4000
 """Bytes of an error's message that other ranks are told."""
 
 
-def gather_texts(group: Group, text: str) -> list[str]:
-    """Return the texts of all members of a group, in their order."""
-    mine = text.encode()
-    sizes = torch.zeros(group.size, dtype=torch.int64, device=group.device)
-    group.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device=group.device)).wait()
-    lengths = sizes.tolist()
-    longest = max(1, *lengths)
-    sent = torch.tensor([*mine, *[0] * (longest - len(mine))], dtype=torch.uint8, device=group.device)
-    gathered = sent.new_empty((group.size * longest,))
-    group.all_gather(gathered, sent).wait()
-    rows = gathered.cpu().split(longest)
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+def share_bytes(group: Group, mine: bytes) -> list[bytes]:
+    """Return every member's bytes, of whatever length, in the order of the group."""
+    device = group.device
+    lengths = torch.empty(group.size, dtype=torch.int64, device=device)
+    group.all_gather(lengths, torch.tensor([len(mine)], device=device)).wait()
+    sizes: list[int] = lengths.tolist()
+    longest = max(sizes)
+    if not longest:
+        return [b""] * group.size
+    gathered = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
+    group.all_gather(gathered, _as_tensor(mine, longest).to(device)).wait()
+    return [row.cpu().numpy().tobytes()[:size] for row, size in zip(gathered.split(longest), sizes, strict=True)]
+
+
+def share_texts(group: Group, mine: str) -> list[str]:
+    """Return every member's text, in the order of the group."""
+    return [said.decode() for said in share_bytes(group, mine.encode())]
+
+
+def first_said(mine: str, group: Group) -> str:
+    """Return, on all members, the words of the first that has some, up to `MOST_WORDS`; empty: none has."""
+    said = share_bytes(group, mine.encode()[:MOST_WORDS])
+    return next(filter(None, said), b"").decode(errors="ignore")
+
+
+def broadcast_bytes(group: Group, mine: bytes, source: int) -> bytes:
+    """Return the bytes that the member at index `source` has; those of the others are not looked at."""
+    length = torch.tensor([len(mine)], dtype=torch.int64, device=group.device)
+    group.broadcast(length, source).wait()
+    size = int(length)
+    sent = _as_tensor(mine[:size], max(size, 1)).to(group.device)
+    group.broadcast(sent, source).wait()
+    return sent.cpu().numpy().tobytes()[:size]
+
+
+def greatest(group: Group, numbers: Sequence[float]) -> list[float]:
+    """Return the greatest that any member has of each of the numbers, float64."""
+    found = torch.tensor(numbers, dtype=torch.float64, device=group.device)
+    group.all_reduce(found, ReduceOp.MAX).wait()
+    of_all: list[float] = found.tolist()
+    return of_all
+
+
+def is_same(group: Group, words: str) -> bool:
+    """Whether all members say the same words, in one message that the host waits for once."""
+    mark = int.from_bytes(blake2b(words.encode(), digest_size=7).digest())
+    extremes = torch.tensor([mark, -mark], dtype=torch.int64).to(group.device, non_blocking=True)
+    group.all_reduce(extremes, ReduceOp.MAX).wait()
+    most, least = extremes.tolist()
+    return bool(most == -least)
 
 
 class ControlGroup:
@@ -62,9 +85,7 @@ class ControlGroup:
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        flag = torch.zeros(1, device=self._world.device)
-        self._world.all_reduce(flag).wait()
-        flag.item()
+        self.add(0)
 
     def add(self, *numbers: float) -> list[float]:
         """Return the sums of everybody's numbers."""
@@ -75,9 +96,7 @@ class ControlGroup:
 
     def first_says(self, number: int) -> int:
         """Return rank 0's number on every rank."""
-        sent = torch.tensor([number], dtype=torch.int64, device=self._world.device)
-        self._world.broadcast(sent, 0).wait()
-        return int(sent.item())
+        return int(broadcast_bytes(self._world, str(number).encode(), 0))
 
     def draw_id(self) -> int:
         """Return a number below 2^56 that no two runs have, the same on every rank; no generator is drawn from."""
@@ -105,21 +124,6 @@ class ControlGroup:
         return made[0]
 
 
-def share_bytes(group: Group, mine: bytes) -> list[bytes]:
-    """Return every member's bytes, of whatever length, in the order of the group; all members call this."""
-    device = group.device
-    lengths = torch.empty(group.size, dtype=torch.int64, device=device)
-    group.all_gather(lengths, torch.tensor([len(mine)], device=device)).wait()
-    sizes: list[int] = lengths.tolist()
-    longest = max(sizes)
-    if not longest:
-        return [b""] * group.size
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(mine)] = _as_tensor(mine)
-    gathered = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
-    group.all_gather(gathered, padded.to(device)).wait()
-    return [row.cpu().numpy().tobytes()[:size] for row, size in zip(gathered.split(longest), sizes, strict=True)]
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def _as_tensor(data: bytes, length: int) -> Tensor:
+    """Return bytes, and zeros behind them up to a length."""
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)

@@ -14,7 +14,6 @@ from functools import partial
 from statistics import median
 from types import TracebackType
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -26,7 +25,8 @@ from quintsched.simulation.costs import Costs
 from ..autograd.offload import identities, identity
 from ..blocks.dtensor import is_sharded
 from ..blocks.trees import tensors_of
-from ..comm import Group, ReduceOp
+from ..comm import Group
+from ..comm.control import greatest
 from ..stage.batches.microbatches import Batch
 from ..stage.build import Stage
 from ..state.zero_params import ShardedWeights
@@ -129,16 +129,15 @@ class SavedBytes:
             return partial(leave, pending[0])
         return take if isinstance(instruction, BwdWeight) else _nothing
 
-    def costs(self, group: Group, device: torch.device) -> Costs:
+    def costs(self, group: Group) -> Costs:
         """Return what a unit of each stage holds, in bytes, for `Plan.simulate`; every rank of the group calls this.
 
         Keys and values count for the first slice of a microbatch, which makes room for all.
         """
-        table = torch.zeros(4, len(self._flows.plan.stage_to_pp), dtype=torch.float64, device=device)
-        for stage in {stage for _, stage in self._changes}:
-            table[:, stage] = torch.tensor(self._of_stage(stage), dtype=torch.float64)
-        group.all_reduce(table, ReduceOp.MAX).wait()
-        activation, after_input, checkpointed, keys = (tuple(row) for row in table.tolist())
+        here, num_stages = {stage for _, stage in self._changes}, len(self._flows.plan.stage_to_pp)
+        mine = [self._of_stage(stage) if stage in here else (0.0,) * 4 for stage in range(num_stages)]
+        rows = greatest(group, [number for of_stage in mine for number in of_stage])
+        activation, after_input, checkpointed, keys = (tuple(rows[first::4]) for first in range(4))
         return Costs(
             unit="byte",
             activation=activation,

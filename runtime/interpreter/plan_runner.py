@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
+from ..agreement.comparison import agree
 from ..blocks.blocks import Parcel, accepted_extras
-from ..blocks.shapes import agree, trace_shapes, wants_data
-from ..comm import Group, ReduceOp, Transport
+from ..blocks.shapes import trace_shapes, wants_data
+from ..comm import Group, Transport
+from ..comm.control import greatest
 from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
@@ -174,9 +175,7 @@ class PlanRunner:
 
     def _most(self, number: int) -> int:
         """Return the largest number of any rank."""
-        largest = torch.tensor([number], device=self._transport.device)
-        self._groups.world.all_reduce(largest, ReduceOp.MAX).wait()
-        return int(largest.item())
+        return int(greatest(self._groups.world, [number])[0])
 
     @property
     def _alike(self) -> Group:

@@ -21,7 +21,7 @@ from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel
 from ..blocks.trees import map_tensors
-from ..comm.control import gather_texts
+from ..comm.control import greatest, share_texts
 from ..examine.losses.examined import OF_REST, Examined
 from ..examine.losses.real_batches import RealBatch, Unit
 from ..examine.losses.rules import LossWeight, Over
@@ -143,7 +143,7 @@ class RunLosses:
 
     def _says_any(self, here: bool) -> bool:
         """Whether it is so on any rank (collective)."""
-        return any(gather_texts(self._groups.world, "yes" if here else ""))
+        return greatest(self._groups.world, [here])[0] > 0
 
     def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out what blocks are, before the first step (collective); see `BlockExaminations`."""
@@ -264,7 +264,7 @@ class RunLosses:
         """Hear from all ranks what each has found."""
         for examined in self._watched:
             examined.conclude(self._step)
-        told = [_Told(**json.loads(text)) for text in gather_texts(self._groups.world, json.dumps(self._mine()))]
+        told = [_Told(**json.loads(text)) for text in share_texts(self._groups.world, json.dumps(self._mine()))]
         since = next((row.since for row in told if row.since), "")
         if since:
             self.blocks.examine_again()

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
-from ..blocks.shapes import agree
+from ..agreement.comparison import agree
 from ..comm import Group, ReduceOp
 from ..job.choices import BufferChoice
 from ..parallel.expert.moe import MoE

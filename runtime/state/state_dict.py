@@ -30,7 +30,7 @@ from ..blocks.module_state import BESIDE as MODULES
 from ..blocks.module_state import load_beside, pack_beside, saved_tensors
 from ..blocks.plain_values import is_text
 from ..comm import Group
-from ..comm.control import gather_texts
+from ..comm.control import share_texts
 from ..optim.gathered import Stepper
 from ..optim.kept import KeptMemory, flat_of, kept_of
 from ..optim.own_state import BESIDE
@@ -198,7 +198,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 def require_alike(beside: Mapping[str, Tensor], world: Group) -> None:
     """Raise `MisfitError`, on all ranks, where ranks keep otherwise what is to fit any mesh (collective)."""
     known: dict[str, str] = {}
-    for said in gather_texts(world, json.dumps({name: _digest(tensor) for name, tensor in beside.items()})):
+    for said in share_texts(world, json.dumps({name: _digest(tensor) for name, tensor in beside.items()})):
         for name, digest in json.loads(said).items():
             if known.setdefault(name, digest) != digest or name.startswith(f"{BESIDE}{MARK}"):
                 raise MisfitError(

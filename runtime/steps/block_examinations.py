@@ -21,8 +21,8 @@ from quintsched.ir.instructions import Compute, Fwd, Instruction, Overlap, Recom
 
 from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.trees import Tree
-from ..comm import Group, ReduceOp
-from ..comm.control import gather_texts
+from ..comm import Group
+from ..comm.control import greatest, share_texts
 from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
 from ..examine.gradients.backwards import BlockBackwards, Unlinear
@@ -120,7 +120,7 @@ class BlockExaminations:
     def examine_changed(self) -> None:
         """Examine the backwards of blocks that have changed on any rank (collective)."""
         if self._backwards is not None:
-            told = gather_texts(self._groups.world, " ".join(map(str, self.changed)))
+            told = share_texts(self._groups.world, " ".join(map(str, self.changed)))
             self._backwards.again({int(number) for text in told for number in text.split()})
             self.changed = []
 
@@ -167,7 +167,7 @@ class BlockExaminations:
         told = json.dumps([[one.name, list(map(asdict, one.over)), one.why, one.where] for one in found])
         self.losses = [
             BlockLoss(name, tuple(LossWeight(**{**rule, "over": Over(rule["over"])}) for rule in over), why, where)
-            for text in gather_texts(self._groups.world, told)
+            for text in share_texts(self._groups.world, told)
             for name, over, why, where in json.loads(text)
         ]
 
@@ -228,9 +228,7 @@ class BlockExaminations:
 
     def _agree(self, numbers: Sequence[float]) -> list[float]:
         """Make numbers of the ranks that run a block together the same (collective over tp)."""
-        found = torch.tensor(numbers, dtype=torch.float64, device=self._groups.tensor.device)
-        self._groups.tensor.all_reduce(found, ReduceOp.MAX).wait()
-        return [float(number) for number in found.tolist()]
+        return greatest(self._groups.tensor, numbers)
 
     @property
     def _run(self) -> RunBlock:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
+from ..agreement.comparison import agree
 from ..blocks.number_types import is_low
-from ..blocks.shapes import agree
 from ..examine.microbatch_state import changed_line
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from quintsched.compiler import compiled_again, evaluation_of
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ..comm import Group, ReduceOp, Transport
+from ..comm import Group, Transport
+from ..comm.control import greatest
 from ..parallel.mesh_groups import open_channels
 
 _logger = logging.getLogger(__name__)
@@ -100,9 +99,7 @@ class StepPlans:
 
     def _require_same(self, microbatches: int) -> None:
         """Raise `MisfitError` on all ranks unless they give the same number."""
-        extremes = torch.tensor([microbatches, -microbatches], device=self._world.device)
-        self._world.all_reduce(extremes, ReduceOp.MAX).wait()
-        most, least = extremes.tolist()
+        most, least = map(int, greatest(self._world, [microbatches, -microbatches]))
         if most != -least:
             raise MisfitError(
                 f"the ranks' steps have from {-least} to {most} microbatches; give every rank the same `microbatches`"

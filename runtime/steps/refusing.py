@@ -15,7 +15,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.stalls.own_errors import failed_in_code
 
 from ..comm import Group
-from ..comm.control import ControlGroup, first_said, gather_texts
+from ..comm.control import ControlGroup, first_said, share_texts
 from .explain import rank_in_words
 
 Refusal = MisfitError | UsageError
@@ -30,7 +30,7 @@ def refuse_together(problem: Refusal | None, world: Group, alike: Group, mesh: M
         return
     peers = alike.ranks if alike.size > 1 else world.ranks
     mine = "" if problem is None else json.dumps([str(problem), failed_in_code(problem), list(peers)])
-    told = {rank: json.loads(text) for rank, text in zip(world.ranks, gather_texts(world, mine), strict=True) if text}
+    told = {rank: json.loads(text) for rank, text in zip(world.ranks, share_texts(world, mine), strict=True) if text}
     alone = [rank for rank, (_, in_code, its) in told.items() if in_code and any(peer not in told for peer in its)]
     rank = world.ranks[world.index]
     if rank in alone and problem is not None:

@@ -27,6 +27,7 @@ from ..blocks.blocks import TARGETS, Parcel, on_meta, takes_targets
 from ..blocks.shapes import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
+from ..comm.control import is_same
 from ..examine.microbatch_state import microbatch_warning
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, Sizes, sizes_of
@@ -34,7 +35,6 @@ from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.in_place import require_own_memory
 from ..stage.rank_model import RankModel
 from .header import Announcer
-from .same_shapes import SameShapes
 from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -60,7 +60,7 @@ class StepSettler:
         self._has_inputs, self._has_targets = model.pp_rank == first, model.pp_rank == last
         self._inputs = Announcer(groups.pipeline, first, width=2)
         self._targets = Announcer(groups.pipeline, last, width=0) if any(map(takes_targets, model.outlines)) else None
-        self._same_shapes = SameShapes(groups.experts if model.pads_over_experts else None)
+        self._experts = groups.experts if model.pads_over_experts and groups.experts.size > 1 else None
         self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
         self._shapes, self._units = Latest[UnitShape](MOST_SHAPES), Latest[Units](MOST_SHAPES)
         self._latest: UnitShape | None = None
@@ -72,7 +72,7 @@ class StepSettler:
         """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
         if self._inputs.refuse(error) and self._targets is not None:
             self._targets.refuse(error)
-        self._same_shapes.agree(lambda: str(error))
+        self._are_alike(str(error))
 
     def settle(self, plan: Plan, batch: Batch) -> Units:
         """Return the units of a step (collective over the pipeline; and over replicas, where models draw).
@@ -108,8 +108,7 @@ class StepSettler:
                 words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
                 _, targets = self._targets.announce([], words)
         except (MisfitError, UsageError) as error:
-            refusal = str(error)
-            self._same_shapes.agree(lambda: refusal)
+            self._are_alike(str(error))
             raise
         return microbatches, samples, inputs, targets
 
@@ -119,13 +118,13 @@ class StepSettler:
         Raises `MisfitError` where they have not, and computations overlap, whose exchanges are settled.
         """
 
-        def words() -> str:
-            microbatches, samples, *_ = said
-            sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
-            extras = self._extras_of_each_size(batch, sizes, plan.schedule.slices)
-            return json.dumps([plan.mode, *said, [[(name, to_words(spec)) for name, spec in unit] for unit in extras]])
-
-        alike = self._same_shapes.agree(words)
+        if self._experts is None:
+            return True
+        microbatches, samples, *_ = said
+        sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
+        extras = self._extras_of_each_size(batch, sizes, plan.schedule.slices)
+        specs = [[(name, to_words(spec)) for name, spec in unit] for unit in extras]
+        alike = self._are_alike(json.dumps([plan.mode, *said, specs]))
         if not alike and len(plan.columns.rows_where(Overlap)):
             raise MisfitError(
                 "ranks of ep are given units of other shapes, so that experts with pad_to_capacity count their rows, "
@@ -133,6 +132,10 @@ class StepSettler:
                 "the same length, or compile the plan without overlap"
             )
         return alike
+
+    def _are_alike(self, words: str) -> bool:
+        """Return whether all ranks of ep say the same (collective); True where no mixture wants to know."""
+        return self._experts is None or is_same(self._experts, words)
 
     def _extras_of_each_size(self, batch: Batch, sizes: Sizes, slices: int) -> Extras:
         return tuple(batch.extra_specs(unit) for unit in self._first_of_each_size(sizes, slices).values())

@@ -13,7 +13,7 @@ from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
 from ..comm import Group
-from ..comm.control import first_said, gather_texts
+from ..comm.control import first_said, share_texts
 from ..interchange.exchange import Exchange
 from ..interpreter.activation_memory import SavedBytes
 from ..interpreter.interpreter import PreparedStep
@@ -92,7 +92,7 @@ class EngineChecks:
         self._run_observed(observer, *given)
         names = [type(outline).__name__ for outline in self.model.outlines]
         mine = compare([recording], alone, precise, plan, names)
-        return joined(list(map(from_words, gather_texts(self.world, to_words(mine, MOST_TOLD)))))
+        return joined(list(map(from_words, share_texts(self.world, to_words(mine, MOST_TOLD)))))
 
     def _observer(self, recording: Recording) -> StepObserver:
         plan = self.model.plan

@@ -25,7 +25,7 @@ from ..blocks.module_state import saved_tensors
 from ..blocks.number_types import require_kind
 from ..blocks.plain_values import is_text
 from ..comm import Group
-from ..comm.control import gather_texts
+from ..comm.control import share_texts
 from ..optim.kept import KeptMemory, flat_of, kept_of
 from ..optim.own_state import BESIDE
 from ..parallel.mesh_groups import MeshGroups
@@ -60,7 +60,7 @@ class FullState:
         mine, world = self.gather(), self._groups.world
         specs = {name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape] for name, tensor in mine.items()}
         homes: dict[str, tuple[int, list[object]]] = {}
-        for rank, text in enumerate(gather_texts(world, json.dumps(specs))):
+        for rank, text in enumerate(share_texts(world, json.dumps(specs))):
             for name, spec in json.loads(text).items():
                 homes.setdefault(name, (rank, spec))
         return {name: _shared(mine.get(name), *homes[name], world) for name in sorted(homes)}
@@ -107,7 +107,7 @@ class FullState:
             mine[key] = [cut, str(tensor.dtype).removeprefix("torch."), *tensor.shape]
         group = self._state.replicas_of(parameter)
         homes: dict[str, tuple[int, list[object]]] = {}
-        texts = gather_texts(group, json.dumps(mine)) if self._state.weights else [json.dumps(mine)] * group.size
+        texts = share_texts(group, json.dumps(mine)) if self._state.weights else [json.dumps(mine)] * group.size
         for rank, text in enumerate(texts):
             for key, spec in json.loads(text).items():
                 homes.setdefault(key, (rank, spec))

@@ -20,7 +20,8 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import TARGETS, TOKENS, Parcel, takes_targets
 from ...blocks.shapes import lengthened, trace_shapes, wants_data
 from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
-from ...comm import Group, ReduceOp, SelfGroup
+from ...comm import Group, SelfGroup
+from ...comm.control import greatest
 from ..context.context import whole_sequences
 from .twins import FEW, SEED, at_work, other_numbers
 
@@ -172,13 +173,12 @@ class Arrivals:
         """
         built = (p.dtype for block in outlines for p in block.parameters() if p.is_floating_point())
         for spec in map(TreeSpec.plain, _likely_inputs(outlines[0], dtype or next(built, torch.float32))):
-            failed, parcels = torch.zeros(1, device=group.device), list[Parcel]()
+            failed, parcels = False, list[Parcel]()
             try:
                 parcels = trace_shapes(outlines, spec, {}, dtype)
             except MisfitError:
-                failed += 1
-            group.all_reduce(failed, ReduceOp.MAX).wait()
-            if not failed.item():
+                failed = True
+            if not any(greatest(group, [failed])):
                 alone = SelfGroup(0, group.device)
                 return cls(FirstUnits(spec, {}, [], [], [{}]), outlines, parcels, alone, 1, dtype)
         return None

@@ -14,7 +14,8 @@ from torch import nn
 from quintsched.errors import MisfitError, StallError
 
 from ...blocks.blocks import TOKENS, seeded
-from ...comm import EchoGroup, Group, ReduceOp
+from ...comm import EchoGroup, Group
+from ...comm.control import greatest
 from ..tensor.apply import apply_tensor_parallel
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
@@ -367,7 +368,7 @@ class Bench:
 
     def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the largest of each of the numbers of the ranks that run a block together."""
-        found = torch.tensor([min(n, _NOT_FINITE) for n in numbers], dtype=torch.float64, device=self.group.device)
+        found = [min(number, _NOT_FINITE) for number in numbers]
         for group in setting.groups:
-            group.all_reduce(found, ReduceOp.MAX).wait()
-        return [float(number) for number in found.tolist()]
+            found = greatest(group, found)
+        return found

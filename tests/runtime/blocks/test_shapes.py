@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.blocks.shapes import agree, announce_spec, trace_shapes
+from quintsched.runtime.agreement.comparison import agree
+from quintsched.runtime.blocks.shapes import trace_shapes
 from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
 
@@ -20,15 +21,6 @@ def test_shapes_are_found_without_data_or_memory() -> None:
     huge = [lambda: nn.Linear(10**6, 10**6, bias=False)]
     (left,) = trace_shapes(huge, TreeSpec.plain(TensorSpec((10**6, 10**6), torch.float32)), {})
     assert left.output.tensors[0].shape == (10**6, 10**6)
-
-
-@pytest.mark.parametrize("spec", [TensorSpec((3, 1, 28, 28), torch.float32), TensorSpec((), torch.int64)])
-def test_a_spec_is_told_to_ranks_that_do_not_know_it(spec: TensorSpec) -> None:
-    def run(transport: Transport) -> TreeSpec:
-        group = transport.make_group([(0, 1, 2)])
-        return announce_spec(TreeSpec.plain(spec) if transport.rank == 1 else None, 1, group, transport.device)
-
-    assert run_local(3, run) == [TreeSpec.plain(spec)] * 3
 
 
 def test_ranks_that_differ_are_told_so_on_every_rank() -> None:
