@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .interchange.load_pretrained import LoadedWeights
     from .interpreter.tally import StepResult
-    from .job.config import JobConfig
-    from .job.jobfile import load_job
     from .launch.stop_request import StopRequest
     from .launch.to_plan import plan_of
     from .parallel.expert.moe import MoE, apply_expert_parallel
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         apply_tensor_parallel,
     )
+    from .settings.job import JobConfig, load_job
     from .splitting.split import Split, split
     from .train.drained import drained
     from .train.trainer import Trainer
@@ -53,14 +52,13 @@ _HOMES = {
     "blocks.blocks": ("Carry", "build_model"),
     "blocks.costs": ("measure_costs",),
     "autograd.deferred_weight_grads": ("defer",),
-    "job.config": ("JobConfig",),
+    "settings.job": ("JobConfig",),
     "comm.connection": ("connect_for",),
     "engine": ("Engine",),
     "interchange.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.to_plan": ("plan_of",),
     "launch.stop_request": ("StopRequest",),
-    "job.jobfile": ("load_job",),
     "interpreter.tally": ("StepResult",),
     "parallel.tensor.apply": (
         "ColumnParallelLinear",

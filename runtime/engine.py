@@ -20,6 +20,7 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
+from .agreement.comparison import Section
 from .agreement.engine_records import agree_on_functions, agree_on_options
 from .blocks.blocks import Blocks
 from .blocks.untouched import tensors_of_training
@@ -36,25 +37,23 @@ from .interpreter.plan_runner import PlanRunner
 from .interpreter.rank_state import LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import BufferChoice, ContextMethod, LossOver, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
-from .optim.given import OptimizerGiven, builder_of
+from .optim.given import Builder, OptimizerGiven, builder_of
 from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import make_groups
-from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
     require_capturable,
     require_constant,
-    require_loss_of_slices,
     require_runnable,
     require_stages,
     require_usable,
 )
+from .settings.run_settings import RunSettings, taking_settings
 from .splitting.split import Split
 from .stage.batches.microbatches import without_samples
 from .stage.losses import for_slices
-from .stage.rank_model import ModelOptions, RankModel
+from .stage.rank_model import RankModel
 from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
@@ -67,6 +66,7 @@ from .weights.access import WeightAccess
 from .weights.average import Averages
 
 
+@taking_settings
 class Engine(EngineWeights, RankView, CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
@@ -78,40 +78,17 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             returns its output, or (output, its own loss): a sum if the loss is (sum, weight) or a sum, else a mean.
             One that `parallelize_module` has sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        loss_over: what a loss is over that gives one number: "samples", "targets" (those that are not -100), "sum", or
-            "microbatch": that of each microbatch is meant; None: it is examined (see `stage.mean_losses`).
         optimizer: what steps the weights: a function of parameters, a class, several, an instance (see `optim.given`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
-        clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
             fast as can be; where the plan says how many blocks each has, that is what they get, and no costs.
-        bucket_mb: gradients are reduced in buckets of at most this many megabytes.
-        dtype: the floating-point type of weights and inputs; None leaves blocks as they are built. For bf16 and fp16
-            the optimizer works on float32 masters, and gradients are added up in float32.
-        context: how attention reaches over the slices of a sequence, where the mesh has cp.
-        rules: which layers tensor parallelism cuts, and how, beyond its defaults: pattern on a name in the whole model
-            ("3.attention.q", "*.head") to "column", "row", "vocabulary" or "replicate", or {"cut": "column", "parts":
-            3} where outputs are fused blocks (see `parallel.tensor.rules`).
-        prove: which blocks run once, cut beside whole, before the first step, where the mesh has tp or cp, or the plan
-            slices: all that are not built in ("foreign"), "all", or "none", by which nobody sees pairs that are none
-            (see `parallel.proof`).
-        buffers: what becomes of those that a forward changes, where there are replicas: "merge" running statistics,
-            "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
-        sequence_parallel: whether tokens are sharded over tp between column/row pairs.
-        tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
-        compiled: whether torch.compile compiles each stage (collectives, products that are cut or put off, and blocks
-            that draw other than by nn.Dropout stay out). A wait may then take half an hour.
-        cuda_graph: whether steps run from CUDA graphs, one for each shape of a batch (see `interpreter.graphs`).
-        zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
-            these for optimizers that work on them.
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
-        max_skipped: so many steps in a row may be skipped, as their gradients are not finite; then `step` raises
-            `NotFiniteError`, which says where that arose, and has the batch written to `spike_dir`. 0: it never does.
-        verify: whether messages carry checksums, and collectives are compared before they begin, to find a fault.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         wants_stop: whether this rank is to stop after the step; where one says so, results of all are `stop_asked`.
-        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank. Then:
-        timeout_s, stall_after: how long a wait may take, and how long a step may stand still, None: learnt (`watch`).
+        spike_dir: where the batch goes of the step after which `NotFiniteError` is raised; None: nowhere.
+        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
+        settings: by name, as `RunSettings` declares them:
+            {settings}
 
     Raises:
         UnsoundError: the plan is not proved for the transport.
@@ -126,106 +103,61 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         loss_fn: LossFn,
         optimizer: OptimizerGiven,
         *,
-        loss_over: LossOver | None = None,
         metrics: Mapping[str, MetricFn] | None = None,
-        clip: float | None = None,
         block_costs: Sequence[float] | None = None,
-        bucket_mb: float = 25.0,
-        dtype: torch.dtype | None = None,
-        context: ContextMethod = "ring",
-        rules: Rules | None = None,
-        prove: Proofs = "foreign",
-        buffers: BufferChoice = "merge",
-        sequence_parallel: bool = False,
-        tied: Mapping[str, Sequence[str]] | None = None,
-        compiled: bool = False,
-        cuda_graph: bool = False,
-        zero_split: ZeroSplit = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         trace_steps: Collection[int] | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
-        max_skipped: int = 5,
         spike_dir: str | Path | None = None,
-        verify: bool = False,
-        seed: int = 0,
         transport: Transport | None = None,
-        timeout_s: float = 300.0,
-        stall_after: float | None = None,
+        **settings: Any,
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
+        self.settings = RunSettings.of_arguments(settings)
         if isinstance(blocks, Split):
-            rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
-            plan = with_ties(plan, blocks, tied, block_costs)
-        self.plan = plan
-        timeout_s = patience_s(timeout_s, compiled=compiled)
-        self.transport = transport or connect_for(plan, timeout_s, watch=WatchOptions(timeout_s, stall_after, compiled))
-        may_wait = require_runnable(plan, self.transport).profiles["blocking"]
-        require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
-        require_loss_of_slices(plan, loss_fn)
-        given_loss = loss_fn
-        self._prepare, loss_fn = for_slices(plan, loss_fn)
-        builder = builder_of(optimizer, blocks)
+            self.settings = _as_split(self.settings, blocks)
+            plan = with_ties(plan, blocks, self.settings.tied or {}, block_costs)
+        self.plan, self.transport = plan, transport or _connect(plan, self.settings)
+        max_sends = MAX_SENDS if require_runnable(plan, self.transport).profiles["blocking"] else None
         metrics = metrics or {}
-        options = ModelOptions(
-            block_costs=block_costs,
-            dtype=dtype,
-            context=context,
-            rules=rules or {},
-            prove=prove,
-            buffers=buffers,
-            sequence_parallel=sequence_parallel,
-            cut_logits=all(map(takes_vocabulary, (loss_fn, *metrics.values()))),
-            tied=tied or {},
-            compiled=compiled,
-            seed=seed,
-        )
-        self._scale = LossScale(grad_scaler)
-        if cuda_graph:
-            require_capturable(plan, self.transport.device, scales=grad_scaler is not None)
-        beside: dict[str, object] = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split}
-        beside |= {
-            "max_skipped": max_skipped,
-            "loss_over": loss_over,
-            "metrics": [*metrics],
-            "blocks": len(blocks),
-            "verify": verify,
-        }
-        beside |= self._scale.state_dict()
-        agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
-        self.transport.check_everything(verify)
-        self._connect_ranks(ring=context == "ring")
-        self._model = RankModel(plan, blocks, self._groups, self.transport, options)
-        require_stages(plan, self._model.stages)
-        if cuda_graph:
-            require_constant(self._model.stages)
-        builds = OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split)
-        self._hold_state(builds, bucket_mb)
-        self._model.shared_state.let_read({"the loss": given_loss, **{f"metric {n!r}": m for n, m in metrics.items()}})
-        functions = {"loss_fn": given_loss, **metrics} if self.needs_targets else None
-        agree_on_functions(functions, builds.settings, self._groups.world)
-        run_options = RunOptions(
-            loss_fn=self._model.tensor.bind(loss_fn),
-            metrics={name: self._model.tensor.bind(metric) for name, metric in metrics.items()},
-            loss_over=loss_over,
-            clip=clip,
+        given: dict[str, Callable[..., Any]] = {"loss_fn": loss_fn, **metrics}
+        require_usable(plan, blocks, given)
+        self._prepare, used_loss = for_slices(plan, loss_fn)
+        builder, self._scale = builder_of(optimizer, blocks), LossScale(grad_scaler)
+        cut_logits = all(map(takes_vocabulary, (used_loss, *metrics.values())))
+        self._agree_on_settings({"metrics": [*metrics], "blocks": len(blocks), "cut_logits": cut_logits})
+        self._connect_ranks()
+        of_optimizers = self._build(blocks, builder, block_costs, cut_logits=cut_logits)
+        self._model.shared_state.let_read({"the loss": loss_fn, **{f"metric {n!r}": m for n, m in metrics.items()}})
+        agree_on_functions(given if self.needs_targets else None, of_optimizers, self._groups.world)
+        bind = self._model.tensor.bind
+        options = RunOptions(
+            loss_fn=bind(used_loss),
+            metrics={name: bind(metric) for name, metric in metrics.items()},
+            settings=self.settings,
             scale=self._scale,
-            max_sends=MAX_SENDS if may_wait else None,
+            max_sends=max_sends,
             wants_stop=wants_stop,
-            cuda_graph=cuda_graph,
             shows_modules=any(isinstance(block, nn.Module) for block in blocks),
         )
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
-        self._bind(blocks, run_options)
-        held, world = self._exchange.held, self._groups.world
-        self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, max_skipped, spike_dir)
-        self.checks = EngineChecks(
-            self._settle, self._runner, self._model, self.masters, self._exchange, world, loss_fn, clip
-        )
+        self._bind(blocks, options, spike_dir)
+        kept, world = (self._model, self.masters, self._exchange), self._groups.world
+        self.checks = EngineChecks(self._settle, self._runner, *kept, world, used_loss, self.settings.clip)
 
-    def _connect_ranks(self, *, ring: bool) -> None:
+    def _agree_on_settings(self, beside: Mapping[str, Any]) -> None:
+        """Refuse, on all ranks alike, what they have not alike, and what no plan of theirs can do (collective)."""
+        settings, scale = self.settings, self._scale.state_dict()
+        if settings.cuda_graph:
+            require_capturable(self.plan, self.transport.device, scales=bool(scale))
+        agree_on_options(self.plan, {**dict(settings), **beside, **scale}, self.transport.world_group())
+        self.transport.check_everything(settings.verify)
+
+    def _connect_ranks(self) -> None:
         """Open what ranks talk over: groups, and the channels of all plans that the engine runs."""
         self._groups = make_groups(self.plan, self.transport)
+        ring = self.settings.context == "ring"
         self._plans = StepPlans(self.plan, self.transport, self._groups.world, ring=ring)
         self._plans.open()
         self._is_closed = False
@@ -233,16 +165,33 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         self.everyone = ControlGroup(self._groups.world)
         self._run_id = self.everyone.draw_id()
 
-    def _hold_state(self, builds: OptimizerBuilds, bucket_mb: float) -> None:
-        """Make what the rank holds besides its model: gradients, optimizers, averages of weights."""
-        model, bucket_bytes = self._model, int(bucket_mb * 1e6)
+    def _build(
+        self, blocks: Blocks, builder: Builder, block_costs: Sequence[float] | None, *, cut_logits: bool
+    ) -> Section | None:
+        """Build what the rank holds, stages, gradients, optimizers; return what all ranks have alike of these."""
+        settings = self.settings
+        self._model = model = RankModel(
+            self.plan,
+            blocks,
+            self._groups,
+            self.transport,
+            settings,
+            block_costs=block_costs,
+            cut_logits=cut_logits,
+        )
+        require_stages(self.plan, model.stages)
+        if settings.cuda_graph:
+            require_constant(model.stages)
+        builds = OptimizerBuilds(builder, model, self._groups.tensor, settings.zero_split)
+        bucket_bytes = int(settings.bucket_mb * 1e6)
         self._state = TrainingState(
             self.plan, model.pp_rank, model.stages, self._groups, model.tied, builds, bucket_bytes=bucket_bytes
         )
         model.bind_copies()
         self._access, self._averages = WeightAccess(self._state, model.stages), Averages()
+        return builds.settings
 
-    def _bind(self, blocks: Blocks, options: RunOptions) -> None:
+    def _bind(self, blocks: Blocks, options: RunOptions, spike_dir: str | Path | None) -> None:
         """Make what runs steps, and what hands weights over by the names that the model has for them."""
         self.clock = Clock(self.transport.device)
         self._runner = PlanRunner(
@@ -250,6 +199,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
+        held, world, most = self._exchange.held, self._groups.world, self.settings.max_skipped
+        self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, most, spike_dir)
 
     def step(
         self, inputs: Any, targets: Any, *, microbatches: int | None = None, last: bool = True, **extras: Any
@@ -375,3 +326,15 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         """Hang up; no step can follow."""
         self._is_closed = True
         self.transport.close()
+
+
+def _as_split(settings: RunSettings, blocks: Split) -> RunSettings:
+    """Return settings with what a split model says of its rules and ties."""
+    tied = blocks.tied if settings.tied is None else settings.tied
+    return settings.model_copy(update={"rules": {**settings.rules, **blocks.rules}, "tied": tied})
+
+
+def _connect(plan: Plan, settings: RunSettings) -> Transport:
+    timeout_s = patience_s(settings.timeout_s, compiled=settings.compiled)
+    watch = WatchOptions(timeout_s, settings.stall_after, settings.compiled)
+    return connect_for(plan, timeout_s, watch=watch)

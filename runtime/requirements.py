@@ -70,7 +70,7 @@ def require_constant(stages: Mapping[int, Stage]) -> None:
                 )
 
 
-def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, object]) -> None:
+def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, Any]) -> None:
     """Raise `UsageError` for blocks that are none, and for what is to be called and cannot be.
 
     Raises `MisfitError` as `require_long_sight` does.
@@ -98,6 +98,7 @@ def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, object]) -> 
             raise UsageError(f"{name} is a {type(function).__name__}; it must be a function of (output, targets)")
     _require_nothing_to_train(blocks, functions)
     require_long_sight(plan, blocks)
+    _require_loss_of_slices(plan, functions["loss_fn"])
 
 
 def _require_nothing_to_train(blocks: Any, functions: Mapping[str, object]) -> None:
@@ -134,7 +135,7 @@ def require_stages(plan: Plan, stages: Mapping[int, Stage]) -> None:
     require_movable_activations(plan, stages)
 
 
-def require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
+def _require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
     """Raise `MisfitError` for a loss that compares tokens with the next ones' targets, where sequences are cut.
 
     Such a loss has no use for what the last token gives; it is tried on a few numbers.

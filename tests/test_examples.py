@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.job.jobfile import load_job
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.launch.worker import main
+from quintsched.runtime.settings.job import load_job
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

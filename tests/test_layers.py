@@ -59,7 +59,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "objects",
         "comm",
         "watch",
-        "job",
+        "settings",
     ),
     "quintsched.viz": (
         "frontier",

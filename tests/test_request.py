@@ -22,8 +22,8 @@ from quintsched.compiler import compile_request
 from quintsched.ir.instructions import Bwd, Fwd
 from quintsched.request import CompileRequest, entries
 from quintsched.request import settings as settings_of
-from quintsched.runtime.job.config import JobConfig, ParallelConfig
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import JobConfig, ParallelConfig
 from quintsched.schedules import Order, Schedule, Shape, all_schedules
 
 BUILT_IN = tuple(schedule for schedule in all_schedules() if schedule.built_in)

@@ -26,22 +26,12 @@ from quintsched.plan import Plan
 from quintsched.user_code import file_of, is_user_object, require_file
 
 from ..comm import Transport
-from ..job.config import JobConfig
+from ..settings.job import JobConfig, marked
+from ..settings.run_settings import Mark
 from .comparison import Plain, Record, Section
 
-OF_A_MACHINE = (
-    "data.path",
-    "log.path",
-    "log.sinks",
-    "model.pretrained",
-    "parallel.costs",
-    "parallel.plan",
-    "runtime.trace",
-)
-"""The settings of a job that ranks need not have alike: paths, and sinks, which rank 0 alone feeds."""
-
-CODE_SETTINGS = ("model.name", "data.name", "train.loss", "parallel.schedule")
-"""The settings that may name code of the user's, "my_file.py:name"."""
+OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (Mark.OF_A_MACHINE, Mark.CODE))
+"""The settings of a job that ranks need not have alike, and those that may name code of the user's."""
 
 _DIGITS = 16
 

@@ -15,28 +15,21 @@ from typing import Any
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
+from ..settings.job import marked
+from ..settings.run_settings import Mark
 from .records import is_within
 
-KEPT = ("model", "data", "train", "code", "runtime.precision", "parallel.buffers")
-"""The settings that a run goes on with: sections, or single ones."""
+CODE = "code"
+"""The section of what code runs, which is no section of a job."""
 
-FREE = (
-    "model.pretrained",
-    "model.fresh",
-    "model.strict",
-    "data.path",
-    "train.epochs",
-    "train.patience",
-    "train.max_skipped",
-    "train.accumulate",
-)
-"""Those among them that may change: where the data lie, what a resumed run does not read, and how long it goes."""
+KEPT, OPEN = ((*marked(mark), CODE) for mark in (Mark.KEPT, Mark.OPEN))
+FREE = tuple(marked(Mark.FREE))
+"""The settings, or sections, that a run goes on with; those without a fixed set; those among the kept that may change:
+where the data lie, what a resumed run does not read, and how long it goes.
+"""
 
 NOTED = ("code.python", "code.torch", "code.quintsched")
 """What is only said."""
-
-OPEN = ("model.options", "model.tied", "data.options", "code")
-"""Sections without a fixed set of settings: one that is not there differs from one that is."""
 
 _SHOWN = 80
 

@@ -26,8 +26,8 @@ from quintsched.files.atomic import writing
 from quintsched.files.plain import require_folder
 
 from ..engine import Engine
-from ..job.choices import Start
 from ..resharding.layout import RUN
+from ..settings.run_settings import Start
 from .host_buffer import HostBuffer
 from .joint_write import JointWrite
 from .manifest import WHAT, DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest

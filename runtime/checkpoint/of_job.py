@@ -11,7 +11,7 @@ from quintsched.files.atomic import whole_path, write_whole, writing
 from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict
 
-from ..job.config import CheckpointConfig
+from ..settings.job import CheckpointConfig
 from .checkpoints import COSTS, Checkpoints, OpenCheckpoints
 from .dcp_checkpoints import OpenDcpCheckpoints
 from .manifest import WHAT

@@ -20,7 +20,7 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import writing
 
 from ..comm.control import ControlGroup
-from ..job.choices import Start
+from ..settings.run_settings import Start
 from .manifest import WHAT, run_of
 from .run_folder import RunFolder, SavedStep
 from .run_lock import RunLock, lock_folder, sees_lock

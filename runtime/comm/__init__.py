@@ -6,7 +6,7 @@ messages; `device` is all that knows of accelerators, `clock` all that knows the
 wires.
 """
 
-from ..job.choices import Rules
+from ..settings.run_settings import Rules
 from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
 from .local.echo_group import EchoGroup
 from .local.transport import LocalTransport, run_local

@@ -11,7 +11,7 @@ import os
 
 from quintsched.plan import Plan
 
-from ..job.choices import Rules, WireName
+from ..settings.run_settings import Rules, WireName
 from ..watch.rendezvous.parent import end_with_launcher
 from ..watch.start import WatchOptions
 from . import LocalTransport, LocalWorld, Transport, connect

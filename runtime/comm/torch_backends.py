@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import Store
 from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
-from ..job.choices import Rules
+from ..settings.run_settings import Rules
 from ..watch.publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
 from ..watch.rendezvous.attempt import Attempt, meet

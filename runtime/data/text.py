@@ -19,7 +19,7 @@ from pydantic import Field
 
 from quintsched.errors import InputError, UsageError
 
-from ..job.settings import Settings
+from ..settings.reading import Settings
 from .dataset import Dataset, Split
 
 BYTE_VALUES = 256

@@ -109,18 +109,18 @@ class PlanRunner:
         recorder: Recorder | None = None,
     ) -> None:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
-        self._clock, self._options, self._recorder = clock, options, recorder
-        self._buffers = ReceiveBuffers(transport.device, transport.room_for)
-        self._settler = StepSettler(model, groups, transport.device, self._find_shapes)
+        self._clock, self._options, self._recorder, device = clock, options, recorder, transport.device
+        self._buffers = ReceiveBuffers(device, transport.room_for)
+        self._settler = StepSettler(model, groups, device, self._find_shapes)
         self._bound = Latest[Interpreter](MOST_BOUND)
-        self._graphs = options.cuda_graph and StepGraphs(model, state, clock, transport.device, options.functions)
+        self._graphs = options.settings.cuda_graph and StepGraphs(model, state, clock, device, options.functions)
         self._same: tuple[Plan, Units, Interpreter] | None = None
         self._overlaps: dict[int, Overlaps] = {}
         self.interpreters: dict[str, Interpreter] = {}
         self.steps, self._is_broken = StepCount(), False
         self._latest: Interpreter | None = None
         self.usual_samples = self._samples_before = 0
-        self.losses = RunLosses(model, groups, transport.device, options)
+        self.losses = RunLosses(model, groups, device, options)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Tell the other ranks that this rank's batch cannot be cut, as they are about to ask."""
@@ -352,7 +352,7 @@ class PlanRunner:
             gradients=gradients,
             masters=self._state.masters,
             steppers=self._state.steppers,
-            clip=options.clip,
+            clip=options.settings.clip,
             scale=options.scale,
             marks=model.marks,
             settle_loss=lambda again: self.losses.settle(flows.plan, accumulates=self.accumulates, again=again),

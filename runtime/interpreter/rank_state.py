@@ -26,10 +26,10 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.interleaving import Overlaps
-from ..job.choices import LossOver
 from ..optim.gathered import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import Unit
+from ..settings.run_settings import RunSettings
 from ..stage.batches.data_marks import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.cargo import Cargo
@@ -56,16 +56,12 @@ class RunOptions:
 
     loss_fn: LossFn
     metrics: Mapping[str, MetricFn]
-    loss_over: LossOver | None
-    """What the loss is over; None: it is examined."""
-    clip: float | None
-    """Threshold of the global gradient norm; None: gradients are not scaled."""
+    settings: RunSettings
     scale: LossScale
     """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
     wants_stop: Callable[[], bool]
-    cuda_graph: bool = False
     shows_modules: bool = False
     """Whether the user's loop has the modules, and may read their weights whenever a step has returned."""
 

@@ -75,13 +75,13 @@ class RunLosses:
         self._model, self._groups, self._device = model, groups, device
         self.loss = WeighedLoss(
             options.loss_fn,
-            options.loss_over,
+            options.settings.loss_over,
             is_cut=cuts_sequences(model.plan),
-            is_captured=options.cuda_graph,
+            is_captured=options.settings.cuda_graph,
         )
         self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
         self.earlier: list[Figures] = []
-        self.first = FirstLosses(is_meant=options.loss_over == "microbatch")
+        self.first = FirstLosses(is_meant=options.settings.loss_over == "microbatch")
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = False

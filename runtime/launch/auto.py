@@ -26,9 +26,9 @@ from quintsched.strategies.tuning.tune import Tuning, tune
 
 from ..comm.device import find_accelerator, num_devices
 from ..data import load_dataset
-from ..job.choices import DTYPE_NAMES
-from ..job.config import AutoConfig, JobConfig, ParallelConfig
 from ..models import model_sizes
+from ..settings.job import AutoConfig, JobConfig, ParallelConfig
+from ..settings.run_settings import DTYPE_NAMES
 from .to_plan import plan_of
 
 TRIED = 20

@@ -16,7 +16,7 @@ from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 
-from ..job.config import JobConfig
+from ..settings.job import JobConfig
 
 
 def for_processes(job: JobConfig, plan_path: str | None, processes: int) -> JobConfig:

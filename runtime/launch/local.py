@@ -35,7 +35,7 @@ from .watching import note_end, watching
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from ..job.config import JobConfig
+    from ..settings.job import JobConfig
 
 STORE_WAITS_S = 300.0
 
@@ -71,7 +71,7 @@ def _worlds(arguments: argparse.Namespace, known: argparse.Namespace) -> tuple[W
     """Return how many ranks to start, and how many once ranks were lost; also whether this process can run them itself,
     and what they are told besides.
     """
-    from ..job.jobfile import load_job
+    from ..settings.job import load_job
     from .to_plan import plan_of
 
     job, wanted = load_job(arguments.config, arguments.set), known.nproc and known.nproc * known.nnodes

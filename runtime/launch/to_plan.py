@@ -12,7 +12,7 @@ from quintsched.plan import Plan
 from quintsched.request import CompileRequest, entries
 from quintsched.user_code import names_file
 
-from ..job.config import JobConfig, ParallelConfig
+from ..settings.job import JobConfig, ParallelConfig
 
 
 def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:

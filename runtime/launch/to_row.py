@@ -20,9 +20,9 @@ from quintsched.plan import Plan
 
 from ..blocks.costs import estimate_costs
 from ..data import load_dataset
-from ..job.choices import DTYPE_NAMES
-from ..job.config import JobConfig
 from ..models import build_model, model_sizes
+from ..settings.job import JobConfig
+from ..settings.run_settings import DTYPE_NAMES
 from ..stage.build import cut, cut_as_planned
 from .worker import parse, prepare
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
-    from ..job.config import JobConfig
+    from ..settings.job import JobConfig
     from ..verification.comparison import Comparison
     from ..verification.recording import Recording
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
-    from ..job.choices import Start
-    from ..job.config import JobConfig
+    from ..settings.job import JobConfig
+    from ..settings.run_settings import Start
     from ..watch.start import WatchOptions
 
 REPORT = "stall.json"
@@ -96,8 +96,8 @@ def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobC
 
     Unless `alone`, the world has to be of the plan's size. Torch is needed for `parallel: auto` only.
     """
-    from ..job.jobfile import load_job
-    from ..job.sinks import require_sinks
+    from ..settings.job import load_job
+    from ..train.sinks import require_sinks
     from .elastic import for_processes
 
     traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]

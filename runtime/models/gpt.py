@@ -39,8 +39,8 @@ from quintsched.strategies.descriptions.model import Model
 
 from ..autograd.kv_store import Past
 from ..data import DataSpec
-from ..job.settings import Settings
 from ..parallel.context.context import Context
+from ..settings.reading import Settings
 from .layers import Attention, Mlp, Rotary, SwiGlu, require_room
 
 INITIAL_DEVIATION = 0.02

@@ -26,8 +26,8 @@ from quintsched.ir.instructions import OptStep
 from ..agreement.comparison import Section
 from ..agreement.engine_records import optimizer_section
 from ..comm import Group
-from ..job.choices import ZeroSplit
 from ..parallel.tensor.shard import shard_of
+from ..settings.run_settings import ZeroSplit
 from ..stage.rank_model import RankModel
 from .chained import chained
 from .coupling import ELEMENTWISE, Coupling, coupling_of, kind_of, require_free_hooks, require_steppable

@@ -28,8 +28,8 @@ from quintsched.plan import Plan
 
 from ..agreement.comparison import agree
 from ..comm import Group, ReduceOp
-from ..job.choices import BufferChoice
 from ..parallel.expert.moe import MoE
+from ..settings.run_settings import BufferChoice
 from .build import Stage
 
 _logger = logging.getLogger("quintsched.runtime")

@@ -30,7 +30,7 @@ from ..examine.losses.examination import LossExamination
 from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch
 from ..examine.losses.rules import LossWeight, Over, named
-from ..job.choices import LossOver
+from ..settings.run_settings import LossOver
 from .even_weights import EvenWeights
 
 NO_WEIGHT = (

@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from quintsched.errors import MisfitError
@@ -34,7 +32,6 @@ from ..examine.eval_mode import eval_mode_warning
 from ..examine.followed import Copies, Source, sources_of
 from ..examine.shared_state import SharedState
 from ..examine.weights_elsewhere import WeightsElsewhere
-from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
@@ -44,7 +41,8 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
 from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.model_cuts import TensorCuts
-from ..parallel.tensor.rules import Rules, is_built_in
+from ..parallel.tensor.rules import is_built_in
+from ..settings.run_settings import RunSettings
 from .batches.data_marks import DataMarks, is_place_holder
 from .batches.microbatches import BatchCutter, shape_of
 from .batches.same_data import SameData
@@ -56,24 +54,6 @@ from .tied_weights import TiedWeights
 _logger = logging.getLogger("quintsched.runtime")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """How blocks become stages: as the arguments of `Engine` that go by the same names."""
-
-    block_costs: Sequence[float] | None = None
-    dtype: torch.dtype | None = None
-    context: ContextMethod = "ring"
-    rules: Rules = field(default_factory=dict)
-    prove: Proofs = "foreign"
-    buffers: BufferChoice = "merge"
-    sequence_parallel: bool = False
-    cut_logits: bool = False
-    """Whether loss and metrics can do with logits that are cut over the vocabulary."""
-    tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    compiled: bool = False
-    seed: int = 0
-
-
 class RankModel:
     """The stages of one rank.
 
@@ -83,6 +63,8 @@ class RankModel:
         groups: the groups of the mesh.
         transport: this rank's.
         options: how blocks become stages.
+        block_costs: what each block costs; None estimates it.
+        cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
 
     Attributes:
         cuts: the blocks of each stage.
@@ -102,7 +84,15 @@ class RankModel:
     """
 
     def __init__(
-        self, plan: Plan, blocks: Blocks, groups: MeshGroups, transport: Transport, options: ModelOptions
+        self,
+        plan: Plan,
+        blocks: Blocks,
+        groups: MeshGroups,
+        transport: Transport,
+        options: RunSettings,
+        *,
+        block_costs: Sequence[float] | None,
+        cut_logits: bool,
     ) -> None:
         self.plan, self.options = plan, options
         self._groups, self._transport = groups, transport
@@ -110,9 +100,9 @@ class RankModel:
         self.pp_rank = self._coordinates.get("pp", 0)
         self.sequences = ContextParallel(options.context, groups.context, transport, options.compiled)
         self._copies: Sequence[Copies] = getattr(blocks, "copies", ())
-        self._cut(blocks)
+        self._cut(blocks, block_costs, cut_logits=cut_logits)
         self._build(blocks)
-        self.tied = TiedWeights(plan, options.tied, self.cuts, self.stages, groups)
+        self.tied = TiedWeights(plan, options.tied or {}, self.cuts, self.stages, groups)
         self.queues, self.deferred_share = self._defer()
 
     def bind_copies(self) -> None:
@@ -120,12 +110,12 @@ class RankModel:
         for copies in self._copies:
             copies.bind(self.stages.values(), self.cuts)
 
-    def _cut(self, blocks: Blocks) -> None:
+    def _cut(self, blocks: Blocks, block_costs: Sequence[float] | None, *, cut_logits: bool) -> None:
         """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
         options, tensor = self.options, self._groups.tensor
         built = [on_meta(block) for block in blocks]
         require_saved(built)
-        self.cuts = cuts_of(self.plan, blocks, options.block_costs)
+        self.cuts = cuts_of(self.plan, blocks, block_costs)
         require_separate(built, self.cuts, tensor)
         self.shared_state = SharedState(built, self.cuts, getattr(blocks, "changing", ()))
         agree_on_blocks(built, self.cuts, self._groups.world)
@@ -136,7 +126,7 @@ class RankModel:
             tensor,
             options.rules,
             sequence_parallel=options.sequence_parallel,
-            cut_logits=options.cut_logits,
+            cut_logits=cut_logits,
             proved=options.prove != "none",
         )
         shares = self.expert_shares or ""

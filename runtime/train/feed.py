@@ -21,7 +21,7 @@ from ..comm import Group, Transport
 from ..comm.control import ControlGroup
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders, Say
-from ..job.config import DataConfig, TrainConfig
+from ..settings.job import DataConfig, TrainConfig
 from ..stage.batches.microbatches import most_rows
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..job.config import LearningRateConfig, OptimizerConfig
+from ..settings.job import LearningRateConfig, OptimizerConfig
 
 
 def build_optimizer(

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Protocol
 
+from quintsched.errors import UsageError, suggest
 from quintsched.user_code import load_object, names_file
 
-from ..job.sinks import SinkConfig
+from ..settings.job import SinkConfig
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""The sinks that there are, and the package that each takes."""
 
 NOT_FIGURES = ("event", "step", "epoch")
 PREFIXES = {"step": "train", "epoch": "epoch"}
@@ -126,3 +131,24 @@ def _figures(name: str, value: object) -> Iterator[tuple[str, float]]:
         inner = enumerate(value)
     for key, item in inner:
         yield from _figures(f"{name}/{key}", item)
+
+
+def require_sinks(sinks: Iterable[SinkConfig]) -> None:
+    """Raise `UsageError` for a sink that there is not, or whose package is not installed."""
+    for sink in sinks:
+        if names_file(sink.name):
+            found = load_object(sink.name)
+            if not callable(found):
+                raise UsageError(f"log.sinks: {sink.name} is a {type(found).__name__}, not a function or a class")
+            if sink.options and not isinstance(found, type):
+                raise UsageError(
+                    f"log.sinks: {sink.name} is a function, so that there is nothing to build with options"
+                )
+        elif sink.name not in PACKAGES:
+            raise UsageError(f"log.sinks: there is no sink {sink.name!r}{suggest(sink.name, PACKAGES)}")
+        elif find_spec(PACKAGES[sink.name]) is None:
+            package = PACKAGES[sink.name]
+            raise UsageError(
+                f"log.sinks: {sink.name!r} needs the package {package}, which is not installed; pip install {package}, "
+                "or leave the sink out"
+            )

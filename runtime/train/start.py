@@ -13,7 +13,7 @@ from quintsched.plan import Plan
 from ..agreement.comparison import Plain, Section, require_same
 from ..agreement.records import code_settings, job_settings, of_all_ranks, plan_section, world_settings
 from ..comm import Transport
-from ..job.config import JobConfig
+from ..settings.job import JobConfig
 
 
 def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[str, Plain]:

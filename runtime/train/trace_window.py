@@ -9,7 +9,7 @@ from quintsched.errors import MisfitError
 from quintsched.files.atomic import cannot_write, whole_path
 
 from ..engine import Engine
-from ..job.config import RuntimeConfig
+from ..settings.job import RuntimeConfig
 
 
 def traced_steps(runtime: RuntimeConfig) -> range | None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -30,12 +29,12 @@ from ..comm import Transport
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
-from ..job.choices import Precision, Start
-from ..job.config import JobConfig
-from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
+from ..settings.job import JobConfig
+from ..settings.run_settings import Start
 from ..splitting.split import Split
+from ..train.sinks import require_sinks
 from ..verification.recording import Recording
 from .feed import open_feed, parts_of
 from .losses import accuracy_of, loss_of
@@ -47,8 +46,6 @@ from .resuming import Scale, StepSamples, go_on_from
 from .sinks import Sink, Sinks
 from .start import agree_on_start, agreed_settings, spike_dir_of
 from .trace_window import TracedSteps, traced_steps
-
-DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
 
 
 class Trainer:
@@ -98,7 +95,7 @@ class Trainer:
     def _build_engine(self, transport: Transport) -> Engine:
         """Build the job's model, loss and optimizer, and bind the plan to them."""
         job = self.job
-        blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
+        blocks, optimizer = build_model(job.model, self._feed.spec, job.run.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
         loss_fn = loss_of(job.train.loss, blocks)
         metrics = accuracy_of(loss_fn, self.plan)
@@ -109,27 +106,12 @@ class Trainer:
             blocks,
             loss_fn,
             lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
-            loss_over=job.train.loss_over,
             metrics=metrics,
-            clip=job.train.clip,
             block_costs=self._block_costs(blocks, transport),
-            bucket_mb=job.parallel.bucket_mb,
-            dtype=DTYPES[job.runtime.precision],
-            context=job.parallel.context,
-            rules=job.parallel.rules,
-            prove=job.parallel.prove,
-            buffers=job.parallel.buffers,
-            sequence_parallel=job.parallel.sequence_parallel,
-            tied=tied,
-            compiled=job.runtime.compile,
-            cuda_graph=job.runtime.cuda_graph,
-            zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
             wants_stop=self._wants_to_stop,
-            max_skipped=job.train.max_skipped,
-            verify=job.runtime.verify,
             spike_dir=spike_dir_of(job),
-            seed=job.train.seed,
+            **{**dict(job.run), "tied": tied},
             transport=transport,
         )
 
@@ -150,7 +132,7 @@ class Trainer:
     def _example(self) -> Tensor:
         """Return inputs like those of a microbatch."""
         inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1))
-        return inputs.to(DTYPES[self.job.runtime.precision]) if inputs.is_floating_point() else inputs
+        return inputs.to(self.job.run.dtype) if inputs.is_floating_point() else inputs
 
     def _remembered_costs(self, blocks: int, measure: Callable[[], list[float]]) -> list[float]:
         """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""

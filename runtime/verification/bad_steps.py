@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from quintsched.errors import NotFiniteError, QuintschedError, UsageError
+from quintsched.errors import NotFiniteError, QuintschedError
 from quintsched.files.atomic import whole_path, write_whole
 
 from ..blocks.trees import tensors_of
@@ -58,8 +58,6 @@ class BadSteps:
         most: int,
         directory: str | Path | None,
     ) -> None:
-        if most < 0:
-            raise UsageError(f"max_skipped is {most}; give how many steps in a row may be skipped, or 0 for any number")
         self._runner, self._model, self._state, self._held = runner, model, state, held
         self._world, self._most = world, most
         self._directory = None if directory is None else whole_path(directory)

@@ -27,9 +27,9 @@ from quintsched.formats import plan_columns, plan_json
 from quintsched.runtime.checkpoint.manifest import DcpManifest, Manifest, RankFile, make_manifest, parse_manifest, seal
 from quintsched.runtime.checkpoint.shard_file import Layout as ShardHeader
 from quintsched.runtime.interchange.boxes import Placement
-from quintsched.runtime.job.jobfile import load_job
 from quintsched.runtime.parallel.tensor.shard import Shard
 from quintsched.runtime.resharding.layout import StateLayout
+from quintsched.runtime.settings.job import load_job
 from quintsched.simulation.costs import Costs
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate, RankState, Wait

@@ -16,8 +16,8 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.job.config import ModelConfig
 from quintsched.runtime.models import build_model as blocks_of
+from quintsched.runtime.settings.job import ModelConfig
 from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Experts, Images, Model

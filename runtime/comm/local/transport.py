@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ...job.choices import Rules
+from ...settings.run_settings import Rules
 from ...watch.rendezvous.attempt import Attempt
 from ...watch.waiting import NOTHING, WaitCell
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ...job.choices import Rules
+from ...settings.run_settings import Rules
 from ..base import describe
 from ..checked.frame import NO_LABEL, Label
 from ..clock import now_s

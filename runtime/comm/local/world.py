@@ -17,7 +17,7 @@ import torch
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from ...job.choices import Rules
+from ...settings.run_settings import Rules
 from ..clock import now_s
 from ..host_link import require_bandwidth
 from .rendezvous import Meetings

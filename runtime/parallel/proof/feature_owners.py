@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...job.choices import TensorSplit
+from ...settings.tensor_rules import TensorSplit
 from ..draws.names import FACTORIES, IN_PLACE
 from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms

@@ -26,7 +26,8 @@ from ...blocks.dtensor import is_sharded
 from ...blocks.untouched import attributes_untouched
 from ...comm import Group
 from ...comm.control import first_said
-from ...job.choices import Proofs, TensorSplit
+from ...settings.run_settings import Proofs
+from ...settings.tensor_rules import TensorSplit
 from ..context.context import ContextParallel
 from ..dropout import Masks
 from ..tensor.choice import Choice

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 
-from ...job.choices import TensorSplit
-from ...job.tensor_rules import Parts
+from ...settings.tensor_rules import Parts, TensorSplit
 from ..tensor.cuts import Cut, cut_width, sizes_of
 from ..tensor.families import configured_heads_of, widths_of
 from ..tensor.rules import RuleData

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...job.choices import TensorSplit
+from ...settings.tensor_rules import TensorSplit
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
 from ..tensor.pairs import wide_norms

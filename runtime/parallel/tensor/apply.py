@@ -21,7 +21,7 @@ from torch import nn
 from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group
-from ...job.choices import TensorSplit
+from ...settings.tensor_rules import TensorSplit
 from ..dropout import KeyedDropout
 from ..expert.moe import mixtures
 from ..expert.tensor_boundary import TensorBoundary

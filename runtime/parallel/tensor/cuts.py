@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...job.choices import TensorSplit
-from ...job.tensor_rules import Parts
+from ...settings.tensor_rules import Parts, TensorSplit
 
 _OF_TORCH = (nn.Linear, nn.Embedding, nn.Module, object)
 _FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding)}

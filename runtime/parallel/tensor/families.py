@@ -17,8 +17,7 @@ from math import gcd
 
 from torch import nn
 
-from ...job.choices import TensorSplit
-from ...job.tensor_rules import Parts, TensorRule
+from ...settings.tensor_rules import Parts, TensorRule, TensorSplit
 from .cuts import Cut, Place, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
 from .fused import divides, require_even
 

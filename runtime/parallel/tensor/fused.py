@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from quintsched.errors import MisfitError
 
-from ...job.tensor_rules import Parts
+from ...settings.tensor_rules import Parts
 
 
 def block_sizes(total: int, parts: Parts) -> list[int]:

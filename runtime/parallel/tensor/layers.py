@@ -22,7 +22,7 @@ from ...autograd.deferred_weight_grads import embedding, linear
 from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
-from ...job.tensor_rules import Parts
+from ...settings.tensor_rules import Parts
 from ..column_row import ColumnRowPair
 from .column_linear import Entry, column_product
 from .consistency import require_same

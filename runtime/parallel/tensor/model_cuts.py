@@ -14,7 +14,7 @@ from ...blocks.dtensor import is_sharded
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group
-from ...job.choices import TensorSplit
+from ...settings.tensor_rules import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
 from .choice import Choice
 from .cuts import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, own_forward, sizes_of

@@ -26,8 +26,7 @@ from torch.jit import ScriptModule
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
-from ...job.choices import TensorSplit
-from ...job.tensor_rules import TensorRule, read_rule
+from ...settings.tensor_rules import TensorRule, TensorSplit, read_rule
 from .cuts import Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, own_forward, sizes_of
 from .families import (
     FAMILIES,
@@ -41,7 +40,7 @@ from .families import (
 from .fused import require_even
 
 RuleData = str | Mapping[str, object]
-"""A rule as people write it: "column", or {"cut": "column", "parts": 3} (see `job.tensor_rules`)."""
+"""A rule as people write it: "column", or {"cut": "column", "parts": 3} (see `settings.tensor_rules`)."""
 
 Rules = Mapping[str, RuleData]
 """Patterns on names to rules; the first that matches counts."""

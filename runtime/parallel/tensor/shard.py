@@ -11,7 +11,7 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group
-from ...job.tensor_rules import Parts
+from ...settings.tensor_rules import Parts
 from .fused import block_sizes, require_even
 
 

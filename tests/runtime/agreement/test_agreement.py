@@ -22,9 +22,8 @@ from quintsched.runtime.agreement.records import OF_A_MACHINE, code_settings, fl
 from quintsched.runtime.comm import Group, Transport, run_local
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.job.config import JobConfig
-from quintsched.runtime.job.jobfile import load_job
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import JobConfig, load_job
 from quintsched.runtime.train import feed
 from quintsched.runtime.train.trainer import Trainer
 

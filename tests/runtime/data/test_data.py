@@ -23,7 +23,7 @@ from quintsched.runtime.data import (
     load_dataset,
 )
 from quintsched.runtime.data.idx import read_idx
-from quintsched.runtime.job.config import DataConfig
+from quintsched.runtime.settings.job import DataConfig
 
 sizes = st.integers(1, 50)
 

@@ -23,10 +23,10 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interchange import safetensors_folder
-from quintsched.runtime.job.choices import Start
-from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.runtime.train.trainer import Trainer
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.job.jobfile import load_job
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import load_job
 from quintsched.runtime.train.trainer import Trainer
 
 from .hosts import Hosts, hosts

@@ -16,7 +16,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.settings.job import load_job
 from quintsched.runtime.train.trainer import Trainer
 
 pytestmark = pytest.mark.processes

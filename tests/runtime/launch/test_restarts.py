@@ -11,10 +11,10 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.job.choices import Start
-from quintsched.runtime.job.jobfile import load_job
 from quintsched.runtime.launch import worker
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.store import serve

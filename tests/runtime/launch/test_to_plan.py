@@ -6,8 +6,8 @@ import pytest
 
 import quintsched as qs
 from quintsched.collectives import Wire
-from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import JobConfig
 
 
 def job(**sections: dict[str, object]) -> JobConfig:

@@ -8,9 +8,9 @@ from torch import nn
 
 from quintsched.runtime.blocks.blocks import build_model, undecayed_weights
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.job.config import LearningRateConfig, OptimizerConfig
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.models.vit import ViTOptions, vit
+from quintsched.runtime.settings.job import LearningRateConfig, OptimizerConfig
 from quintsched.runtime.train.optimizer import build_optimizer, learning_rate_factor
 
 Shape: TypeAlias = Literal["constant", "linear", "cosine"]

@@ -19,9 +19,9 @@ from quintsched.runtime.checkpoint.manifest import MANIFEST, file_name, read_man
 from quintsched.runtime.checkpoint.shard_file import hash_file
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
-from quintsched.runtime.job.choices import Start
-from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 

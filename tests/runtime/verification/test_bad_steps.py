@@ -121,7 +121,7 @@ def test_inputs_that_are_not_finite_stop_the_run_after_so_many_steps() -> None:
 
 def test_zero_allows_any_number() -> None:
     assert stopped("pp=2", spoiled_batch(2, math.nan), max_skipped=0) == (6, "went on")
-    with pytest.raises(UsageError, match="max_skipped is -1"):
+    with pytest.raises(UsageError, match="max_skipped: input should be greater than or equal to 0, not -1"):
         stopped("pp=1", X, max_skipped=-1)
 
 

@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ....job.choices import TensorSplit
+from ....settings.tensor_rules import TensorSplit
 from ...tensor.cuts import Cut
 from ...tensor.pairs import wide_norms
 from ..feature_owners import DRAWN, FeatureOwners, line

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....blocks.blocks import TOKENS
-from ....job.choices import TensorSplit
+from ....settings.tensor_rules import TensorSplit
 from ...tensor.cuts import Cut, pairs_of
 from ..owner_rules import Joined
 from .token_owners import MANY, TokenOwners

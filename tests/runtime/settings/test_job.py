@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintsched.errors import UsageError
-from quintsched.runtime.job.config import JobConfig
-from quintsched.runtime.job.jobfile import load_job
-from quintsched.runtime.job.settings import Settings, read_settings
+from quintsched.runtime.settings.job import JobConfig, load_job
+from quintsched.runtime.settings.reading import Settings, read_settings
 
 Load: TypeAlias = Callable[..., JobConfig]
 Refuse: TypeAlias = Callable[..., str]

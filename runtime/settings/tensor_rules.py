@@ -12,10 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from quintsched.errors import suggest
 
-from .choices import TensorSplit
+
+class TensorSplit(Enum):
+    """What tensor parallelism does to a layer."""
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCABULARY = "vocabulary"
+    REPLICATE = "replicate"
+
 
 Parts = int | tuple[int, ...]
 """The fused blocks of a layer's outputs: how many equal ones, or their proportions."""

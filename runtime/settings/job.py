@@ -13,19 +13,20 @@ current directory, not to the job file: the same file serves runs in many places
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, create_model, model_validator
 
-from quintsched.errors import UsageError
+from quintsched.errors import InputError, UsageError
+from quintsched.files.atomic import read_whole
+from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, Entry, entries
 
-from .choices import BufferChoice, ContextMethod, LossOver, Precision, Proofs, StrictRules, TransportName, ZeroSplit
-from .settings import Settings
-from .sinks import SinkConfig
-from .tensor_rules import read_rule
+from .reading import Settings, read_settings
+from .run_settings import Mark, Names, RunSettings, StrictRules, TransportName, fields_in
 
-Names = Annotated[tuple[str, ...], Field(strict=False)]
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 Sizes = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
@@ -34,21 +35,15 @@ Sizes = Annotated[
 ]
 
 
-def _rule_data(value: Any) -> Any:
-    read_rule(value)
-    return value
-
-
-TensorRuleData = Annotated[str | dict[str, Any], PlainValidator(_rule_data)]
-"""A rule as people write it; see `tensor_rules`."""
-
-
 _UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1}
 """What a job means that does not say what `compile` has to be given."""
 
 
-def _field_of(entry: Entry) -> tuple[Any, Any]:
-    """Return how a setting of the plan is read from a job file: its type and its field."""
+_PLAN_MARKS = {"costs": (Mark.OF_A_MACHINE,), "schedule": (Mark.CODE,)}
+
+
+def _plan_field(entry: Entry) -> tuple[str, Any]:
+    """Return how a setting of the plan is read from a job file: its name, with its type and its field."""
 
     def check(value: Any) -> Any:
         try:
@@ -56,48 +51,42 @@ def _field_of(entry: Entry) -> tuple[Any, Any]:
         except UsageError as error:
             raise ValueError(str(error)) from None
 
-    default = _UNSAID.get(entry.name, entry.default)
-    return Annotated[Any, PlainValidator(check)], Field(default=default, description=entry.doc)
+    default, marks = _UNSAID.get(entry.name, entry.default), _PLAN_MARKS.get(entry.name, ())
+    return entry.name, (Annotated[Any, PlainValidator(check), *marks], Field(default=default, description=entry.doc))
 
 
-if TYPE_CHECKING:
-    PlanSettings = Settings
-else:
-    PlanSettings = create_model(
-        "PlanSettings", __base__=Settings, **{entry.name: _field_of(entry) for entry in entries()}
-    )
-    """The settings that a plan is compiled from, each as `quintsched.request` declares it."""
+def _section(name: str, fields: dict[str, Any] | None = None) -> Any:
+    """Return the base of a section: the settings of engines in it, and others of these fields."""
+    return create_model(f"{name.title()}Settings", __base__=Settings, **{**(fields or {}), **fields_in(name)})
 
 
-class ModelConfig(Settings):
+class ModelConfig(_section("model")):  # type: ignore[misc]
     """The section `model`: what is trained."""
 
-    name: str = "vit"
+    name: Annotated[str, Mark.CODE] = "vit"
     """A built-in model, or a user's function: "my_file.py:build", which returns blocks, or a model that is split."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
     """The options of that model."""
-    tied: dict[str, Names] = Field(default_factory=dict)
-    """Weights of a user's model that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
-    pretrained: str | None = None
+    pretrained: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
     """Weights to start from: a safetensors file, or a directory with `model.safetensors` or its index, under the names
     of the model that was split, in GPT-2's shape for "gpt" with `activation: gelu_tanh`, or under ours. A run that is
     resumed does not read them."""
-    fresh: Names = ()
+    fresh: Annotated[Names, Mark.FREE] = ()
     """Patterns on names of weights that `pretrained` need not have: they keep their initial values."""
-    strict: bool = True
+    strict: Annotated[bool, Mark.FREE] = True
     """Whether tensors of `pretrained` that no weight takes are an error."""
 
 
 class DataConfig(Settings):
     """The section `data`: what it is trained on."""
 
-    name: str = "digits"
+    name: Annotated[str, Mark.CODE] = "digits"
     """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.text`), or a user's
     function: "my_file.py:load"."""
-    path: str | None = None
+    path: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
     """A directory with MNIST's four IDX files, gzipped or not, which wins over "digits"; for "text", a file, which wins
     over the source of Python's standard library."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
     """Those of "text": {sequence: 128, max_bytes: null}; or those of a user's function. The others have none."""
 
 
@@ -121,7 +110,7 @@ def spell_out_auto(parallel: Any) -> Any:
     return parallel
 
 
-class ParallelConfig(PlanSettings):
+class ParallelConfig(_section("parallel", dict(map(_plan_field, entries())))):  # type: ignore[misc]
     """The section `parallel`: the plan, which is compiled or read from a file, and how it is carried out."""
 
     auto: AutoConfig | None = None
@@ -143,26 +132,8 @@ class ParallelConfig(PlanSettings):
 
     elastic: bool = False
     """Whether the mesh has as many replicas (dp) as the processes that were started make, whatever `mesh` says."""
-    plan: str | None = None
+    plan: Annotated[str | None, Mark.OF_A_MACHINE] = None
     """A plan file; it takes the place of the settings that a plan is compiled from."""
-    context: ContextMethod = "ring"
-    """How attention reaches over the slices of a sequence, where the mesh has cp."""
-    rules: dict[str, TensorRuleData] = Field(default_factory=dict)
-    """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": column, "4.head": replicate}; names are
-    those in the whole model, which begin with the number of a block. {cut: column, parts: 3} says of which fused blocks
-    the outputs consist."""
-    prove: Proofs = "foreign"
-    """Which blocks run once, cut beside whole, before the first step: all but the built-in ones, "all", or "none"."""
-    sequence_parallel: bool = False
-    """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
-    zero_split: ZeroSplit = "auto"
-    """What of parameters ZeRO gives to replicas: equal segments ("element"), or whole ones ("parameter"); "auto": these
-    for optimizers that work on whole parameters."""
-    buffers: BufferChoice = "merge"
-    """What replicas do about buffers that a forward changes: "merge" running statistics, so that they are those of one
-    process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
-    bucket_mb: float = Field(default=25.0, gt=0)
-    """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     balance: Literal["estimated", "measured"] = "estimated"
     """What a block costs when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
 
@@ -205,62 +176,39 @@ class LearningRateConfig(Settings):
     """What the learning rate ends at, as a fraction of `lr`."""
 
 
-class TrainConfig(Settings):
+class TrainConfig(_section("train")):  # type: ignore[misc]
     """The section `train`: the loop."""
 
-    epochs: int = Field(default=1, ge=1)
+    epochs: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
     """Passes over the training samples."""
     batch_size: int = Field(default=32, ge=1)
     """Samples per step, over all microbatches and replicas together."""
-    accumulate: int = Field(default=1, ge=1)
+    accumulate: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
     """Into how many batches these are divided, whose gradients are added up before the optimizer steps."""
-    loss: str | None = None
+    loss: Annotated[str | None, Mark.CODE] = None
     """A function (output, targets) → a mean, or (sum, weight): "my_file.py:loss"; none: that of a model that was split,
     else cross-entropy."""
-    loss_over: LossOver | None = None
-    """What a loss is over that gives one number: "samples", "targets" (those that are not -100), "sum", "microbatch":
-    that of each microbatch is meant; none: it is examined, and refused where microbatches cannot make it up."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()
     """How the learning rate changes."""
-    clip: float | None = Field(default=None, gt=0)
-    """The largest global norm of the gradient; longer ones are scaled down to it."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Fixes the initial weights and the order of the samples."""
-    patience: int | None = Field(default=None, ge=1)
+    patience: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """Epochs without a better validation loss after which training stops."""
-    max_skipped: int = Field(default=5, ge=0)
-    """Steps in a row whose gradient is not finite, and which are skipped, after which the run stops and says where that
-    arose; 0: it never does."""
 
 
-class RuntimeConfig(Settings):
+class RuntimeConfig(_section("runtime")):  # type: ignore[misc]
     """The section `runtime`: how it is executed."""
 
     transport: TransportName = "auto"
     """What carries the messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
     rules: StrictRules | None = None
     """Stricter rules than the transport's, for tests: a send waits for its receive; messages in NCCL's order."""
-    precision: Precision = "float32"
-    """Type to compute in; with bfloat16, gradients are added up and weights are stepped in float32."""
-    compile: bool = False
-    """Whether torch.compile compiles each stage."""
-    cuda_graph: bool = False
-    """Whether steps run from CUDA graphs, one for each shape of a batch: on one GPU, for models without dropout."""
-    trace: str | None = None
+    trace: Annotated[str | None, Mark.OF_A_MACHINE] = None
     """A directory to write down in when each instruction ran, for `render --trace`; none: nothing is written."""
     trace_first: int = Field(default=2, ge=0)
     """The first step that is traced, counted from 0."""
     trace_steps: int = Field(default=8, ge=1)
     """How many steps are traced."""
-    verify: bool = False
-    """Whether messages carry a checksum that is checked, and ranks compare each collective before they begin it."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """The longest that one wait for other ranks may take, in seconds; with `compile` at least half an hour."""
-    stall_after: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Seconds without progress after which a step counts as stalled; "auto": learnt from the steps before, at least
-    ten (300 with `compile`). A first step may take a minute at least; set-up, loading and saving, `timeout_s`."""
 
 
 class CheckpointConfig(Settings):
@@ -281,10 +229,19 @@ class CheckpointConfig(Settings):
     """A directory for the trained weights, as `from_pretrained` of transformers reads them; none: not written."""
 
 
+class SinkConfig(Settings):
+    """One sink of figures."""
+
+    name: str
+    """"tensorboard", "wandb", or a user's function or class: "my_file.py:sink"."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What TensorBoard's `SummaryWriter`, `wandb.init` or the user's class is called with."""
+
+
 class LogConfig(Settings):
     """The section `log`: what is written down."""
 
-    path: str | None = None
+    path: Annotated[str | None, Mark.OF_A_MACHINE] = None
     """A file of JSON lines; none: no file."""
     every: int = Field(default=50, ge=1)
     """Steps between two lines."""
@@ -294,6 +251,7 @@ class LogConfig(Settings):
             ...,
         ],
         Field(strict=False),
+        Mark.OF_A_MACHINE,
     ] = ()
     """Who else takes the figures, each by name or as {name: wandb, options: {project: mine}}; see `sinks`."""
 
@@ -301,13 +259,13 @@ class LogConfig(Settings):
 class JobConfig(Settings):
     """A whole job file."""
 
-    model: ModelConfig = ModelConfig()
+    model: Annotated[ModelConfig, Mark.KEPT] = ModelConfig()
     """What is trained."""
-    data: DataConfig = DataConfig()
+    data: Annotated[DataConfig, Mark.KEPT] = DataConfig()
     """What it is trained on."""
     parallel: ParallelConfig = ParallelConfig()
     """How the work is divided over ranks."""
-    train: TrainConfig = TrainConfig()
+    train: Annotated[TrainConfig, Mark.KEPT] = TrainConfig()
     """The loop."""
     runtime: RuntimeConfig = RuntimeConfig()
     """How it is executed."""
@@ -315,3 +273,67 @@ class JobConfig(Settings):
     """What survives the run."""
     log: LogConfig = LogConfig()
     """What is written down."""
+
+    @property
+    def run(self) -> RunSettings:
+        """What of these an engine takes."""
+        return RunSettings.of_job(self)
+
+
+def marked(mark: Mark, kind: type[Settings] = JobConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the settings of a job, and the sections, that have a mark, by their whole names."""
+    for name, field in kind.model_fields.items():
+        if mark in field.metadata:
+            yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            yield from marked(mark, field.annotation, f"{prefix}{name}.")
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Return the job of the YAML file at `path`, with overrides such as "train.epochs=4" put in.
+
+    Raises UsageError that names the file and lists every fault.
+    """
+    values = _without_empty_sections(_read_mapping(Path(path)))
+    for override in (None, *overrides):
+        if override is not None:
+            _put(values, override)
+        if "parallel" in values:
+            values["parallel"] = spell_out_auto(values["parallel"])
+    return read_settings(JobConfig, values, _source(path, overrides))
+
+
+def _source(path: str | Path, overrides: Sequence[str]) -> str:
+    return " ".join([str(path), *(f"--set {override}" for override in overrides)])
+
+
+def _read_mapping(path: Path) -> dict[Any, Any]:
+    """Return the file's top-level mapping; an empty file is an empty one."""
+    try:
+        content = read_whole(path, MOST_BYTES, "the job file")
+    except InputError as error:
+        raise UsageError(str(error)) from None
+    values = parse_yaml(content, str(path), UsageError)
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: a job file holds sections (model: …, train: …), not a {type(values).__name__}")
+    return values
+
+
+def _without_empty_sections(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Drop sections without a setting ("train:" with every line commented out)."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _put(values: dict[Any, Any], override: str) -> None:
+    """Set what "section.key=value" says in `values`, making the sections it lacks."""
+    path, equals, text = override.partition("=")
+    *sections, key = path.strip().split(".")
+    if not equals or not all([*sections, key]):
+        raise UsageError(f"--set {override}: write it as section.key=value")
+    for depth, section in enumerate(sections):
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UsageError(f"--set {override}: {'.'.join(sections[: depth + 1])} is not a section")
+    values[key] = parse_yaml(text, f"--set {override}", UsageError)

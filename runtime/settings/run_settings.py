@@ -1,0 +1,221 @@
+"""What an engine is asked for beside plan, blocks, loss and optimizer, as frozen settings.
+
+    Engine(plan, blocks, loss_fn, optimizer, clip=1.0)  ┐                            what ranks compare
+    train: {clip: 1.0}                                  ┼──▶  RunSettings.clip  ──▶  what a checkpoint remembers
+    --set train.clip=1.0                                ┘                            what steps go by
+
+A setting is one field: its type, its default, its words, and where a job file has it (`InJob`). All else derives from
+that: arguments of `Engine` and their documentation, sections of the job file, comparisons of ranks, and which settings
+a run goes on with (`Mark`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from inspect import Parameter, Signature, signature
+from itertools import chain
+from textwrap import wrap
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, PlainValidator
+
+from .reading import Settings, read_settings
+from .tensor_rules import read_rule
+
+WireName = Literal["auto", "gloo", "nccl"]
+"""What carries messages between processes; "auto": an accelerator's library where each rank has one, else gloo."""
+
+TransportName = Literal[WireName, "local"]
+"""What carries messages: a wire between processes, or "local", the threads of one process."""
+
+StrictRules = Literal["rendezvous", "nccl"]
+Rules = Literal["mailbox", StrictRules]
+"""What a wire does with a message, from the most lenient to the strictest.
+
+mailbox     matched by tag; copied when it is sent, so that no sender ever waits
+rendezvous  matched by tag; a send is done when its receive is there: gloo's rule
+nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send is done when it is there
+"""
+
+Start = Literal["new", "fresh", "resume"]
+"""How a run begins: where no run was saved; by moving that one away; from its newest checkpoint that is whole."""
+
+Precision = Literal["float32", "float64", "bfloat16"]
+"""Type to compute in."""
+
+DTYPE_NAMES: Mapping[Precision, str] = MappingProxyType({"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"})
+"""What strategies and descriptions of hardware call them."""
+
+ContextMethod = Literal["ring", "gather", "ulysses"]
+"""How attention reaches over the slices of a sequence that lie on the ranks of cp."""
+
+Proofs = Literal["foreign", "all", "none"]
+"""Which blocks are proved to give the same numbers cut as whole: all but the built-in ones, all, or none."""
+
+LossOver = Literal["samples", "targets", "sum", "microbatch"]
+"""What a loss is over that is one number: a mean over samples, over targets that are not -100, a sum over the samples,
+or what each microbatch has of its own, as contrastive losses do."""
+
+ZeroSplit = Literal["auto", "element", "parameter"]
+"""What of parameters ZeRO gives to replicas: equal segments, whole parameters, or these where an optimizer needs it."""
+
+BufferChoice = Literal["merge", "sync", "first", "refuse"]
+"""What becomes of buffers that a forward changes, where there are replicas: see `stage.buffers`."""
+
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+Ties = dict[str, Names]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+
+def _rule_data(value: Any) -> Any:
+    read_rule(value)
+    return value
+
+
+TensorRuleData = Annotated[str | dict[str, Any], PlainValidator(_rule_data)]
+"""A rule as people write it; see `tensor_rules`."""
+
+
+class Mark(Enum):
+    """What holds for a setting, or for a section, when ranks meet and when a run goes on."""
+
+    KEPT = "a run goes on with the same"
+    FREE = "a run may go on with another, whatever holds for its section"
+    OPEN = "a section without a fixed set of settings: one that is not there differs from one that is"
+    OF_A_MACHINE = "ranks may have others: paths, and what one rank alone uses"
+    CODE = 'may name code of the user\'s, "my_file.py:name"'
+
+
+@dataclass(frozen=True)
+class InJob:
+    """Where a job file has a setting.
+
+    Attributes:
+        section: its section.
+        key: its key there; "": that of the argument.
+        kind, default: what a job file writes, where that is something else.
+        load: makes of that what an engine takes.
+    """
+
+    section: str
+    key: str = ""
+    kind: Any = None
+    default: Any = None
+    load: Callable[[Any], Any] = lambda value: value
+
+
+def _dtype(name: str) -> Any:
+    return getattr(import_module("torch"), name)
+
+
+def _seconds(value: float | str) -> float | None:
+    return None if isinstance(value, str) else value
+
+
+class RunSettings(Settings):
+    """The settings of an engine; the arguments of `Engine` that are named so."""
+
+    loss_over: Annotated[LossOver | None, InJob("train")] = None
+    """What a loss is over that gives one number: "samples", "targets" (those that are not -100), "sum", "microbatch":
+    that of each microbatch is meant; none: it is examined, and refused where microbatches cannot make it up."""
+    clip: Annotated[float | None, InJob("train")] = Field(default=None, gt=0)
+    """The largest global norm of the gradient; longer ones are scaled down to it."""
+    bucket_mb: Annotated[float, InJob("parallel")] = Field(default=25.0, gt=0)
+    """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
+    dtype: Annotated[Any, Mark.KEPT, InJob("runtime", "precision", Precision, "float32", _dtype)] = None
+    """Type to compute in, of weights and inputs; None, of an engine: as blocks are built. With bfloat16 and float16,
+    gradients are added up and weights are stepped in float32."""
+    context: Annotated[ContextMethod, InJob("parallel")] = "ring"
+    """How attention reaches over the slices of a sequence, where the mesh has cp."""
+    rules: Annotated[dict[str, TensorRuleData], InJob("parallel")] = Field(default_factory=dict)
+    """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": "column", "4.head": "replicate"}; names
+    are those in the whole model, which begin with the number of a block. {"cut": "column", "parts": 3} says of which
+    fused blocks the outputs consist."""
+    prove: Annotated[Proofs, InJob("parallel")] = "foreign"
+    """Which blocks run once, cut beside whole, before the first step: all but the built-in ones, "all", or "none"."""
+    buffers: Annotated[BufferChoice, Mark.KEPT, InJob("parallel")] = "merge"
+    """What replicas do about buffers that a forward changes: "merge" running statistics, so that they are those of one
+    process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
+    sequence_parallel: Annotated[bool, InJob("parallel")] = False
+    """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
+    tied: Annotated[Ties | None, Mark.OPEN, InJob("model", "", Ties, {})] = None
+    """Weights of a user's model that are one: {embedding: ["0.weight", "5.weight"]}; the plan ties the same names; see
+    `parallel.tied`."""
+    compiled: Annotated[bool, InJob("runtime", "compile")] = False
+    """Whether torch.compile compiles each stage (collectives, products that are cut or put off, and blocks that draw
+    other than by nn.Dropout stay out)."""
+    cuda_graph: Annotated[bool, InJob("runtime")] = False
+    """Whether steps run from CUDA graphs, one for each shape of a batch: on one GPU, for models without dropout."""
+    zero_split: Annotated[ZeroSplit, InJob("parallel")] = "auto"
+    """What of parameters ZeRO gives to replicas: equal segments ("element"), or whole ones ("parameter"); "auto": these
+    for optimizers that work on whole parameters."""
+    max_skipped: Annotated[int, Mark.FREE, InJob("train")] = Field(default=5, ge=0)
+    """Steps in a row whose gradient is not finite, and which are skipped, after which the run stops and says where that
+    arose; 0: it never does."""
+    verify: Annotated[bool, InJob("runtime")] = False
+    """Whether messages carry a checksum that is checked, and ranks compare each collective before they begin it."""
+    seed: Annotated[int, InJob("train")] = Field(default=0, ge=0, lt=2**63)
+    """Fixes the initial weights, what is drawn, and the order of the samples."""
+    timeout_s: Annotated[float, InJob("runtime")] = Field(default=300.0, gt=0)
+    """The longest that one wait for other ranks may take, in seconds; with `compile` at least half an hour."""
+    stall_after: Annotated[
+        PositiveSeconds | None,
+        InJob("runtime", "", PositiveSeconds | Literal["auto"], "auto", _seconds),
+    ] = None
+    """Seconds without progress after which a step counts as stalled; by default learnt from the steps before, at least
+    ten (300 with `compile`). A first step may take a minute at least; set-up, loading and saving, `timeout_s`."""
+
+    @classmethod
+    def of_arguments(cls, given: Mapping[str, Any]) -> RunSettings:
+        """Return the settings that arguments of an engine give; raises `UsageError`."""
+        return read_settings(cls, given, "Engine")
+
+    @classmethod
+    def of_job(cls, job: Settings) -> RunSettings:
+        """Return what a job says of them."""
+        return cls(**{name: place.load(getattr(getattr(job, place.section), key)) for name, key, place in places()})
+
+
+def places() -> Iterator[tuple[str, str, InJob]]:
+    """Yield each setting's name, its key in a job file, and where that is."""
+    for name, field in RunSettings.model_fields.items():
+        place = next(found for found in field.metadata if isinstance(found, InJob))
+        yield name, place.key or name, place
+
+
+def fields_in(section: str) -> dict[str, Any]:
+    """Return the fields that a section of a job file has of these, as pydantic makes models of them."""
+    found: dict[str, Any] = {}
+    for name, key, place in places():
+        field = RunSettings.model_fields[name]
+        if place.section == section and place.kind is None:
+            found[key] = field.annotation, field
+        elif place.section == section:
+            written = Field(default=place.default, description=field.description)
+            found[key] = Annotated[place.kind, *field.metadata], written
+    return found
+
+
+Taking = TypeVar("Taking")
+
+
+def taking_settings(kind: type[Taking]) -> type[Taking]:
+    """Give a class that takes settings by name them as arguments, and their words for `{settings}` of its docstring."""
+    fields = RunSettings.model_fields
+    words = (
+        wrap(f"{name}: {' '.join((field.description or '').split())}", 108, subsequent_indent="    ")
+        for name, field in fields.items()
+    )
+    kind.__doc__ = (kind.__doc__ or "").replace("{settings}", "\n            ".join(chain.from_iterable(words)))
+    init: Any = vars(kind)["__init__"]
+    own = [one for one in signature(init).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    named = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True))
+        for name, field in fields.items()
+    ]
+    init.__signature__ = Signature([*own, *named])
+    return kind
