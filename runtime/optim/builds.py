@@ -12,7 +12,8 @@ stages and shards a rank has. Where every rank holds whole replicas of the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -30,10 +31,12 @@ from ..parallel.tensor.shard import shard_of
 from ..settings.run_settings import ZeroSplit
 from ..stage.rank_model import RankModel
 from .chained import chained
-from .coupling import ELEMENTWISE, Coupling, coupling_of, kind_of, require_free_hooks, require_steppable
+from .coupling import STEPS, Coupling, coupling_of, kind_of, require_free_hooks, require_steppable
 from .gathered import GatheredMatrix, Stepper
 from .given import Builder
 from .remake import holds_tensors, rebound
+
+_logger = logging.getLogger("quintsched.runtime")
 
 Step = tuple[int, ...]
 
@@ -60,6 +63,7 @@ class OptimizerBuilds:
     Attributes:
         whole: the parameters of this rank's stages that are stepped whole, by whatever shards.
         why: the classes of optimizers that need whole parameters.
+        at_one_place: whether one replica steps all that are whole.
         settings: the classes of the optimizers, and the options of their groups; None where this rank has none.
 
     Raises:
@@ -83,6 +87,7 @@ class OptimizerBuilds:
         self._is_direct = self._is_whole_here and not self._shards and tensor.size == 1
         self.whole: set[nn.Parameter] = set()
         self.why: list[str] = []
+        self.at_one_place = False
         self.settings: Section | None = None
         self._made: dict[Step, list[Optimizer]] = {}
         self._coupling: list[Coupling] = []
@@ -92,12 +97,6 @@ class OptimizerBuilds:
             self._ids = {id(stand_in): name for name, stand_in in self._stand_ins.items()}
             self._made = {step: self._build(list(self._stand_ins.items())) for step in self._steps}
             self._settle()
-
-    @property
-    def _has_copies(self) -> bool:
-        """Whether some rank has several copies of a tied weight, each on another of its stages."""
-        plan = self._model.plan
-        return any(len({*map(plan.layout.rank_of, held)}) < len(held) for held in plan.tied.values())
 
     def _own_names(self) -> Iterator[tuple[nn.Parameter, str]]:
         """Yield this rank's parameters and the names that they are built by: of tied ones, the first."""
@@ -154,17 +153,20 @@ class OptimizerBuilds:
         whole: set[str] = set()
         for optimizer in next(iter(self._made.values()), []):
             require_free_hooks(optimizer)
-            found = coupling_of(optimizer, self._tensor.device)
-            kind = kind_of(optimizer)
-            names = [self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
-            keeps = holds_tensors(optimizer) and type(optimizer) not in ELEMENTWISE
-            if Coupling.NORM in found and (len(names) < len(self._stand_ins) or self._has_copies):
-                found = Coupling.ACROSS
-            self._coupling.append(found)
-            if found is Coupling.ACROSS:
+            found, kind = coupling_of(optimizer, self._tensor.device), kind_of(optimizer)
+            names = self._names_in(optimizer)
+            if found is None:
+                self._require_all_whole(type(optimizer).__name__)
+            elif Coupling.ACROSS in found or (
+                Coupling.NORM in found and (self._has_copies or len(names) < len(self._stand_ins))
+            ):
                 self._require_all_here(kind)
+                found = Coupling.ACROSS
+            found = Coupling.ACROSS if found is None else found
+            self._coupling.append(found)
             if found is not Coupling.NONE and self._tensor.size > 1:
                 self._require_no_dtensors(kind)
+            keeps = holds_tensors(optimizer) and type(optimizer) not in STEPS
             if found & _WHOLE or (keeps and self._split == "auto"):
                 whole.update(names)
                 self.why.append(kind)
@@ -175,6 +177,29 @@ class OptimizerBuilds:
             )
         everything = self._split == "parameter"
         self.whole = {parameter for parameter, name in self._names.items() if everything or name in whole}
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether some rank has several copies of a tied weight, each on another of its stages."""
+        plan = self._model.plan
+        return any(len({*map(plan.layout.rank_of, held)}) < len(held) for held in plan.tied.values())
+
+    def _require_all_whole(self, kind: str) -> None:
+        """Let one replica step all parameters, whole, for a class that does not say what its steps depend on."""
+        if not self._is_whole_here or self._tensor.size > 1 or self._has_copies:
+            raise MisfitError(
+                f"{kind} does not say what its step depends on, but the ranks of mesh {self._model.plan.mesh} hold "
+                f"shares of the parameters; write {kind}.needs_whole_parameters = False where it steps each number by "
+                f"its own gradients, True where by its whole parameter, and {kind}.needs_gradient_norm = True where by "
+                "the norm of all gradients; one that depends on all parameters otherwise trains on dp and cp alone"
+            )
+        self.at_one_place = True
+        _logger.warning(
+            "%s does not say what its step depends on: one replica steps all parameters; write "
+            "%s.needs_whole_parameters = True or False to share them out",
+            kind,
+            kind,
+        )
 
     def _require_all_here(self, kind: str) -> None:
         if self._is_whole_here and not self._shards:
@@ -202,20 +227,21 @@ class OptimizerBuilds:
             return self._bind_directly(masters)
         found = {}
         for step, made in self._made.items():
-            here = [p for stage in step for p in self._model.stages[stage].named_weights().values()]
-            parts, gathered = [], list[GatheredMatrix]()
-            for optimizer, coupling in zip(made, self._coupling, strict=True):
-                ours: dict[str, list[nn.Parameter]] = {}
-                for parameter in here:
-                    master = masters.of(parameter)
-                    if master is not None:
-                        ours.setdefault(self._names[parameter], []).append(master)
-                gathered += self._gather(optimizer, coupling, ours)
-                parts.append(self._over(optimizer, ours, made))
-            numbers = [n for n, part in enumerate(parts) if any(group["params"] for group in part.param_groups)]
-            if numbers:
-                by_norm = any(Coupling.NORM in self._coupling[n] for n in numbers)
-                found[step] = Stepper(chained([parts[n] for n in numbers]), gathered, numbers, goes_by_norm=by_norm)
+            ours: dict[str, list[nn.Parameter]] = {}
+            for parameter in (p for stage in step for p in self._model.stages[stage].named_weights().values()):
+                master = masters.of(parameter)
+                if master is not None:
+                    ours.setdefault(self._names[parameter], []).append(master)
+            gathered, parts = list[GatheredMatrix](), dict[int, Optimizer]()
+            for number, (optimizer, coupling) in enumerate(zip(made, self._coupling, strict=True)):
+                names = [name for name in self._names_in(optimizer) if name in ours]
+                if names and coupling & _WHOLE:
+                    gathered += self._gather(names, ours)
+                if names:
+                    parts[number] = self._over(optimizer, ours, made)
+            if parts:
+                by_norm = any(Coupling.NORM in self._coupling[number] for number in parts)
+                found[step] = Stepper(chained([*parts.values()]), gathered, [*parts], goes_by_norm=by_norm)
         return found
 
     def _bind_directly(self, masters: Masters) -> dict[Step, Stepper]:
@@ -231,29 +257,23 @@ class OptimizerBuilds:
                 found[step] = Stepper(chained(self._build(named)), [])
         return found
 
-    def _gather(
-        self, optimizer: Optimizer, coupling: Coupling, ours: dict[str, list[nn.Parameter]]
-    ) -> list[GatheredMatrix]:
-        """Let the ranks of tp gather the parameters of an optimizer that it needs whole; return these."""
-        if not coupling & _WHOLE or self._tensor.size == 1:
-            return []
-        gathered = []
-        for name in (self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]):
-            matrices = [
-                GatheredMatrix(p, self._tensor) if shard_of(p) is not None else None for p in ours.get(name, ())
-            ]
-            gathered += [matrix for matrix in matrices if matrix is not None]
-            ours[name] = [
-                parameter if matrix is None else matrix.full
-                for parameter, matrix in zip(ours.get(name, ()), matrices, strict=True)
-            ]
-        return gathered
+    def _names_in(self, optimizer: Optimizer) -> list[str]:
+        return [self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+    def _gather(self, names: Iterable[str], ours: dict[str, list[nn.Parameter]]) -> Iterator[GatheredMatrix]:
+        """Let the ranks of tp gather those of these parameters that are cut, and yield them."""
+        for name in names if self._tensor.size > 1 else ():
+            for number, parameter in enumerate(ours[name]):
+                if shard_of(parameter) is not None:
+                    matrix = GatheredMatrix(parameter, self._tensor)
+                    ours[name][number] = matrix.full
+                    yield matrix
 
     def _over(
         self, optimizer: Optimizer, ours: Mapping[str, Sequence[nn.Parameter]], made: Sequence[Optimizer]
     ) -> Optimizer:
         """Return an optimizer over this rank's parameters."""
-        if not holds_tensors(optimizer) or type(optimizer) in ELEMENTWISE:
+        if not holds_tensors(optimizer) or type(optimizer) in STEPS:
             return rebound(optimizer, {key: ours.get(name, ()) for key, name in self._ids.items()})
         again = self._builder([(name, parameter) for name, some in ours.items() for parameter in some])
         here = again[made.index(optimizer)] if len(again) == len(made) else None

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quintsched.errors import MisfitError, UsageError
 
 from ..comm import Group
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from .chained import parts_of
+from .coupling import coupling_of_class, hooks_of
 from .kept import flat_of
 from .own_state import OwnState, words_of
 from .rest_of_norm import rest_of_norm
@@ -78,11 +80,11 @@ class Stepper:
         self.goes_by_norm = goes_by_norm
         """Whether it looks at the norm of all gradients, and has some of the parameters."""
         self._handles = {matrix.shard: matrix.full for matrix in self._gathered}
-        parts = parts_of([optimizer])
+        self._parts = parts = parts_of([optimizer])
         self._part_of = {p: part for part in parts for group in part.param_groups for p in group["params"]}
         self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
         self._foreign = [own for own in self._own if own.is_foreign]
-        self._was_tried = not self._foreign
+        self._is_first, self._has_shares = True, numbers is not None
 
     def state_of(self, master: nn.Parameter) -> dict[str, Any]:
         """Return what the optimizer keeps for a parameter; of one that it does not step, nothing."""
@@ -151,15 +153,19 @@ class Stepper:
             matrix.gather()
         for own in self._foreign:
             own.begin_step()
-        with nullcontext() if norm is None else rest_of_norm(self.optimizer, norm):
+        with self._first_step(), nullcontext() if norm is None else rest_of_norm(self.optimizer, norm):
             self.optimizer.step()
         for own in self._foreign:
             own.end_step()
         for matrix in self._gathered:
             matrix.scatter()
-        if not self._was_tried:
-            self._was_tried = True
+        if self._is_first and self._foreign:
             self._warn_of_lost()
+        self._is_first = False
+
+    def _first_step(self) -> AbstractContextManager[object]:
+        odd = [part for part in self._parts if coupling_of_class(type(part)) is None or hooks_of(part)]
+        return _RefusedDraws(type(odd[0]).__name__) if self._is_first and self._has_shares and odd else nullcontext()
 
     def _warn_of_lost(self) -> None:
         """Write a warning, after the first step, where nothing could be saved."""
@@ -170,3 +176,19 @@ class Stepper:
                 flat_of(kept, f"parameter {name}")
         except UsageError as error:
             _logger.warning("%s; saving will be refused", error)
+
+
+class _RefusedDraws(TorchDispatchMode):
+    """Raises `UsageError` where a step draws random numbers, of which ranks would draw different ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UsageError(
+                f"{self._kind} draws random numbers in its step, and replicas would draw different ones; use an "
+                "optimizer that draws none"
+            )
+        return func(*args, **(kwargs or {}))

@@ -58,12 +58,13 @@ class FlatLayout:
         return cls._of(tensors, ALIGNMENT, num_shards, index)
 
     @classmethod
-    def whole(cls, tensors: Sequence[Tensor], num_shards: int, index: int) -> FlatLayout:
-        """Return the layout in which every tensor lies in one of `num_shards` shards, as evenly as may be."""
+    def whole(cls, tensors: Sequence[Tensor], num_shards: int, index: int, *, at_one_place: bool = False) -> FlatLayout:
+        """Return the layout in which every tensor lies in one of `num_shards` shards: all in the first, or evenly."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         filled, loads, owners = [0] * num_shards, [0] * num_shards, [0] * len(sizes)
         for number in sorted(range(len(sizes)), key=lambda number: -tensors[number].numel()):
-            owner = owners[number] = min(range(num_shards), key=lambda shard: (filled[shard], loads[shard], shard))
+            shards = range(1 if at_one_place else num_shards)
+            owner = owners[number] = min(shards, key=lambda shard: (filled[shard], loads[shard], shard))
             filled[owner] += sizes[number]
             loads[owner] += tensors[number].numel()
         shard_size = max(filled)

@@ -105,7 +105,7 @@ class TrainingState:
     ) -> None:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
         self._stats = MemoryStats()
-        self.weights, self._whole = ShardedWeights(), builds.whole
+        self.weights, self._whole, self._at_one_place = ShardedWeights(), builds.whole, builds.at_one_place
         buckets = self._buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
         self.steppers = builds.bind(self.masters)
@@ -154,6 +154,7 @@ class TrainingState:
                     group,
                     reshards=zero.shards_weights,
                     whole=parameters[0] in self._whole,
+                    at_one_place=self._at_one_place,
                     stats=self._stats,
                 )
             )

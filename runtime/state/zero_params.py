@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class WeightBucket:
         parameters: they become views into one flat buffer.
         group: the replicas of these weights.
         reshards: whether full weights are resident only while they are used.
-        whole: whether every parameter is in one shard, whole.
+        whole: whether every parameter is in one shard, whole; `at_one_place`: all in the first.
         stats: counts what is resident.
     """
 
@@ -59,11 +60,12 @@ class WeightBucket:
         *,
         reshards: bool,
         whole: bool,
+        at_one_place: bool,
         stats: MemoryStats,
     ) -> None:
         self.plan_bucket = plan_bucket
         self.parameters = tuple(parameters)
-        lay_out = FlatLayout.whole if whole else FlatLayout.sharded
+        lay_out = partial(FlatLayout.whole, at_one_place=at_one_place) if whole else FlatLayout.sharded
         self.layout = lay_out(parameters, group.size, group.index)
         self._group = group
         self._reshards = reshards and group.size > 1

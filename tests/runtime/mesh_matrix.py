@@ -199,6 +199,8 @@ def _largest(figures: Iterable[float]) -> float:
 class NotingSGD(torch.optim.SGD):
     """SGD that keeps the gradients which it was given last."""
 
+    needs_whole_parameters = False
+
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, lr=0.05, momentum=0.9)
         self.noted: list[tuple[Tensor, Tensor]] = []

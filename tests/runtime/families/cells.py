@@ -176,6 +176,7 @@ def batches_of(family: Family) -> list[Batch]:
 class Noting(torch.optim.Optimizer):
     """An optimizer of torch's that keeps the gradients which it was given last, by names."""
 
+    needs_whole_parameters = False
     noted: dict[str, Tensor]
 
     def step(self, closure: Any = None) -> None:

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 class Shampoo(Optimizer):
     """Preconditions matrices on both sides, and leaves the rest to plain descent."""
 
+    needs_whole_parameters = True
+
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -36,6 +38,8 @@ class Shampoo(Optimizer):
 class Trust(Optimizer):
     """LAMB's idea: each parameter moves by a share of its norm."""
 
+    needs_whole_parameters = True
+
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -47,21 +51,11 @@ class Trust(Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * float((p.norm() + 0.1) / (p.grad.norm() + 0.1)))
 
 
-class GlobalNorm(Trust):
-    """Moves by gradients over the norm of all of them."""
+class LargestNorm(Optimizer):
+    """Moves by gradients over the largest norm of any of them, and does not say so."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in every]).norm()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad / norm, alpha=-group["lr"])
-
-
-class LargestNorm(Trust):
-    """Moves by gradients over the largest norm of any of them."""
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -73,6 +67,8 @@ class LargestNorm(Trust):
 
 class SignMomentum(Optimizer):
     """Lion's idea: each number moves by the sign of its mean gradient; it keeps options beside its groups."""
+
+    needs_whole_parameters = False
 
     def __init__(self, params: Any, lr: float = 0.001) -> None:
         super().__init__(params, {"lr": lr})

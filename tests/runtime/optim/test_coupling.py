@@ -1,4 +1,4 @@
-"""What updates depend on is found by trying, whatever an optimizer's name, sizes and options."""
+"""What updates depend on is said by classes; of torch's own a table knows it, of their hooks a trial."""
 
 from __future__ import annotations
 
@@ -10,16 +10,112 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quintsched.errors import CodeError, UsageError
-from quintsched.runtime.optim.coupling import Coupling, coupling_of, require_steppable
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.optim.coupling import STEPS, Coupling, coupling_of, require_steppable
 
-from .optimizers import GlobalNorm, LargestNorm, Lookahead, Shampoo, SignMomentum, Trust
+from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
+from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust, plain
 
 CPU = torch.device("cpu")
 
 
 def stand_ins() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(()).expand(64, 32)), nn.Parameter(torch.zeros(()).expand(64))]
+
+
+class Renamed(torch.optim.AdamW):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.0)
+
+
+class WithOwnStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+class WithOwnGroups(torch.optim.SGD):
+    def _init_group(self, *given: Any) -> Any:
+        return super()._init_group(*given)  # type: ignore[misc]
+
+
+class ClippingTrust(Trust):
+    needs_gradient_norm = True
+
+
+def said(needs_whole: bool) -> Callable[[Any], Optimizer]:
+    def build(parameters: Any) -> Optimizer:
+        made = WithOwnStep(parameters)
+        made.needs_whole_parameters = needs_whole  # type: ignore[attr-defined]
+        return made
+
+    return build
+
+
+CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling | None]] = {
+    "adamw": (torch.optim.AdamW, Coupling.NONE),
+    "foreach": (lambda p: torch.optim.AdamW(p, foreach=True), Coupling.NONE),
+    "capturable": (lambda p: torch.optim.AdamW(p, capturable=True), Coupling.NONE),
+    "fused": (lambda p: torch.optim.SGD(p, fused=True), Coupling.NONE),
+    "renamed": (Renamed, Coupling.NONE),
+    "a subclass that makes state as it is built": (type("Ada", (torch.optim.Adagrad,), {}), Coupling.NONE),
+    "an own step": (WithOwnStep, None),
+    "an own method of its step": (WithOwnGroups, None),
+    "adafactor": (torch.optim.Adafactor, Coupling.WITHIN),
+    "muon": (lambda p: torch.optim.Muon(p[:1]), Coupling.WITHIN),
+    "said no": (SignMomentum, Coupling.NONE),
+    "said yes": (Trust, Coupling.WITHIN),
+    "said of an instance": (said(True), Coupling.WITHIN),
+    "said no of an instance": (said(False), Coupling.NONE),
+    "said with the norm": (ClippingTrust, Coupling.WITHIN | Coupling.NORM),
+    "not said": (LargestNorm, None),
+    "wrapped": (lambda p: Lookahead(torch.optim.AdamW(p)), None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_classes_say_what_updates_depend_on(name: str) -> None:
+    build, expected = CASES[name]
+    before = torch.get_rng_state()
+    assert coupling_of(build(stand_ins()), CPU) == expected
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_optimizer_of_torch_is_known_or_refused() -> None:
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    others = {kind.__name__ for kind in kinds if kind not in STEPS}
+    assert others == {"Optimizer", "LBFGS", "SparseAdam"}
+
+
+TASK = (2, 8, 8)
+
+
+def train(build: Any, mesh: str, zero: int = 0) -> list[Outcome]:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+    return train_on(plan, ids_task(*TASK), tiny_gpt(8, depth=2), build, dtype=torch.float64, bucket_mb=0.004)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "build",
+    [
+        LargestNorm,
+        lambda p: Lookahead(torch.optim.AdamW(p, lr=1e-3)),
+        lambda p: [LargestNorm([one for one in p if one.dim() > 1]), Trust([one for one in p if one.dim() < 2])],
+    ],
+)
+def test_what_is_not_said_is_stepped_by_one_replica(build: Any, zero: int, caplog: pytest.LogCaptureFixture) -> None:
+    alone = train_plainly(ids_task(*TASK), tiny_gpt(8, depth=2), 4, plain(build), dtype=torch.float64)
+    assert worst_difference(train(build, "dp=2", zero), alone) <= 1e-9
+    assert (".needs_whole_parameters = True or False to share them out" in caplog.text) == (zero > 0)
+
+
+@pytest.mark.parametrize("build", [LargestNorm, lambda p: Lookahead(torch.optim.AdamW(p))])
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_what_is_not_said_is_refused_where_ranks_have_shares(build: Any, mesh: str) -> None:
+    with pytest.raises(MisfitError, match=r"(LargestNorm|Lookahead) does not say .*needs_whole_parameters = False"):
+        train(build, mesh)
 
 
 class Noisy(Trust):
@@ -29,102 +125,9 @@ class Noisy(Trust):
             p.add_(p.grad + torch.randn_like(p), alpha=-0.1)
 
 
-class Broken(Trust):
-    def step(self, closure: Any = None) -> None:
-        raise RuntimeError("no such device")
-
-
-class Flaky(SignMomentum):
-    """Raises in the second of all steps, and never again."""
-
-    steps = 0
-
-    def step(self, closure: Any = None) -> None:
-        Flaky.steps += 1
-        if Flaky.steps == 2:
-            raise OSError("a file was away")
-        super().step()
-
-
-class Narrow(SignMomentum):
-    """Steps no float64."""
-
-    def step(self, closure: Any = None) -> None:
-        if any(p.dtype == torch.float64 for group in self.param_groups for p in group["params"]):
-            raise TypeError("no kernel for float64")
-        super().step()
-
-
-class Said(Broken):
-    needs_whole_parameters = True
-
-
-class Late(SignMomentum):
-    """Begins to look at whole matrices in its eleventh step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
-            if self.state[p]["steps"] > 10:
-                p.div_(1 + 0.01 * p.norm())
-
-
-class Renamed(torch.optim.AdamW):
-    pass
-
-
-class Wrapper(Optimizer):
-    def __init__(self, base: Optimizer) -> None:
-        self.base = base
-        super().__init__([p for group in base.param_groups for p in group["params"]], {})
-        self.param_groups = base.param_groups
-
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
-
-
-CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling]] = {
-    "adamw": (torch.optim.AdamW, Coupling.NONE),
-    "renamed": (Renamed, Coupling.NONE),
-    "renamed, without a learning rate yet": (lambda p: Renamed(p, lr=0.0), Coupling.NONE),
-    "a subclass that makes state as it is built": (type("Ada", (torch.optim.Adagrad,), {}), Coupling.NONE),
-    "sign momentum": (SignMomentum, Coupling.NONE),
-    "narrow": (Narrow, Coupling.NONE),
-    "late": (Late, Coupling.WITHIN),
-    "trust": (Trust, Coupling.WITHIN),
-    "shampoo": (Shampoo, Coupling.WITHIN),
-    "adafactor": (torch.optim.Adafactor, Coupling.WITHIN),
-    "muon": (lambda p: torch.optim.Muon(p[:1]), Coupling.WITHIN),
-    "global norm": (GlobalNorm, Coupling.NORM),
-    "largest norm": (LargestNorm, Coupling.ACROSS),
-    "wrapped": (lambda p: Wrapper(torch.optim.AdamW(p)), Coupling.NONE),
-    "wrapped norm": (lambda p: Wrapper(GlobalNorm(p)), Coupling.NORM),
-    "said": (Said, Coupling.WITHIN),
-}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", CASES)
-def test_what_updates_depend_on_is_found(name: str) -> None:
-    build, expected = CASES[name]
-    before = torch.get_rng_state()
-    assert coupling_of(build(stand_ins()), CPU) is expected
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (Noisy, "Noisy draws random numbers"),
-        (Broken, r"Broken depends on could not be tried .* Broken\.needs_whole_parameters = True"),
-        (lambda p: Lookahead(torch.optim.AdamW(p)), r"Lookahead\.needs_whole_parameters"),
-    ],
-)
-def test_what_cannot_be_found_is_asked_for(build: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        coupling_of(build(stand_ins()), CPU)
+def test_who_draws_random_numbers_is_refused_in_the_first_step() -> None:
+    with pytest.raises(UsageError, match="Noisy draws random numbers"):
+        train(Noisy, "tp=2")
 
 
 def test_closures_and_sparse_gradients_are_refused() -> None:
@@ -140,9 +143,3 @@ def test_closures_and_sparse_gradients_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             require_steppable(optimizer)
-
-
-def test_an_error_of_the_optimizer_that_does_not_come_again_is_raised_as_its_own() -> None:
-    with pytest.raises(CodeError, match="Flaky, raised OSError: a file was away") as raised:
-        coupling_of(Flaky(stand_ins()), CPU)
-    assert isinstance(raised.value.__cause__, OSError)

@@ -75,8 +75,8 @@ def _cases() -> list[Any]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mesh", "zero"), _cases())
 def test_optimizers_equal_one_process(name: str, mesh: str, zero: int) -> None:
-    if name == "lookahead" and ("tp" in mesh or "pp" in mesh or zero):
-        with pytest.raises(QuintschedError, match="Lookahead"):
+    if name == "lookahead" and ("tp" in mesh or "pp" in mesh):
+        with pytest.raises(QuintschedError, match=r"Lookahead\.needs_whole_parameters"):
             require_equality(name, qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero))
         return
     require_equality(name, qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero))
