@@ -216,7 +216,14 @@ def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: 
 
 
 def evaluation_of(plan: Plan) -> Plan:
-    """Return the plan that runs forward, only, what `plan` trains: of the same shape, with weights shared out alike."""
+    """Return the plan that runs forward, only, what `plan` trains: of the same shape, with weights shared out alike.
+
+    It is compiled and proved once for each plan, however many ranks of a process ask for it.
+    """
+    return plan.remember("evaluation", lambda: _evaluation_of(plan))
+
+
+def _evaluation_of(plan: Plan) -> Plan:
     first = plan.routes[0].stages
     in_order = first == tuple(range(len(first)))
     stages = len(first) if in_order else len(plan.stage_to_pp)

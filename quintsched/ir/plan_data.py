@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import RLock
 from typing import Any, Literal, TypeVar
 
 from quintsched.ir.columns import Columns, Ints
@@ -20,6 +21,9 @@ from quintsched.ir.zero import Zero
 T = TypeVar("T")
 
 Mode = Literal["train", "forward"]
+
+_FINDING = RLock()
+"""Held while something is found of a plan that is remembered."""
 
 MAX_BUCKETS = 1024
 """The most gradient buckets of a stage."""
@@ -106,9 +110,14 @@ class PlanData:
         return {}
 
     def remember(self, name: str, find: Callable[[], T]) -> T:
-        """Return what `find` found the first time that somebody asked for `name`: a plan never changes."""
+        """Return what `find` found the first time that somebody asked for `name`: a plan never changes.
+
+        Threads that ask at once, such as ranks of one process, wait for the first of them.
+        """
         if name not in self._remembered:
-            self._remembered[name] = find()
+            with _FINDING:
+                if name not in self._remembered:
+                    self._remembered[name] = find()
         found: T = self._remembered[name]
         return found
 
