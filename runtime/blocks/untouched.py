@@ -13,7 +13,7 @@ graphs        none, but while a block runs that differentiates in its forward, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ..comm.device import AllGenerators, draws_undone
+from ..comm.device import draws_undone, fork_generators
 from ..comm.modes import GradSwitches, modes_kept
 from ..objects.snapshot import Snapshot
 from .blocks import split_result
@@ -48,7 +48,7 @@ def attributes_untouched(module: nn.Module) -> Iterator[Snapshot]:
 def untouched(module: nn.Module) -> Iterator[Kept]:
     """A context after which a module whose weights are resident is as before, and so are the global generators."""
     device = next((weight.device for weight in module.parameters() if weight.device.type not in ("cpu", "meta")), None)
-    with draws_undone(device):
+    with draws_undone(device), nullcontext() if device is None else fork_generators(device):
         before = Kept(module)
         try:
             with modes_kept():
@@ -58,22 +58,19 @@ def untouched(module: nn.Module) -> Iterator[Kept]:
 
 
 class Kept:
-    """A module or a function as it is now, with what its code names, and the global generators.
+    """A module or a function as it is now, with what its code names.
 
     Args:
         root: of a module the weights are resident.
-        device: whose generator is kept as well; None: that of its weights.
 
     Attributes:
-        snapshot: all but weights and generators.
+        snapshot: all but weights.
     """
 
-    def __init__(self, root: Any, device: torch.device | None = None) -> None:
+    def __init__(self, root: Any) -> None:
         held = [*root.parameters()] if isinstance(root, nn.Module) else []
         plain = [tensor for tensor in held if not isinstance(tensor, DTensor) and not is_lazy(tensor)]
         self._weights = [(tensor, tensor.data, tensor.detach().clone()) for tensor in plain]
-        devices = {weight.device for weight in held} - {torch.device("cpu"), torch.device("meta")}
-        self._generators = AllGenerators(next(iter(devices), None) if device is None else device)
         self.snapshot = Snapshot({"": root})
         leaves = [tensor for _, tensor in self.snapshot.tensors() if tensor.is_leaf and tensor.requires_grad]
         self._grads = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in leaves]
@@ -89,7 +86,6 @@ class Kept:
             if grad is not None and numbers is not None:
                 grad.detach().copy_(numbers)
         self.snapshot.put_back()
-        self._generators.put_back()
 
 
 def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any], name: str) -> Result:

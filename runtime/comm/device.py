@@ -215,12 +215,13 @@ class AllGenerators:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = torch.device("cpu") if device is None else device
-        self._states = generator_states(self._device), random.getstate(), np.random.get_state()
+        self._states = generator_states(self._device), random.getstate(), np.random.get_state(legacy=False)
 
     def have_moved(self) -> bool:
         """Whether any of them is elsewhere now."""
-        now = AllGenerators(self._device)._states
-        return not all(map(torch.equal, self._states[0], now[0])) or repr(self._states[1:]) != repr(now[1:])
+        of_torch, of_python, of_numpy = AllGenerators(self._device)._states
+        is_same = all(map(torch.equal, self._states[0], of_torch)) and self._states[1] == of_python
+        return not (is_same and _is_same_state(self._states[2], of_numpy))
 
     def put_back(self) -> None:
         """Let them be there again."""
@@ -228,6 +229,13 @@ class AllGenerators:
         restore_generators(self._device, of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+def _is_same_state(one: Any, other: Any) -> bool:
+    """Whether two states of numpy's generator are equal."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same_state(one[key], other[key]) for key in one)
+    return np.array_equal(one, other)
 
 
 def settings_of_torch(device: torch.device) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..blocks.untouched import Kept
+from ..comm.device import AllGenerators
 from ..objects.host_state import HostState
 from ..objects.reachable import parts_of, reachable
 from ..objects.snapshot import Snapshot
@@ -30,8 +31,13 @@ class FunctionKept(Kept):
     """Where a function is now: what it holds and names, and the global generators of the host and of its `device`."""
 
     def __init__(self, function: Any, device: torch.device) -> None:
-        super().__init__(_bare(function), device)
-        self.device = device
+        super().__init__(_bare(function))
+        self.device, self._generators = device, AllGenerators(device)
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        super().put_back()
+        self._generators.put_back()
 
     def have_drawn(self) -> bool:
         """Whether a generator is elsewhere now."""

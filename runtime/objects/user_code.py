@@ -12,11 +12,11 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ _OF_A_RANK = frozenset({"rank", "world", "device", "gpu", "host", "hostname", "n
 """Values with one of these words in their names may differ from rank to rank."""
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "quintsched"} - {"__main__"})
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 _MOST = 1000
 """So many functions and values of one object are looked at."""
 
@@ -126,7 +127,7 @@ def is_library_module(name: str) -> bool:
     if name.partition(".")[0] in _LIBRARIES:
         return True
     path = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" in Path(path).parts or "dist-packages" in Path(path).parts
+    return not _INSTALLED.isdisjoint(path.split(os.sep))
 
 
 def names_of(code: CodeType) -> Iterator[str]:
