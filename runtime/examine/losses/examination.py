@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from ...blocks.trees import flatten
 from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_numbers
 from .calls_checked import CallsChecked
 from .divisors import divisor_of
-from .linear import UNLINEAR, gradients_of, is_linear
+from .linear import FACTORS, UNLINEAR, gradients_of, is_linear
 from .own_writes import depends_on_calls
 from .parts import (
     Given,
@@ -105,7 +105,7 @@ class LossExamination:
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
         self.is_safe, self._counts = True, False
         self._usual: float | None = None
-        self._is_linear = True
+        self._is_linear, self._factors = True, cycle(FACTORS)
 
     def run(self) -> Finding:
         """Return what all experiments agree on."""
@@ -342,13 +342,14 @@ class LossExamination:
         leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
         try:
-            with torch.enable_grad(), _unseen(), CallsChecked() as checked:
-                value = self.call(leaves, targets)
-                if not isinstance(value, Tensor) or value.dim():
-                    return None
-                divisor = divisor_of(value)
-                found = gradients_of(value, wanted) if value.requires_grad else ()
-                self._is_linear = self._is_linear and is_linear(value, wanted, found)
+            with torch.enable_grad(), _unseen():
+                with CallsChecked() as checked:
+                    value = self.call(leaves, targets)
+                    if not isinstance(value, Tensor) or value.dim():
+                        return None
+                    divisor = divisor_of(value)
+                    found = gradients_of(value, wanted) if value.requires_grad else ()
+                self._is_linear = self._is_linear and is_linear(value, wanted, found, next(self._factors))
         except Exception:  # what a user's code says to what is no batch of its own
             return None
         finally:

@@ -7,6 +7,7 @@ loss of microbatch i, times its weight ──▶ backward ──▶ w · g      
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ UNLINEAR = (
     "its backward changes gradients by more than a factor, as a clamp or a sign does, or a hook in it: these are "
     "a microbatch's, and not the batch's; clip in the optimizer, Engine(…, clip=…)"
 )
-_FACTORS, _PROPORTION = (2.0**-10, 2.0**10), {torch.float64: 1e-9, torch.float32: 1e-3}
+FACTORS, _PROPORTION = (2.0**-10, 2.0**10), {torch.float64: 1e-9, torch.float32: 1e-3}
 """By how much the gradient of a loss is multiplied; by how much that of its output may be off then, for its size."""
 
 
@@ -24,13 +25,11 @@ def gradients_of(value: Tensor, wanted: Sequence[Tensor], scale: float = 1.0) ->
     return torch.autograd.grad(value, wanted, torch.full_like(value, scale), retain_graph=True, allow_unused=True)
 
 
-def is_linear(value: Tensor, wanted: Sequence[Tensor], found: Sequence[Tensor | None]) -> bool:
+def is_linear(value: Tensor, wanted: Sequence[Tensor], found: Sequence[Tensor | None], factor: float) -> bool:
     """Whether gradients are in proportion to that of the loss; what is not finite tells nothing."""
-    for scale in _FACTORS if found else ():
-        for one, other in zip(found, gradients_of(value, wanted, scale), strict=True):
-            if one is None or other is None:
-                continue
-            off, size = (other / scale - one).abs().amax(), one.abs().amax()
-            if bool(off.isfinite()) and float(off) > _PROPORTION.get(one.dtype, 3e-2) * float(size) + 1e-30:
+    for one, other in zip(found, gradients_of(value, wanted, factor) if found else (), strict=True):
+        if one is not None and other is not None:
+            off, size = float((other / factor - one).abs().amax()), float(one.abs().amax())
+            if isfinite(off) and off > _PROPORTION.get(one.dtype, 3e-2) * size + 1e-30:
                 return False
     return True
