@@ -34,7 +34,7 @@ from .chained import chained
 from .coupling import STEPS, Coupling, coupling_of, kind_of, require_free_hooks, require_steppable
 from .gathered import GatheredMatrix, Stepper
 from .given import Builder
-from .remake import holds_tensors, rebound
+from .remake import holds_tensors, parameters_of, rebound
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -136,7 +136,7 @@ class OptimizerBuilds:
         known = {id(parameter) for _, parameter in named}
         seen: set[int] = set()
         for optimizer in made:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            for parameter in parameters_of(optimizer):
                 if id(parameter) not in known:
                     raise UsageError(
                         f"{type(optimizer).__name__} steps a parameter {tuple(parameter.shape)} that is none of those "
@@ -258,7 +258,7 @@ class OptimizerBuilds:
         return found
 
     def _names_in(self, optimizer: Optimizer) -> list[str]:
-        return [self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        return [self._ids[id(parameter)] for parameter in parameters_of(optimizer)]
 
     def _gather(self, names: Iterable[str], ours: dict[str, list[nn.Parameter]]) -> Iterator[GatheredMatrix]:
         """Let the ranks of tp gather those of these parameters that are cut, and yield them."""

@@ -32,7 +32,7 @@ from quintsched.errors import UsageError
 from ..blocks.blocks import seeded
 from ..objects.snapshot import Snapshot
 from ..objects.user_code import globals_of
-from .remake import remade, tensors_in
+from .remake import parameters_of, remade, tensors_in
 from .rest_of_norm import rest_of_norm
 
 
@@ -142,7 +142,7 @@ class _Trial:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = parameters_of(optimizer)
         steps = min(max(UPDATES // len(self._parameters), 3), MOST_STEPS)
         random = torch.Generator().manual_seed(7)
         shapes = [SHAPES[min(p.dim(), 4)] for p in self._parameters]

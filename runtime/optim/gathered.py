@@ -28,6 +28,7 @@ from .chained import parts_of
 from .coupling import coupling_of_class, hooks_of
 from .kept import flat_of
 from .own_state import OwnState, words_of
+from .remake import parameters_of
 from .rest_of_norm import rest_of_norm
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -81,7 +82,7 @@ class Stepper:
         """Whether it looks at the norm of all gradients, and has some of the parameters."""
         self._handles = {matrix.shard: matrix.full for matrix in self._gathered}
         self._parts = parts = parts_of([optimizer])
-        self._part_of = {p: part for part in parts for group in part.param_groups for p in group["params"]}
+        self._part_of = {p: part for part in parts for p in parameters_of(part)}
         self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
         self._foreign = [own for own in self._own if own.is_foreign]
         self._is_first, self._has_shares = True, numbers is not None

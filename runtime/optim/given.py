@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from quintsched.errors import UsageError
 
 from ..blocks.blocks import Blocks
-from .remake import remade
+from .remake import parameters_of, remade
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model."""
@@ -127,28 +127,23 @@ class _Again:
             for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
                 self._names.setdefault(id(parameter), []).append(f"{number}.{name}")
                 self._own.append(parameter)
-        for group in given.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._names:
-                    raise UsageError(
-                        f"the {kind} that was given has a parameter {tuple(parameter.shape)} that no block has; build "
-                        f"it over the blocks' parameters, or write {write}"
-                    )
-                if any(key != "step" and value.any() for key, value in _tensors(given.state.get(parameter, {}))):
-                    raise UsageError(
-                        f"the {kind} that was given has made steps already, whose state the engine would not have; "
-                        "give a fresh one, and load_full_state_dict"
-                    )
+        for parameter in parameters_of(given):
+            if id(parameter) not in self._names:
+                raise UsageError(
+                    f"the {kind} that was given has a parameter {tuple(parameter.shape)} that no block has; build "
+                    f"it over the blocks' parameters, or write {write}"
+                )
+            kept = given.state.get(parameter, {}).items()
+            if any(key != "step" and hasattr(value, "any") and value.any() for key, value in kept):
+                raise UsageError(
+                    f"the {kind} that was given has made steps already, whose state the engine would not have; "
+                    "give a fresh one, and load_full_state_dict"
+                )
 
     def __call__(self, named: Named) -> list[Optimizer]:
         ours = dict(named)
-        given = [parameter for group in self._given.param_groups for parameter in group["params"]]
         instead = {
             id(parameter): [ours[name] for name in self._names[id(parameter)] if name in ours][:1]
-            for parameter in given
+            for parameter in parameters_of(self._given)
         }
         return [remade(self._given, instead)]
-
-
-def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in state.items() if hasattr(value, "any")]

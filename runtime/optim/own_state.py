@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.plain_values import TEXT, NotPlainError, pack, quoted, unpack, unquoted
+from .remake import parameters_of
 
 BESIDE = "engine.optimizer."
 """How the names of all this begin."""
@@ -39,7 +40,8 @@ _OTHERS = (Optimizer, nn.Module, logging.Logger)
 _DEEPEST, _OBJECTS = 24, 12
 """How deep values are looked through; objects of other classes that are in one another are looked at once."""
 
-_GONE = object()
+_GONE, _LOST = object(), object()
+"""In place of a value: it is not there, or it was there and is not known."""
 
 Names = Mapping[int, str]
 """Words for tensors that are known otherwise, by their ids."""
@@ -48,6 +50,7 @@ Named = Mapping[str, tuple[nn.Parameter, dict[str, Any]]]
 """By names of weights, what is stepped of them, and what is kept for it."""
 
 Tensors = Mapping[str, Tensor]
+Known = Callable[[Tensor], str | None]
 
 
 class OwnState:
@@ -58,31 +61,64 @@ class OwnState:
     """
 
     def __init__(self, number: int, optimizer: Optimizer) -> None:
-        self.number, self.optimizer, self._kind = number, optimizer, type(optimizer).__name__
+        self.optimizer, self._kind, self._mine = optimizer, type(optimizer).__name__, f"{BESIDE}{number}"
         self.is_foreign = not type(optimizer).__module__.startswith("torch.optim.")
-        self._watched: list[_Watched] = []
-        if self.is_foreign:
-            handled: dict[int, None] = {}
-            for path, one in _nested(optimizer):
-                self._watched.append(_Watched(f"{BESIDE}{number}{path}/", one, not path, handled))
+        self._nested = [*_nested(optimizer)] if self.is_foreign else []
+        self._groups: list[_Entries] = []
+        self._attributes: list[_Entries] = []
+        self._states: list[tuple[str, Optimizer]] = []
+        seen: dict[int, None] = {}
+        for path, one in self._nested:
+            self._look_into(f"{self._mine}{path}/", one, seen)
+        self._initial_more = self._more()
+
+    def _look_into(self, prefix: str, one: Optimizer, seen: dict[int, None]) -> None:
+        """Note what one of them has that those before it, by their ids in `seen`, have not."""
+        for number, group in enumerate(one.param_groups):
+            if id(group) not in seen and group["params"]:
+                read = partial(settings_of, group)
+                self._groups.append(_Entries(f"{prefix}groups/{number}/", read, group.__setitem__, group.pop))
+        if id(one.state) not in seen:
+            self._states.append((f"{prefix}state", one))
+        seen.update(dict.fromkeys(map(id, (one.param_groups, one.state, *one.param_groups))))
+        read = partial(_own_attributes, one, seen)
+        self._attributes.append(_Entries(f"{prefix}attributes/", read, partial(setattr, one), partial(delattr, one)))
+
+    def _more(self) -> object:
+        """Return what an own state_dict gives beside torch's, in tokens."""
+        if len(self._nested) != 1 or type(self.optimizer).state_dict is Optimizer.state_dict:
+            return None
+        try:
+            more = self.optimizer.state_dict()
+        except Exception:
+            return None
+        return token_of({key: value for key, value in more.items() if key not in ("state", "param_groups")})
 
     def begin_step(self) -> None:
         """Take note of the groups as they are before a step."""
-        for one in self._watched:
-            one.begin_step()
+        for group in self._groups:
+            group.begin()
 
     def end_step(self) -> None:
         """Find what of the groups the step has changed."""
-        for one in self._watched:
-            one.end_step()
+        for group in self._groups:
+            group.end()
 
     def pack(self, names: Names) -> dict[str, Tensor]:
         """Return it as tensors; raises `UsageError` for what no file of tensors can hold."""
+
+        def known(tensor: Tensor) -> str | None:
+            return names.get(id(tensor))
+
         found: dict[str, Tensor] = {}
         try:
-            for one in self._watched:
-                found |= one.pack(names.get)
-            if not found and len(self._watched) == 1 and self._watched[0].gives_more():
+            for entries in self._attributes:
+                entries.end()
+            for entries in (*self._groups, *self._attributes):
+                found |= entries.pack(known)
+            for name, one in self._states:
+                found |= _packed(name, "state", pairs, known) if (pairs := self._state_of_none(one, known)) else {}
+            if not found and self._more() != self._initial_more:
                 raise NotPlainError("what its state_dict gives is neither in its state, its groups nor its attributes")
         except NotPlainError as error:
             raise UsageError(
@@ -90,6 +126,17 @@ class OwnState:
                 "keep tensors, numbers, strings, and lists and dicts of these"
             ) from None
         return found
+
+    def _state_of_none(self, one: Optimizer, known: Known) -> list[list[Any]]:
+        """Return the keys and values of a state that are saved with no weight."""
+        pairs = [[key, dict(kept) if isinstance(kept, Mapping) else kept] for key, kept in self._unsaved(one)]
+        if any(isinstance(key, Tensor) and known(key) is None for key, _ in pairs):
+            raise NotPlainError("its state has a key that is a tensor, and no parameter that it was given")
+        return pairs
+
+    def _unsaved(self, one: Optimizer) -> list[tuple[Any, Any]]:
+        stepped = {id(p) for p in parameters_of(one)} if one is self.optimizer else set[int]()
+        return [(key, kept) for key, kept in one.state.items() if id(key) not in stepped]
 
     def pack_shared(self, weights: Named) -> dict[str, Tensor]:
         """Return which states of several parameters are one tensor."""
@@ -99,11 +146,11 @@ class OwnState:
                 if isinstance(value, Tensor) and type(key) is str:
                     places.setdefault(id(value), []).append([name, key])
         shared = [found for found in places.values() if len(found) > 1]
-        return pack(f"{BESIDE}{self.number}/shared", shared) if shared else {}
+        return pack(f"{self._mine}/shared", shared) if shared else {}
 
     def share(self, state: Tensors, weights: Named) -> None:
         """Let states of several parameters be one tensor again."""
-        name = f"{BESIDE}{self.number}/shared"
+        name = f"{self._mine}/shared"
         for places in unpack(name, state) if f"{name}{TEXT}" in state else ():
             here = [(weights[weight][1], key) for weight, key in places if weight in weights]
             for kept, key in here[1:]:
@@ -111,16 +158,30 @@ class OwnState:
 
     def require_loadable(self, names: Collection[str]) -> None:
         """Raise `MisfitError` for names of what another optimizer has kept."""
-        mine = f"{BESIDE}{self.number}"
-        known = tuple(prefix for one in self._watched for prefix in one.prefixes)
+        kinds = ("groups/", "attributes/", "state#", "shared#")
+        known = tuple(f"{self._mine}{path}/{kind}" for path, _ in self._nested for kind in kinds)
         for name in names:
-            if name.startswith((f"{mine}/", f"{mine}.")) and not name.startswith(known):
+            if name.startswith((f"{self._mine}/", f"{self._mine}.")) and not name.startswith(known):
                 raise MisfitError(f"the state is of another optimizer than {self._kind}, which has no {name!r}")
 
     def load(self, state: Tensors, device: torch.device, tensors: Tensors) -> None:
-        """Take over what `pack` gave; `tensors` are those that go by words."""
-        for one in self._watched:
-            one.load(state, device, tensors)
+        """Take over what `pack` gave; `tensors` are those that go by words.
+
+        What is not there becomes what it was when the optimizer was made.
+        """
+
+        def given(name: str) -> Any:
+            return unpack(name, state, device, tensors.__getitem__)
+
+        for entries in self._attributes:
+            entries.end()
+        for entries in (*self._groups, *self._attributes):
+            entries.load(state, given)
+        for name, one in self._states:
+            for key, _ in self._unsaved(one):
+                del one.state[key]
+            for key, value in given(name) if f"{name}{TEXT}" in state else ():
+                one.state[key] = value
 
 
 def words_of(weights: Named) -> dict[str, Tensor]:
@@ -132,6 +193,11 @@ def words_of(weights: Named) -> dict[str, Tensor]:
     return found
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group holds beside its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def _nested(optimizer: Optimizer, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Optimizer]]:
     """Yield an optimizer and those that it steps, by their places in it."""
     seen = set() if seen is None else seen
@@ -140,8 +206,7 @@ def _nested(optimizer: Optimizer, path: str = "", seen: set[int] | None = None) 
     seen.add(id(optimizer))
     yield path, optimizer
     for name, value in _attributes(optimizer).items():
-        items = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
-        for number, item in items:
+        for number, item in enumerate(value) if isinstance(value, list | tuple) else [("", value)]:
             if isinstance(item, Optimizer):
                 yield from _nested(item, f"{path}.{name}{number}", seen)
 
@@ -152,155 +217,72 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name not in _OF_ALL and not isinstance(value, _CODE)}
 
 
-class _Watched:
-    """One optimizer, or one that it steps.
+def _own_attributes(optimizer: Optimizer, seen: Collection[int]) -> dict[str, Any]:
+    """Return those that are no optimizers, nor what optimizers have in common."""
+    return {
+        name: value
+        for name, value in _attributes(optimizer).items()
+        if id(value) not in seen
+        and not any(isinstance(item, Optimizer) for item in (value if isinstance(value, list | tuple) else [value]))
+    }
+
+
+class _Entries:
+    """Entries of a group, or attributes, of which those are saved that are no longer what they were at `begin`.
 
     Args:
-        prefix: how names of what it keeps begin.
-        is_outer: whether its parameters' states are saved with their weights.
-        handled: the ids of groups and states that belong to the optimizers before it.
+        prefix: how names of what is saved begin.
+        read, put, drop: return all entries, set one, take one away.
     """
 
-    def __init__(self, prefix: str, optimizer: Optimizer, is_outer: bool, handled: dict[int, None]) -> None:
-        self._prefix, self._optimizer, self._is_outer = prefix, optimizer, is_outer
-        self.prefixes = tuple(f"{prefix}{kind}" for kind in ("groups/", "attributes/", "state#", "shared#"))
-        self._groups = {n: group for n, group in enumerate(optimizer.param_groups) if id(group) not in handled}
-        self._has_state = id(optimizer.state) not in handled
-        handled.update(
-            dict.fromkeys([id(optimizer.param_groups), id(optimizer.state), *map(id, self._groups.values())])
-        )
-        self._handled = handled
-        self._moving: dict[int, set[str]] = {number: set() for number in self._groups}
-        self._before: dict[int, dict[str, object]] = {}
-        self._initial_settings = {number: _plain_of(settings_of(group)) for number, group in self._groups.items()}
-        self._initial = self._tokens()
-        self._initial_values = _plain_of(self._own_attributes())
-        self._initial_more = self._more()
+    def __init__(
+        self,
+        prefix: str,
+        read: Callable[[], dict[str, Any]],
+        put: Callable[[str, Any], object],
+        drop: Callable[[str], object],
+    ) -> None:
+        self._prefix, self._read, self._put, self._drop = prefix, read, put, drop
+        self._moved: set[str] = set()
+        values = read()
+        self._initial = dict.fromkeys(values, _LOST) | _plain_of(values)
+        self.begin()
 
-    def _own_attributes(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in _attributes(self._optimizer).items()
-            if id(value) not in self._handled and not _holds_optimizers(value)
-        }
+    def begin(self) -> None:
+        """Take note of all entries."""
+        self._before = {key: token_of(value) for key, value in self._read().items()}
 
-    def _tokens(self) -> dict[str, object]:
-        return {name: token_of(value) for name, value in self._own_attributes().items()}
+    def end(self) -> None:
+        """Find which have changed."""
+        now = {key: token_of(value) for key, value in self._read().items()}
+        self._moved |= {key for key in {**now, **self._before} if now.get(key, _GONE) != self._before.get(key, _GONE)}
 
-    def _more(self) -> object:
-        """Return what an own state_dict gives beside torch's, in tokens."""
-        if type(self._optimizer).state_dict is Optimizer.state_dict:
-            return None
-        try:
-            more = self._optimizer.state_dict()
-        except Exception:
-            return None
-        return token_of({key: value for key, value in more.items() if key not in ("state", "param_groups")})
-
-    def begin_step(self) -> None:
-        """Take note of the groups."""
-        for number, group in self._groups.items():
-            self._before[number] = {key: token_of(value) for key, value in settings_of(group).items()}
-
-    def end_step(self) -> None:
-        """Find what has changed in them."""
-        for number, group in self._groups.items():
-            before, after = self._before[number], settings_of(group)
-            self._moving[number].update(key for key in before if key not in after)
-            self._moving[number].update(
-                key for key, value in after.items() if key not in before or token_of(value) != before[key]
-            )
-
-    def pack(self, name_of: Callable[[int], str | None]) -> dict[str, Tensor]:
-        """Return what it keeps as tensors."""
-
-        def known(tensor: Tensor) -> str | None:
-            return name_of(id(tensor))
-
+    def pack(self, known: Known) -> dict[str, Tensor]:
+        """Return those that have changed, as tensors."""
         found: dict[str, Tensor] = {}
-        for number, group in self._groups.items():
-            for key in sorted(self._moving[number] & group.keys()) if group["params"] else ():
-                found |= _packed(f"{self._prefix}groups/{number}/{quoted(key)}", key, group[key], known)
-        changed = {
-            name: value
-            for name, value in self._own_attributes().items()
-            if self._initial.get(name, _GONE) != token_of(value)
-        }
-        for name, value in changed.items():
-            found |= _packed(f"{self._prefix}attributes/{quoted(name)}", name, value, known)
-        found |= self._pack_state(known)
+        for key, value in self._read().items():
+            if key in self._moved:
+                found |= _packed(f"{self._prefix}{quoted(key)}", key, value, known)
         return found
 
-    def gives_more(self) -> bool:
-        """Whether an own state_dict gives other things than at first."""
-        return self._more() != self._initial_more
-
-    def _pack_state(self, known: Callable[[Tensor], str | None]) -> dict[str, Tensor]:
-        if not self._has_state:
-            return {}
-        stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        state = self._optimizer.state
-        pairs = [[key, _plain(kept)] for key, kept in state.items() if not (self._is_outer and id(key) in stepped)]
-        if any(isinstance(key, Tensor) and known(key) is None for key, _ in pairs):
-            raise NotPlainError("its state has a key that is a tensor, and no parameter that it was given")
-        return _packed(f"{self._prefix}state", "state", pairs, known) if pairs else {}
-
-    def load(self, state: Tensors, device: torch.device, tensors: Tensors) -> None:
-        """Take over what it kept; what is not there becomes what it was when the optimizer was made."""
-
-        def given(name: str) -> Any:
-            return unpack(name, state, device, tensors.__getitem__)
-
-        for number, group in self._groups.items():
-            prefix = f"{self._prefix}groups/{number}/"
-            found = {unquoted(key): given(f"{prefix}{key}") for key in _keys(state, prefix)}
-            initial = self._initial_settings[number]
-            _restore(group, found, {key: initial.get(key, _GONE) for key in self._moving[number]})
-            self._moving[number].update(found)
-        prefix = f"{self._prefix}attributes/"
-        found = {unquoted(key): given(f"{prefix}{key}") for key in _keys(state, prefix)}
-        now = self._own_attributes()
-        changed = [name for name, value in now.items() if self._initial.get(name, _GONE) != token_of(value)]
-        made = {**now}
-        _restore(made, found, {name: self._before_steps(name) for name in changed})
-        for name in now.keys() - made.keys():
-            delattr(self._optimizer, name)
-        for name, value in made.items():
-            if now.get(name, _GONE) is not value:
-                setattr(self._optimizer, name, value)
-        self._load_state(state, given)
-
-    def _before_steps(self, name: str) -> object:
-        """Return an attribute as it was; nothing is known of tensors, which the state has to bring."""
-        return self._initial_values.get(name, _GONE if name not in self._initial else _LOST)
-
-    def _load_state(self, state: Tensors, given: Callable[[str], Any]) -> None:
-        if not self._has_state:
-            return
-        kept = self._optimizer.state
-        stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        for key in [key for key in kept if not (self._is_outer and id(key) in stepped)]:
-            del kept[key]
-        name = f"{self._prefix}state"
-        for key, value in given(name) if f"{name}{TEXT}" in state else ():
-            kept[key] = value
-
-
-_LOST = object()
-
-
-def _restore(held: dict[str, Any], found: Mapping[str, Any], initial: Mapping[str, Any]) -> None:
-    """Let values be as they are found, in place where that can be; others as they were at first."""
-    for key, value in {**initial, **found}.items():
-        if value is _LOST:
-            raise MisfitError(
-                f"the state was saved before the optimizer's {key!r} had changed, which it has here; load it into a "
-                "fresh engine"
-            )
-        if value is _GONE:
-            held.pop(key, None)
-        elif not _filled(held.get(key), value):
-            held[key] = value
+    def load(self, state: Tensors, given: Callable[[str], Any]) -> None:
+        """Let entries be as they are given, in place where that can be; others as they were at first."""
+        names = [name for name in state if name.startswith(self._prefix) and name.endswith(TEXT)]
+        keys = [name.removeprefix(self._prefix).removesuffix(TEXT) for name in names]
+        found = {key: self._initial.get(key, _GONE) for key in self._moved}
+        found |= {unquoted(key): given(f"{self._prefix}{key}") for key in keys}
+        now = self._read()
+        for key, value in found.items():
+            if value is _LOST:
+                raise MisfitError(
+                    f"the state was saved before the optimizer's {key!r} had changed, which it has here; load it into "
+                    "a fresh engine"
+                )
+            if value is not _GONE and not _filled(now.get(key), value):
+                self._put(key, value)
+            elif value is _GONE and key in now:
+                self._drop(key)
+        self._moved.update(found)
 
 
 def _filled(held: Any, value: Any) -> bool:
@@ -319,24 +301,7 @@ def _filled(held: Any, value: Any) -> bool:
     return True
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group holds beside its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _keys(state: Tensors, prefix: str) -> list[str]:
-    return [
-        name.removeprefix(prefix).removesuffix(TEXT)
-        for name in state
-        if name.startswith(prefix) and name.endswith(TEXT)
-    ]
-
-
-def _plain(kept: Any) -> Any:
-    return dict(kept) if isinstance(kept, Mapping) else kept
-
-
-def _packed(name: str, key: str, value: Any, known: Callable[[Tensor], str | None]) -> dict[str, Tensor]:
+def _packed(name: str, key: str, value: Any, known: Known) -> dict[str, Tensor]:
     try:
         return pack(name, value, known)
     except NotPlainError as error:
@@ -354,10 +319,6 @@ def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
         if len(packed) == 1:
             found[key] = unpack("", packed)
     return found
-
-
-def _holds_optimizers(value: object) -> bool:
-    return any(isinstance(item, Optimizer) for item in (value if isinstance(value, list | tuple) else [value]))
 
 
 class _Identity:

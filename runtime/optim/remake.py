@@ -24,6 +24,11 @@ Instead = Mapping[int, Sequence[nn.Parameter]]
 """What takes the place of each parameter, by its id: none, one, or several that are copies of each other."""
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return what an optimizer steps, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def remade(optimizer: Optimizer, instead: Instead) -> Optimizer:
     """Return an optimizer like this one, which has made no step, over other parameters; raises `UsageError`."""
     if holds_tensors(optimizer):
@@ -60,7 +65,7 @@ def _holds(optimizer: Optimizer, parameters: Instead) -> bool:
 
 def holds_tensors(optimizer: Optimizer) -> bool:
     """Whether an optimizer has tensors of several numbers beside its parameters, which it made as it was built."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = set(map(id, parameters_of(optimizer)))
     return any(tensor.numel() > 1 and id(tensor) not in known for tensor in tensors_in(vars(optimizer)))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .remake import nested_in
+from .remake import nested_in, parameters_of
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def rest_of_norm(optimizer: Optimizer, norm: Tensor) -> Iterator[None]:
 
 def _parameter_of_rest(optimizer: Optimizer, norm: Tensor, like: nn.Parameter) -> nn.Parameter:
     """Return a parameter of one number, zero, with the dimensions of another."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     squares = [torch.linalg.vector_norm(gradient).to(norm.dtype).square() for gradient in gradients]
     here = torch.stack(squares).sum() if squares else torch.zeros_like(norm)
     rest = nn.Parameter(like.new_zeros([1] * like.dim()))
