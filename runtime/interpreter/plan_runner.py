@@ -232,7 +232,7 @@ class PlanRunner:
             self._latest.state.messages.bound.clear()
         self.losses.begin(state.flows.plan, step.given_targets, last=last)
         for stage in self._model.stages.values() if state.flows.trains else ():
-            stage.require_known_weights(self._state.gradients.sums.known)
+            stage.require_known_weights(self._state.gradients.reducer.known)
         self._latest, self._is_broken = interpreter, True
         current, trains = state.current, state.flows.trains
         current.number, current.units, current.last = self.steps.total, step.units, last

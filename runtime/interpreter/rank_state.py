@@ -262,7 +262,7 @@ class RankState:
         outcome = self.step_end.outcome
         outcome.norm, outcome.skipped, outcome.empty, outcome.stop_asked = None, False, False, False
         if self.flows.trains:
-            self.compute.gradients.accumulate(on=accumulates)
+            self.compute.gradients.reducer.accumulates = accumulates
             self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 
     def end(self) -> None:

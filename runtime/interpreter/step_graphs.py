@@ -193,7 +193,7 @@ class CapturedStep:
         if is_compared:
             figures, is_right = self._compare(self._numbers(figures, table), before, given)
         else:  # the host is where it would be, had it led through the step
-            self._gradients.accumulate(on=False)
+            self._reducer.accumulates = False
             self._reducer.give()
             self._gradients.absent.forget()
             self._tally.replay(table)

@@ -212,7 +212,7 @@ class GradBuckets:
     """All gradient buckets of a rank's stages, and the replicas that each is reduced over.
 
     Args:
-        buckets: in the order of `cut_stages`.
+        buckets: in the order of `cut_buckets`, stage by stage.
         stages: this rank's stages.
         groups: the groups of the mesh.
         first_expert_bucket: the number of the plan's bucket, in each stage, that the experts are in.
@@ -252,32 +252,6 @@ class GradBuckets:
     def replicas_of(self, bucket: GradBucket) -> Group:
         """Return the ranks over which a bucket is summed."""
         return self._groups.expert_replicas if self.is_of_experts(bucket) else self._groups.replicas
-
-
-def cut_stages(
-    stages: Mapping[int, Stage],
-    buckets_per_stage: int,
-    bucket_bytes: int,
-    apart: Collection[nn.Parameter] = (),
-    *,
-    waiting_apart: bool = False,
-    whole: Collection[nn.Parameter] = (),
-    whole_bytes: int = 0,
-) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
-    """Return the buckets of all stages; see `cut_buckets`."""
-    return [
-        bucket
-        for stage in stages.values()
-        for bucket in cut_buckets(
-            stage,
-            buckets_per_stage,
-            bucket_bytes,
-            apart,
-            waiting_apart=waiting_apart,
-            whole=whole,
-            whole_bytes=whole_bytes,
-        )
-    ]
 
 
 def cut_buckets(

@@ -4,55 +4,104 @@
     launched                 [b0]      [b1]     ·      in the order of the plan's reductions, on all replicas alike
     AllReduceBucket                           [b2]     launches what is left
 
-A bucket that is ready early waits for those before it. Those that are not filled by backwards alone (tied weights,
-partial sums over tp) are launched by the plan's instruction, when they have been added up (`grad_sums`). Where replicas
-hold shards of the gradients (`zero_grads`), `ReduceScatterBucket` launches them, as often as the plan says, and what
-follows (division, norm, scaling) is done to each rank's shard.
+A bucket that is ready early waits for those before it. Those that are not filled by backwards alone are launched by the
+plan's instruction, when what several stages hold, or partial sums over tp, have been added up; these sums are begun and
+not waited for, until a bucket is to be reduced. Where replicas hold shards (`zero_grads`), `ReduceScatterBucket`
+launches them, as often as the plan says, and what follows (division, norm, scaling) is done to each rank's shard.
+
+    tied weight    stage 0 ─┐           twins    stage 0 (route 0) ─┐         partial sums    tp rank 0 ─┐
+                            ├─ sum                                  ├─ sum                               ├─ sum
+                   stage 3 ─┘                    stage 3 (route 1) ─┘                         tp rank 1 ─┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quintsched.ir.instructions import AllReduceBucket, Instruction, ReduceScatterBucket
 
 from ..comm import Group, Work
+from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, Wait
-from .grad_sums import GradSums
 from .passengers import Room
 
 
 class GradReducer:
-    """Launches and finishes the reductions of a rank's gradients.
+    """Launches and finishes the sums and reductions of a rank's gradients.
 
     Args:
         buckets: all gradients of this rank's stages.
-        sums: what has to be whole before a bucket is reduced.
+        groups: the groups of the mesh.
         tied: weights that several stages hold.
+        sharded: whether replicas hold shards of what is reduced: then partial sums are added up at the end of the step,
+            when there is less of them.
         in_turn: whether a bucket is launched at its place in the program, and never before.
     """
 
     def __init__(
-        self,
-        buckets: GradBuckets,
-        sums: GradSums,
-        tied: TiedWeights,
-        *,
-        in_turn: bool,
+        self, buckets: GradBuckets, groups: MeshGroups, tied: TiedWeights, *, sharded: bool, in_turn: bool
     ) -> None:
-        self._buckets, self._sums, self._tied, self._in_turn = buckets, sums, tied, in_turn
+        self._buckets, self._groups, self._tied = buckets, groups, tied
+        self._sharded, self._in_turn = sharded, in_turn
         self._order: list[GradBucket] = []
         self._program: Sequence[Instruction] | None = None
         self._num_launched = 0
         self._under_way: list[tuple[GradBucket, Work]] = []
+        self._sums: list[tuple[Sequence[Tensor], Work | None]] = []
         self.accumulates = False
         """Whether the step's gradients are added to by the next one: only reductions whose sums are kept are due."""
         self.reshards = any(bucket.reshards for bucket in buckets)
         """Whether full gradients are resident only from a backward to their reduction."""
         self._passengers: Callable[[], Tensor] | None = None
+
+    @property
+    def known(self) -> Container[nn.Parameter]:
+        """The parameters whose gradients are summed."""
+        return self._buckets.home
+
+    def has_partial_sums(self, stage: int) -> bool:
+        """Whether a stage's last backward leaves partial sums on the ranks of tp that are added up at once."""
+        return not self._sharded and any(bucket.stage == stage for bucket in self._buckets.partial_sums)
+
+    def add_partial_sums(self, stage: int) -> None:
+        """Begin to add up the partial sums of a stage over the ranks of tp."""
+        for bucket in self._buckets.partial_sums:
+            if bucket.stage == stage and not self.accumulates:
+                bucket.fill()
+                self._sums.append(([bucket.flat], self._groups.tensor.all_reduce(bucket.flat)))
+
+    def add_tied(self, params: str, stages: tuple[int, ...]) -> None:
+        """Begin to sum the gradients of what several stages hold: all weights of twins ("stage"), or a named one."""
+        if self._buckets.partial_sums:
+            self._end_sums()  # what is tied has to be whole
+        if params == "stage":
+            buckets = self._buckets.of_stages(stages)
+            copies = [[bucket.flat] for bucket in buckets]
+        else:
+            homes = [self._buckets.home[parameter] for parameter in self._tied.copies(params)]
+            buckets = [bucket for bucket, _ in homes]
+            copies = [[view for _, view in homes]] if homes else []
+        if self.accumulates and not any(bucket.reshards for bucket in buckets):
+            return
+        for bucket in buckets:
+            bucket.fill()
+        sharing = self._groups.sharing.get(stages)
+        for here in copies:
+            for other in here[1:]:
+                here[0].add_(other)
+            self._sums.append((here, sharing.group.all_reduce(here[0]) if sharing else None))
+
+    def _end_sums(self) -> None:
+        """Wait for the sums that were begun, and let all copies here be these."""
+        for copies, work in self._sums:
+            if work is not None:
+                work.wait()
+            for other in copies[1:]:
+                other.copy_(copies[0])
+        self._sums.clear()
 
     def follow(self, program: Sequence[Instruction]) -> None:
         """Take over the order of a program's reductions, each as often as it makes it, before its step begins."""
@@ -94,7 +143,7 @@ class GradReducer:
 
     def reduce(self, plan_bucket: PlanBucket) -> None:
         """Launch what is left of a plan's bucket; parameters that no backward reached bring their zeros."""
-        self._sums.end()
+        self._end_sums()
         for bucket in self._order[self._num_launched :]:
             if bucket.plan_bucket == plan_bucket:
                 bucket.ready = True
@@ -115,7 +164,7 @@ class GradReducer:
 
     def hold(self, wait: Wait) -> None:
         """End a step whose gradients the next one adds to."""
-        self._sums.end()
+        self._end_sums()
         self.finish_reductions(wait)
         self._num_launched = 0
         for bucket in self._buckets:
@@ -131,9 +180,10 @@ class GradReducer:
 
     def complete(self, wait: Wait) -> None:
         """Wait until all gradients are the sums that they have to be."""
-        self._sums.end()
+        self._end_sums()
         self.finish_reductions(wait)
-        self._sums.complete(wait)
+        if self._sharded:
+            wait([self._groups.tensor.all_reduce(bucket.shard) for bucket in self._buckets.partial_sums])
         self._num_launched = 0
         for bucket in self._buckets:
             bucket.hand_over()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +24,10 @@ from ..optim.builds import OptimizerBuilds
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from ..stage.tied_weights import TiedWeights
-from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_stages
+from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_buckets
 from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm
 from .grad_reducer import GradReducer
-from .grad_sums import GradSums
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .state_dict import (
@@ -48,19 +46,13 @@ from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_s
 Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """What is done with the gradients of one rank: filled by `hooks`, then summed, reduced, and measured."""
 
     hooks: GradHooks
-    sums: GradSums
     reducer: GradReducer
     norm: GradNorm
     absent: AbsentGradients
-
-    def accumulate(self, *, on: bool) -> None:
-        """Say whether the next step's gradients are added to those of this one."""
-        self.reducer.accumulates = self.sums.accumulates = on
 
 
 class KeptState(NamedTuple):
@@ -113,15 +105,22 @@ class TrainingState:
         self.read_bytes()  # what was resident while weights were cut into shards does not belong to the training
 
     def _make_buckets(self, plan: Plan, pp_rank: int, bucket_bytes: int) -> GradBuckets:
-        cut = cut_stages(
-            self._stages,
-            plan.buckets_per_stage,
-            bucket_bytes,
-            self._tied.parameters,
-            waiting_apart=self._zero.shards_gradients,
-            whole=self._whole,
-            whole_bytes=bucket_bytes * self._groups.replicas.size,
-        )
+        apart, whole = self._tied.parameters, self._whole
+        whole_bytes = bucket_bytes * self._groups.replicas.size
+        waiting_apart = self._zero.shards_gradients
+        cut = [
+            bucket
+            for stage in self._stages.values()
+            for bucket in cut_buckets(
+                stage,
+                plan.buckets_per_stage,
+                bucket_bytes,
+                apart,
+                waiting_apart=waiting_apart,
+                whole=whole,
+                whole_bytes=whole_bytes,
+            )
+        ]
         if self._zero.shards_optimizer:
             require_shardable(plan, self._stages)
             buckets = self._shard(cut, plan.buckets_per_stage)
@@ -172,13 +171,7 @@ class TrainingState:
 
     def _make_gradients(self, plan: Plan, buckets: GradBuckets) -> Gradients:
         sharded = self._zero.shards_optimizer
-        sums = GradSums(buckets, self._groups, self._tied, sharded=sharded)
-        reducer = GradReducer(
-            buckets,
-            sums,
-            self._tied,
-            in_turn=self._zero.shards_weights,
-        )
+        reducer = GradReducer(buckets, self._groups, self._tied, sharded=sharded, in_turn=self._zero.shards_weights)
         norm = GradNorm(
             buckets,
             self._groups,
@@ -187,7 +180,7 @@ class TrainingState:
             sharded=sharded,
         )
         absent = AbsentGradients(buckets, self.masters, sharded=sharded)
-        return Gradients(GradHooks(buckets, reducer), sums, reducer, norm, absent)
+        return Gradients(GradHooks(buckets, reducer), reducer, norm, absent)
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:

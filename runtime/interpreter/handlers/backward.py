@@ -84,10 +84,10 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
 
 def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:
     """Return what follows a stage's last backward where its gradients are partial sums over tp, if they are."""
-    sums, stage = state.gradients.sums, instruction.stage
-    if not state.flows.is_last_backward(instruction) or not sums.has_partial_sums(stage):
+    reducer, stage = state.gradients.reducer, instruction.stage
+    if not state.flows.is_last_backward(instruction) or not reducer.has_partial_sums(stage):
         return None
-    return partial(sums.add_partial_sums, stage)
+    return partial(reducer.add_partial_sums, stage)
 
 
 def _in_turn(first: Call, second: Call | None) -> Call:

@@ -21,7 +21,7 @@ Call = Callable[[], None]
 
 def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> Call:
     """Add up the gradients of what several stages hold."""
-    return partial(state.gradients.sums.add_tied, instruction.params, instruction.stages)
+    return partial(state.gradients.reducer.add_tied, instruction.params, instruction.stages)
 
 
 def bind_reduce_bucket(
