@@ -6,7 +6,7 @@ function                         cells of its closure, globals it names    ┘ t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
@@ -19,8 +19,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..blocks.untouched import Kept
 from ..comm.device import AllGenerators
 from ..objects.host_state import HostState
-from ..objects.reachable import parts_of, reachable
 from ..objects.snapshot import Snapshot
+from ..objects.user_code import is_of_library
 
 _HOOKS = ", its hooks"
 _LARGEST_ID = 10**7
@@ -49,8 +49,7 @@ def versions_kept(function: Any) -> AbstractContextManager[Any]:
 
     It has to have the numbers as well that it had.
     """
-    found = {id(part): part for thing in _things(function) for part in parts_of(thing) if isinstance(part, Tensor)}
-    known = tuple(tensor for tensor in found.values() if not tensor.is_inference())
+    known = tuple(tensor for tensor in _tensors(function) if not tensor.is_inference())
     return _unsafe_preserve_version_counter(known) if known else nullcontext()
 
 
@@ -90,8 +89,7 @@ class FunctionState:
 
 def class_weights(function: Any) -> list[Tensor]:
     """Return the rows of numbers that a function holds or names, as weights of classes are, always in one order."""
-    found = {id(part): part for thing in _things(function) for part in parts_of(thing) if isinstance(part, Tensor)}
-    return [t for t in found.values() if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
+    return [t for t in _tensors(function) if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
 
 
 def tensors_with_rows(name: str, function: Any, sizes: Collection[int]) -> list[str]:
@@ -102,18 +100,21 @@ def tensors_with_rows(name: str, function: Any, sizes: Collection[int]) -> list[
 
 def whole_numbers(function: Any) -> list[int]:
     """Return some whole numbers that a function holds, names or has in its code."""
-    found: list[Any] = []
-    for thing in _things(function):
-        found += parts_of(thing)
-        if isinstance(thing, FunctionType):
-            found += thing.__code__.co_consts
+    reached = reached_by(_bare(function))
+    own = (thing for thing in reached.values() if isinstance(thing, FunctionType) and not is_of_library(thing))
+    found = [*(one for function in own for one in function.__code__.co_consts), *reached.plain]
     ints = [int(one) for one in found if isinstance(one, int) and not isinstance(one, bool)]  # also such as IntEnum's
     numbers = [one for one in dict.fromkeys(ints) if abs(one) < _LARGEST_ID and one not in (0, 1, -1, -100)]
     return list(dict.fromkeys([*numbers[:_MOST_NUMBERS], 0]))
 
 
-def _things(function: Any) -> Iterator[Any]:
-    return reachable([_bare(function)])
+def reached_by(root: Any) -> Snapshot:
+    """Return what something holds and names, objects of libraries and what is in them too."""
+    return Snapshot({"": root}, numbers=False, of_libraries=True)
+
+
+def _tensors(function: Any) -> list[Tensor]:
+    return [thing for thing in reached_by(_bare(function)).values() if isinstance(thing, Tensor)]
 
 
 def _bare(function: Any) -> Any:

@@ -12,10 +12,10 @@ from types import CodeType, FunctionType
 import torch
 from torch import Tensor, nn
 
-from ..objects.reachable import parts_of, reachable
 from ..objects.user_code import is_of_library
 from ..parallel.proof.arrivals import Arrival, Given, GivenTree
 from ..parallel.proof.twins import FEW, SEED
+from .functions_kept import reached_by
 
 _TRIED = (0, 1, 2, 3, 5, 10, 100)
 _AMONG = (0, 1, 2, -100, -1)
@@ -99,10 +99,10 @@ def _put(tensor: Tensor, number: int) -> Tensor:
 
 def _numbers_of(block: nn.Module, agree: Agree) -> list[int]:
     """Return whole numbers of a block's own code, then such as it holds, and the next after the last."""
-    things = list(reachable([block]))
-    own = (thing for thing in things if isinstance(thing, FunctionType) and not is_of_library(thing))
+    reached = reached_by(block)
+    own = (thing for thing in reached.values() if isinstance(thing, FunctionType) and not is_of_library(thing))
     code = {number for function in own for number in _numbers_in(function.__code__)}
-    held = {part for thing in things for part in parts_of(thing) if type(part) is int and abs(part) < _LARGE}
+    held = {one for one in reached.plain if type(one) is int and abs(one) < _LARGE}
     found = [*sorted(code), *sorted(held - code)][:_MOST]
     found = [*found, *(number + 1 for number in found[-1:])]
     return [int(number) for number in agree([*found, *[0] * (_MOST + 1 - len(found))])]

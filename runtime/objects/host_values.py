@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from random import Random, SystemRandom
 from types import CodeType, MemberDescriptorType
@@ -42,7 +43,7 @@ def is_same(now: Any, seen: Any) -> bool:
     return isinstance(now, PLAIN) and bool(now == seen) and (bool(now) or repr(now) == repr(seen))
 
 
-def state_of(thing: Any) -> Callable[[], Any] | None:
+def state_of(thing: Any, most_bytes: int = _MOST_BYTES) -> Callable[[], Any] | None:
     """Return what reads where a generator is, or what is in a short array; None for anything else."""
     if isinstance(thing, count):
         return lambda: repr(thing)
@@ -56,8 +57,23 @@ def state_of(thing: Any) -> Callable[[], Any] | None:
         return lambda: _digest(thing.get_state().numpy().tobytes())
     if isinstance(thing, np.random.Generator):
         return lambda: str(thing.bit_generator.state)
-    if isinstance(thing, np.ndarray) and thing.nbytes <= _MOST_BYTES:
+    if isinstance(thing, np.ndarray) and thing.nbytes <= most_bytes:
         return lambda: _digest(bytes_of(thing))
+    return None
+
+
+def putter_of(thing: Any) -> Callable[[], Any] | None:
+    """Return what sets a generator, or an array, as it is now; None for anything else."""
+    if isinstance(thing, Random) and not isinstance(thing, SystemRandom):
+        return partial(thing.setstate, thing.getstate())
+    if isinstance(thing, np.random.RandomState):
+        return partial(thing.set_state, thing.get_state())
+    if isinstance(thing, torch.Generator):
+        return partial(thing.set_state, thing.get_state())
+    if isinstance(thing, np.random.Generator):
+        return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
+    if isinstance(thing, np.ndarray) and thing.dtype != object and thing.flags.writeable:
+        return partial(np.copyto, thing, thing.copy())
     return None
 
 
