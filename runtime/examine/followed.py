@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ..objects.host_state import HOOKS, HostState
+from ..objects.host_state import HostState
 from ..objects.host_values import numbers_of
+from ..objects.spaces import HOOKS, OF_TORCH
 from ..objects.user_code import is_of_library
 from .asks_elsewhere import require_known
 
-_OF_TORCH = frozenset(vars(nn.Module()))
 _OURS = f"{__name__.partition('.')[0]}."
 
 
@@ -134,7 +134,7 @@ class Followed:
         theirs = dict(model.named_modules())
         memo: dict[int, Any] = {id(module): modules[name] for name, module in theirs.items() if name in modules}
         memo |= {id(weight): weights[name] for name, weight in model.named_parameters() if name in weights}
-        names = self._state.names - _OF_TORCH
+        names = self._state.names - OF_TORCH
         for name, module in modules.items():
             its = theirs.get(name, module)
             if module is not its:
@@ -148,7 +148,7 @@ class Followed:
         for own, theirs in ((vars(module), vars(its)), (module._buffers, its._buffers)):
             for key in (own.keys() - theirs.keys()) & self._state.names:
                 del own[key]
-            for key in theirs.keys() & (self._state.names - _OF_TORCH):
+            for key in theirs.keys() & (self._state.names - OF_TORCH):
                 now: Any = theirs[key]
                 if isinstance(now, Tensor) and not isinstance(own.get(key), Tensor):
                     own[key] = now.to("meta")

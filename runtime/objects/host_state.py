@@ -16,21 +16,13 @@ Anything else of libraries' is not looked into; nothing of a user's is called.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from _thread import LockType, RLock
 from argparse import Namespace
-from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from types import (
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -38,28 +30,42 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .host_values import GONE, OPERATORS, content_of, entry_of, is_same, member_of, state_of, word
+from .host_values import OPERATORS, is_same, state_of
 from .plain_code import has_known_content, only_tells
-from .user_code import PLAIN, is_library_module, is_of_library, names_of, once_per_class, texts
+from .spaces import (
+    CONTAINERS,
+    HOOKS,
+    LONGEST,
+    OF_TORCH,
+    Cells,
+    Entries,
+    OfClass,
+    Slots,
+    Space,
+    defaults_of,
+    own_attributes,
+    parts_of,
+    slots_of,
+    space_of,
+)
+from .user_code import PLAIN, is_library_module, is_of_library, names_of, texts
 
-LONGEST = 1024
-"""So many entries of a container are watched."""
-
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 _STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PASSED_ON = (tuple, MethodType, staticmethod, classmethod, property, functools.cached_property)
+_CODE = (FunctionType, type, staticmethod, classmethod, property)
 OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
 """What torch calls of an autograd Function besides its forward."""
-OF_TORCH = frozenset(vars(nn.Module()))
 
 
-class _Slot(NamedTuple):
-    """A place of the host: its name, what reads it, and what it read first."""
+class Place(NamedTuple):
+    """A place of the host: its name, what reads it, what it read first, and where it is; None: it is computed."""
 
     name: str
     read: Callable[[], Any]
     seen: Any
+    space: Space | None = None
+    key: Any = None
 
     @property
     def counts_entries(self) -> bool:
@@ -68,19 +74,9 @@ class _Slot(NamedTuple):
 
     def write(self, value: Any) -> bool:
         """Put something there; return whether it can be."""
-        function: Any = getattr(self.read, "func", None)
-        given: Sequence[Any] = getattr(self.read, "args", ())
-        space = given[0] if function is dict.get else getattr(function, "__self__", None)
-        if isinstance(space, dict):
-            space[given[-2]] = value
-        elif function is entry_of:
-            given[0][given[1]] = value
-        elif function is content_of:
-            given[0].cell_contents = value
-        elif function is member_of:
-            given[0].__set__(given[1], value)
-        else:
+        if self.space is None or isinstance(self.space, OfClass):
             return False
+        self.space.write(self.key, value)
         return True
 
 
@@ -94,6 +90,7 @@ class HostState:
         beside: modules by names of which only the attributes are watched that code of the others names.
 
     Attributes:
+        places: what is watched.
         unseen: the name and the kind of something among it of which nobody can tell what is in it; None: there is none.
         names: the names that the code names.
     """
@@ -112,16 +109,13 @@ class HostState:
         inner: bool = True,
         beside: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
+        self.places: list[Place] = []
         self.unseen: str | None = None
+        methods = map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash"))
+        self.names = {"forward", *OF_FUNCTIONS, *methods}
         self._inner = inner
-        self._slots: list[_Slot] = []
-        self.names = {
-            "forward",
-            *OF_FUNCTIONS,
-            *map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash")),
-        }
         self._known: dict[int, Any] = {}
-        self._holders: list[tuple[str, Any]] = []
+        self._holders: list[tuple[str, Any, list[Space]]] = []
         self._looked_up: set[tuple[int, str]] = set()
         self._tensors: dict[int, Tensor] = {}
         for name, root in modules.items():
@@ -130,37 +124,28 @@ class HostState:
             self._enter(name, function)
         self._look_up_all()
         for name, module in beside.items():
-            own = vars(module)
-            for key in self.names & (own.keys() - OF_TORCH):
-                self._found(f"{name} ({type(module).__name__}).{key}", functools.partial(own.get, key, GONE))
+            own = Entries(vars(module), ".{}")
+            for key in self.names & (own.holder.keys() - OF_TORCH):
+                self._found(f"{name} ({type(module).__name__})", own, key)
         self._look_up_all()
 
     @property
     def is_whole(self) -> bool:
         """Whether all is watched: there is no more of it than can be."""
-        return len(self._slots) < self._most
+        return len(self.places) < self._most
 
     def changed(self) -> str | None:
         """Return the name of the first thing that is not as it was; None where all is."""
-        return next((slot.name for slot in self.moved()), None)
+        return next((place.name for place in self.moved()), None)
 
-    def changes(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the name of each thing that is not as it was, and what was seen and is there now."""
-        return ((slot.name, slot.seen, slot.read()) for slot in self.moved())
-
-    def moved(self, slots: Sequence[_Slot] | None = None) -> Iterator[_Slot]:
+    def moved(self, places: Sequence[Place] | None = None) -> Iterator[Place]:
         """Yield the places, all or some, that have something else than was seen."""
-        for slot in self._slots if slots is None else slots:
-            _, read, seen = slot
-            now = read()
+        for place in self.places if places is None else places:
+            seen, now = place.seen, place.read()
             if now is not seen and not is_same(now, seen):
                 now = self._seen(now)
                 if now is not seen and not is_same(now, seen):
-                    yield slot
-
-    def words(self) -> tuple[str, ...]:
-        """Return what was seen in words: two that have the same do the same, as far as can be said."""
-        return tuple(f"{slot.name} {word(slot.seen)}" for slot in self._slots)
+                    yield place
 
     def let_go(self) -> None:
         """Hold no more of what is watched than the places where it is; nothing new is found from now on."""
@@ -171,11 +156,11 @@ class HostState:
         """Return the tensors among it, buffers of modules too, but for their weights."""
         return list(self._tensors.values())
 
-    def _watch(self, name: str, read: Callable[[], Any]) -> Any:
+    def _watch(self, name: str, read: Callable[[], Any], space: Space | None = None, key: Any = None) -> Any:
         """Watch a place, and return what is there."""
         found = read()
-        if len(self._slots) < self._most:
-            self._slots.append(_Slot(name, read, self._seen(found)))
+        if len(self.places) < self._most:
+            self.places.append(Place(name, read, self._seen(found), space, key))
         return found
 
     def _seen(self, value: Any) -> Any:
@@ -195,23 +180,18 @@ class HostState:
         elif isinstance(thing, functools.partial):
             self._enter_all(name, self._watch(name, lambda: (thing.func, *thing.args)))
             self._enter_container(name, thing.keywords)
-        elif isinstance(thing, MethodType):
-            self._enter(name, thing.__func__)
-            self._enter(name, thing.__self__)
         elif isinstance(thing, FunctionType):
             self._enter_function(name, thing)
-        elif isinstance(thing, staticmethod | classmethod | property):
-            self._enter(name, thing.fget if isinstance(thing, property) else thing.__func__)
-        elif isinstance(thing, tuple):
-            self._enter_all(name, thing)
-        elif isinstance(thing, _CONTAINERS):
+        elif isinstance(thing, _PASSED_ON):
+            self._enter_all(name, (part for _, part in parts_of(thing) or ()))
+        elif isinstance(thing, CONTAINERS):
             self._enter_container(name, thing)
         elif isinstance(thing, _NAMESPACES):
             self._enter_container(name, own_attributes(thing))
         elif isinstance(thing, MappingProxyType):
             self._enter_all(name, gc.get_referents(thing))
         elif isinstance(thing, ModuleType):
-            self._holders.append((name, thing))
+            self._hold(name, thing)
         elif (state := state_of(thing)) is not None:
             self._watch(name, state)
         elif isinstance(thing, functools._lru_cache_wrapper):
@@ -220,17 +200,25 @@ class HostState:
         elif isinstance(thing, np.ndarray) or not has_known_content(thing):
             self._close(f"{name} ({type(thing).__module__}.{type(thing).__qualname__})")
         elif not is_of_library(thing if isinstance(thing, type) else type(thing)):
-            self._holders.append((name, thing))
-            self._look_up(name, thing)
+            self._look_up(*self._hold(name, thing))
             self._watch_attributes(name, thing)
         else:
             self._enter_foreign(name, thing)
 
+    def _enter_all(self, name: str, things: Iterable[Any]) -> None:
+        for thing in things:
+            self._enter(name, thing)
+
+    def _enter_space(self, name: str, space: Space, keys: Iterable[Any]) -> None:
+        """Watch places, and look into what is there."""
+        for key in keys:
+            label = space.label(name, key)
+            self._enter(label, self._watch(label, space.reader(key), space, key))
+
     def _enter_foreign(self, name: str, thing: Any) -> None:
         """Look into something of a library: what code names of it."""
         if not isinstance(thing, type) and not only_tells(thing):
-            self._holders.append((name, thing))
-            self._look_up(name, thing)
+            self._look_up(*self._hold(name, thing))
 
     def _close(self, name: str) -> None:
         """Note something of which nobody can tell what is in it, where users' code goes by it."""
@@ -239,10 +227,6 @@ class HostState:
 
     def _watch_attributes(self, name: str, holder: Any) -> None:
         """Watch how many attributes a holder has."""
-
-    def _enter_all(self, name: str, things: Iterable[Any]) -> None:
-        for thing in things:
-            self._enter(name, thing)
 
     def _enter_module(self, name: str, root: nn.Module, *, is_trained: bool = False) -> None:
         for inner, module in root.named_modules() if self._inner else [("", root)]:
@@ -255,36 +239,36 @@ class HostState:
                 self._watch(f"{label}, its hooks", functools.partial(tuple, hooks))
                 self._enter_all(f"{label}, its hooks", hooks.values())
             self._watch(f"{label}, its modules", module._modules.__len__)
+            children = Entries(module._modules, ".{}")
             for key in module._modules:
-                self._watch(f"{label}.{key}", functools.partial(module._modules.get, key, GONE))
+                self._watch(children.label(label, key), children.reader(key), children, key)
             if not is_trained:
                 self._watch(f"{label}.training", functools.partial(vars(module).get, "training"))
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
                         self._watch(f"{label}.{key}", parameter.data_ptr)
-            if any(base is not nn.Module and is_of_library(base) for base in _module_classes(kind)):
+            above = (base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
+            if any(map(is_of_library, above)):
                 self._enter_library_module(label, module)
             if not is_of_library(kind):
-                self._holders.append((label, module))
-                self._look_up(label, module)
+                self._look_up(*self._hold(label, module))
                 self._watch_attributes(label, module)
-            for key in module._buffers:
-                read = functools.partial(module._buffers.get, key, GONE)
-                self._enter(f"{label}.{key}", self._watch(f"{label}.{key}", read))
+            self._enter_space(label, Entries(module._buffers, ".{}"), module._buffers)
 
     def _watch_outline(self, label: str, module: nn.Module, root: nn.Module) -> None:
         """Watch what a module of a root is."""
 
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
+        own = Entries(vars(module), ".{}")
         for key in ["forward", *vars(module)]:
             if key not in OF_TORCH:
-                self._watch(f"{label}.{key}", functools.partial(vars(module).get, key, GONE))
+                self._watch(f"{label}.{key}", own.reader(key), own, key)
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
         around, self._is_of_library = self._is_of_library, is_of_library(function)
-        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._enter(f"{name}, {key}", self._watch(f"{name}, {key}", functools.partial(content_of, cell)))
-        self._enter_all(name, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        cells = Cells(function)
+        self._enter_space(name, cells, cells.cells)
+        self._enter_all(name, defaults_of(function))
         self._is_of_library = around
         if is_of_library(function):
             return
@@ -295,8 +279,7 @@ class HostState:
             self._enter_container(f"{name}, its defaults", function.__kwdefaults__)
         self.names.update(names_of(function.__code__))
         self.names.update(text for text in texts(function.__code__) if text.isidentifier())
-        self._holders.append((name, function))
-        self._look_up(name, function)
+        self._look_up(*self._hold(name, function))
 
     def _enter_container(self, name: str, container: Any) -> None:
         base: Any = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
@@ -310,89 +293,81 @@ class HostState:
                 self._watch(name, lambda: tuple(entries(container)))
             else:
                 self._close(f"{name} (of {length()} entries)")
-        elif base is dict:
-            for key in list(dict.keys(container)):
-                label = f"{name}[{key!r}]" if isinstance(key, PLAIN) else f"{name}[…]"
-                self._enter(label, self._watch(label, functools.partial(dict.get, container, key, GONE)))
-        elif base is list:
-            for place in range(length()):
-                label = f"{name}[{place}]"
-                self._enter(label, self._watch(label, functools.partial(entry_of, container, place)))
+        elif base in (dict, list):
+            space = space_of(container)
+            self._enter_space(name, space, list(dict.keys(container)) if base is dict else range(length()))
         else:
-            entries = list(base.__iter__(container))
-            if all(isinstance(entry, PLAIN) for entry in entries):
+            found = list(base.__iter__(container))
+            if all(isinstance(entry, PLAIN) for entry in found):
                 self._watch(name, lambda: tuple(base.__iter__(container)))
-            self._enter_all(name, entries)
+            self._enter_all(name, found)
+
+    def _hold(self, name: str, holder: Any) -> tuple[str, Any, list[Space]]:
+        """Have something looked up in a holder whenever code names more."""
+        self._holders.append((name, holder, _spaces(holder)))
+        return self._holders[-1]
 
     def _look_up_all(self) -> None:
         before = -1
         while before != len(self._looked_up) + len(self.names):  # names found late are looked up everywhere
             before = len(self._looked_up) + len(self.names)
-            for name, holder in list(self._holders):
-                self._look_up(name, holder)
+            for held in list(self._holders):
+                self._look_up(*held)
 
-    def _look_up(self, name: str, holder: Any) -> None:
+    def _look_up(self, name: str, holder: Any, spaces: Sequence[Space]) -> None:
         """Watch what a holder has under the names that code names."""
-        spaces = _spaces(holder)
         for place, space in enumerate(spaces):  # a method of a class may call that of the next
             for key in self._keys(holder, space):
                 here = (id(holder), f"{place} {key}")
-                if here not in self._looked_up and not isinstance(space[key], MemberDescriptorType):
-                    self._looked_up.add(here)
-                    is_theirs = isinstance(holder, ModuleType) and is_library_module(holder.__name__)
-                    found = self._found_in_library if is_theirs else self._found
-                    found(f"{name}.{key}", functools.partial(space.get, key, GONE))
-                    if space is not spaces[0]:  # its own would come before it
-                        self._watch(f"{name}.{key}", functools.partial(spaces[0].get, key, GONE))
-        for key, slot in () if isinstance(holder, FunctionType | type | ModuleType) else _slots_of(type(holder)):
-            if key in self.names and (id(holder), key) not in self._looked_up:
-                self._looked_up.add((id(holder), key))
-                self._found(f"{name}.{key}", functools.partial(member_of, slot, holder))
+                if here in self._looked_up or isinstance(space.reader(key)(), MemberDescriptorType):
+                    continue
+                self._looked_up.add(here)
+                if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
+                    self._found_in_library(name, space, key)
+                else:
+                    self._found(name, space, key)
+                if space is not spaces[0] and not isinstance(space, Slots):  # its own would come before it
+                    self._watch(f"{name}.{key}", spaces[0].reader(key), spaces[0], key)
 
-    def _keys(self, holder: Any, space: Mapping[str, Any]) -> Set[str]:
+    def _keys(self, holder: Any, space: Space) -> Set[str]:
         """Return under which names code may look something up that a holder has in one of its spaces."""
-        return self.names & space.keys()
+        return self.names & _keys_of(space)
 
-    def _found_in_library(self, name: str, read: Callable[[], Any]) -> None:
-        value = read()
+    def _found_in_library(self, name: str, space: Space, key: str) -> None:
+        value = space.reader(key)()
         if isinstance(value, ModuleType):
-            self._enter(name, value)
+            self._enter(f"{name}.{key}", value)
         elif isinstance(value, PLAIN) or callable(value):
-            self._watch(name, read)
+            self._watch(f"{name}.{key}", space.reader(key), space, key)
 
-    def _found(self, name: str, read: Callable[[], Any]) -> None:
-        value = read()
-        is_code = isinstance(value, FunctionType | type | staticmethod | classmethod | property)
-        self._enter(
-            name,
-            value if isinstance(value, ModuleType) or (is_code and is_of_library(value)) else self._watch(name, read),
-        )
+    def _found(self, name: str, space: Space, key: str) -> None:
+        value = space.reader(key)()
+        if isinstance(value, ModuleType) or (isinstance(value, _CODE) and is_of_library(value)):
+            self._enter(f"{name}.{key}", value)
+        else:
+            self._enter(f"{name}.{key}", self._watch(f"{name}.{key}", space.reader(key), space, key))
 
 
-def _spaces(holder: Any) -> list[Mapping[str, Any]]:
-    """Return where a holder's attributes are: its own, and those of its user's classes; globals, of a function."""
+def _spaces(holder: Any) -> list[Space]:
+    """Return where a holder's attributes are: its own, of its user's classes, its slots; of a function its globals."""
     if isinstance(holder, FunctionType):
-        return [vars(holder), holder.__globals__]
+        return [Entries(vars(holder), ".{}"), Entries(holder.__globals__, ".{}")]
     if isinstance(holder, ModuleType):
-        return [vars(holder)]
+        return [Entries(vars(holder), ".{}")]
     kinds = [*(holder.__mro__ if isinstance(holder, type) else ()), *type(holder).__mro__]
-    of_classes: list[Mapping[str, Any]] = [vars(base) for base in kinds if not is_of_library(base)]
+    found: list[Space] = [OfClass(base) for base in kinds if not is_of_library(base)]
     own = own_attributes(holder)
-    return of_classes if isinstance(holder, type) or not isinstance(own, dict) else [own, *of_classes]
+    if isinstance(holder, type):
+        return found
+    if isinstance(own, dict):
+        found.insert(0, Entries(own, ".{}"))
+    slots = slots_of(type(holder))
+    return [*found, Slots(holder, slots)] if slots else found
 
 
-def own_attributes(holder: Any) -> Any:
-    """Return the dictionary of an object's attributes, as its class may hide it; None where there is none."""
-    with contextlib.suppress(AttributeError):
-        return object.__getattribute__(holder, "__dict__")
-
-
-def _module_classes(kind: type) -> list[type]:
-    return [base for base in kind.__mro__ if issubclass(base, nn.Module)]
-
-
-@once_per_class
-def _slots_of(kind: type) -> list[tuple[str, MemberDescriptorType]]:
-    """Return the `__slots__` of a class by their names, without asking a metaclass."""
-    found = {key: held for base in reversed(kind.__mro__) for key, held in vars(base).items()}
-    return [(key, held) for key, held in found.items() if isinstance(held, MemberDescriptorType)]
+def _keys_of(space: Space) -> Set[str]:
+    """Return the names of all attributes that a holder has, or may have, in one of its spaces."""
+    if isinstance(space, Slots):
+        return space.slots.keys()
+    own: Mapping[str, Any] = vars(space.holder) if isinstance(space, OfClass) else space.holder
+    return own.keys()

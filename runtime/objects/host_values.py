@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from random import Random, SystemRandom
-from types import CodeType, MemberDescriptorType
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -109,15 +109,6 @@ def without_numbers(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Tensor
     return tuple(map(without_numbers, value)) if type(value) is tuple else value
-
-
-def word(value: Any) -> str:
-    """Return a plain value in words; of anything else its kind, or where its code is."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(word, value))})"
-    if isinstance(value, type | CodeType):
-        return repr(value)
-    return repr(value) if isinstance(value, PLAIN) else str(getattr(value, "__code__", type(value)))
 
 
 def content_of(cell: Any) -> Any:

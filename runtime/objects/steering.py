@@ -27,25 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .host_state import LONGEST, OF_TORCH, HostState, own_attributes
-from .host_values import (
-    GONE,
-    INSTEAD,
-    content_of,
-    entry_of,
-    marks_of,
-    member_of,
-    state_of,
-    without_numbers,
-)
+from .host_state import HostState
+from .host_values import INSTEAD, marks_of, state_of, without_numbers
 from .plain_code import asked_of, has_known_content, only_tells
-from .user_code import (
-    PLAIN,
-    is_library_module,
-    is_of_framework,
-    names_of,
-    texts,
-)
+from .spaces import LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
+from .user_code import PLAIN, is_library_module, is_of_framework, names_of, texts
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
@@ -93,8 +79,8 @@ class SteeringState(HostState):
         self._look_up_all()
         for label, module in outlined:
             self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self.names))
-        plain = (slot for slot in self._slots if isinstance(slot.seen, PLAIN) and slot.name not in self._of_libraries)
-        self.of_users = [slot for slot in plain if _is_set_by_name(slot.read)]
+        plain = (place for place in self.places if isinstance(place.seen, PLAIN) and place.space is not None)
+        self.of_users = [place for place in plain if place.name not in self._of_libraries]
         if not self.is_whole:
             self._close("more than can be watched")
 
@@ -116,11 +102,6 @@ class SteeringState(HostState):
             self._watch(f"{name}, its level", functools.partial(_level, thing))
         elif isinstance(thing, Tensor) or not has_known_content(thing):
             self._close(name)
-        elif isinstance(thing, functools.cached_property):
-            self._enter(name, thing.func)
-        elif isinstance(thing, ModuleType):
-            self._known[id(thing)] = thing
-            self._holders.append((name, thing))
         elif not isinstance(thing, torch.Generator):
             super()._enter(name, thing)
 
@@ -154,17 +135,18 @@ class SteeringState(HostState):
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
         if type(module).__module__.startswith("quintsched."):
             return
-        around, self._is_of_library, before = self._is_of_library, True, len(self._slots)
-        for key in ["forward", *vars(module)]:
-            if key not in OF_TORCH:
-                read = functools.partial(vars(module).get, key, GONE)
-                self._enter(f"{label}.{key}", self._watch(f"{label}.{key}", read))
+        around, self._is_of_library, before = self._is_of_library, True, len(self.places)
+        own = (key for key in ["forward", *vars(module)] if key not in OF_TORCH)
+        self._enter_space(label, Entries(vars(module), ".{}"), own)
         for base in type(module).__mro__:
-            plain = [key for key, value in vars(base).items() if isinstance(value, PLAIN) and not key.startswith("_")]
-            for key in () if is_of_framework(base) else plain:
-                self._watch(f"{base.__name__}.{key}", functools.partial(vars(base).get, key, GONE))
+            if not is_of_framework(base):
+                space = OfClass(base)
+                for key in [
+                    key for key, value in vars(base).items() if isinstance(value, PLAIN) and not key.startswith("_")
+                ]:
+                    self._watch(f"{base.__name__}.{key}", space.reader(key), space, key)
         self._is_of_library = around
-        self._of_libraries.update(slot.name for slot in self._slots[before:])
+        self._of_libraries.update(place.name for place in self.places[before:])
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
         if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
@@ -182,29 +164,24 @@ class SteeringState(HostState):
         elif kind is not list:
             self._watch(name, lambda: tuple(kind.__iter__(container)))
 
-    def _keys(self, holder: Any, space: Mapping[str, Any]) -> Set[str]:
+    def _keys(self, holder: Any, space: Space) -> Set[str]:
         """Return the names that code names: of a function's globals its own; all attributes where it makes up names."""
-        if isinstance(holder, FunctionType) and space is holder.__globals__:
-            return {*names_of(holder.__code__), *texts(holder.__code__)} & space.keys()
+        if isinstance(holder, FunctionType) and space.holder is holder.__globals__:
+            return {*names_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
         found = super()._keys(holder, space)
         if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
-            return {key for key in found if isinstance(space[key], _OF_MODULES)}
-        if not isinstance(holder, ModuleType | type) and space is own_attributes(holder) and self.names & _BY_ANY_NAME:
-            return set(space) - OF_TORCH
+            return {key for key in found if isinstance(space.holder[key], _OF_MODULES)}
+        if isinstance(space, Entries) and not isinstance(holder, ModuleType):
+            return set(space.holder) - OF_TORCH if self.names & _BY_ANY_NAME else found
         return found
 
-    def _found_in_library(self, name: str, read: Callable[[], Any]) -> None:
-        self._found(name, read)
+    def _found_in_library(self, name: str, space: Space, key: str) -> None:
+        self._found(name, space, key)
 
-    def _found(self, name: str, read: Callable[[], Any]) -> None:
-        self._enter(name, read() if isinstance(read(), ModuleType) else self._watch(name, read))
-
-
-def _is_set_by_name(read: Callable[[], Any]) -> bool:
-    """Whether a place is one in a dictionary, a list, a closure or a slot."""
-    function: Any = getattr(read, "func", None)
-    is_get = getattr(function, "__name__", "") == "get" and getattr(read, "args", ())[-1:] != ("training",)
-    return is_get or function in (entry_of, content_of, member_of)
+    def _found(self, name: str, space: Space, key: str) -> None:
+        value, label = space.reader(key)(), f"{name}.{key}"
+        is_module = isinstance(value, ModuleType)
+        self._enter(label, value if is_module else self._watch(label, space.reader(key), space, key))
 
 
 def _level(logger: Logger) -> tuple[object, ...]:

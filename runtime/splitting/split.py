@@ -26,8 +26,8 @@ from ..comm.device import GENERATORS, draws_undone
 from ..data.loose_leaves import require_no_loose_leaf
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
-from ..objects.host_state import HOOKS
 from ..objects.snapshot import Snapshot
+from ..objects.spaces import HOOKS
 from ..objects.user_code import is_of_library
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers

@@ -30,8 +30,8 @@ from ..comm.modes import Modes, modes_kept
 from ..examine.asks_elsewhere import FINAL, require_plain
 from ..examine.followed import label_of, line_of, tensors_in
 from ..examine.steady_state import HostChanges
-from ..objects.host_state import HOOKS
 from ..objects.plain_code import asking_elsewhere
+from ..objects.spaces import HOOKS
 from .frame import by_place_or_name, needed
 
 

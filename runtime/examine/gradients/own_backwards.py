@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from ...objects.host_state import HOOKS
 from ...objects.plain_code import has_known_content, only_tells
 from ...objects.snapshot import Snapshot
+from ...objects.spaces import HOOKS
 from ...objects.steering import SteeringState
 from ...objects.user_code import is_library_module, is_of_library, names_of
 

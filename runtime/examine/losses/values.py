@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...objects.host_state import HOOKS
+from ...objects.spaces import HOOKS
 from ..functions_kept import class_weights
 from .divisors import divisor_of
 from .real_batches import RealBatch, Unit, Way

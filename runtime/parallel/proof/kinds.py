@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...objects.host_state import own_attributes
 from ...objects.host_values import bytes_of, state_of
+from ...objects.spaces import own_attributes
 from ...objects.user_code import is_of_framework, is_of_library
 from ..dropout import KeyedDropout
 from ..tensor.choice import Choice

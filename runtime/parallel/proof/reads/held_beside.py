@@ -16,10 +16,9 @@ from torch import nn
 
 from quintsched.errors import MisfitError
 
-from ....objects.host_state import OF_TORCH, own_attributes
+from ....objects.spaces import HOOKS, OF_TORCH, own_attributes
 from ....objects.user_code import PLAIN, is_of_library
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST = 10_000
 """So many things are looked at."""
 
@@ -31,7 +30,7 @@ def require_held_once(block: nn.Module, layers: Collection[nn.Module]) -> None:
         return
     for path, module in block.named_modules():
         own = {key: value for key, value in vars(module).items() if key not in OF_TORCH}
-        for key, value in (*own.items(), *((key, vars(module)[key]) for key in _HOOKS)):
+        for key, value in (*own.items(), *((key, vars(module)[key]) for key in HOOKS)):
             if what := walk.find(value, is_shared=False):
                 raise MisfitError(f"{f'{path}.{key}'.lstrip('.')!r} holds {what} beside its modules")
 

@@ -239,7 +239,7 @@ def test_what_is_a_pair_still_goes_on(what: str) -> None:
 
 def test_dictionaries_of_modules_of_libraries_are_not_walked() -> None:
     block = Later(lambda self, y: F.gelu(y) if "hot" in type(self).__dict__ else y)
-    assert len(SteeringState({"block": block}).words()) < 1000
+    assert len(SteeringState({"block": block}).places) < 1000
 
 
 class Setting(nn.Module):
