@@ -52,7 +52,7 @@ _HOMES = {
     "blocks.blocks": ("Carry", "build_model"),
     "blocks.costs": ("measure_costs",),
     "autograd.deferred_weight_grads": ("defer",),
-    "settings.job": ("JobConfig",),
+    "settings.job": ("JobConfig", "load_job"),
     "comm.connection": ("connect_for",),
     "engine": ("Engine",),
     "interchange.load_pretrained": ("LoadedWeights",),
