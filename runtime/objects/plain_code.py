@@ -179,17 +179,19 @@ class _Calls:
     def __init__(self, passed: tuple[str, ...], *, straight: bool, backwards: bool) -> None:
         self.found: list[str] = []
         self._passed, self._straight = ("time.sleep", "_thread.RLock.__exit__", *passed), straight
-        self._backwards, self._sides = backwards, dict[str, _Side]()
+        self._backwards, self._sides = backwards, _Sides()
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
         caller: FrameType | None = frame
         if event == "c_call":
+            if self._sides[_module_of(frame)] is _Side.KEPT:
+                return
             name = asked_of(called)
-        elif event == "call" and frame.f_back is not None:
-            name, caller = _asked_of_python(frame), frame.f_back
+        elif event == "call" and (caller := frame.f_back) is not None:
+            name = "" if self._sides[_module_of(caller)] is _Side.KEPT else _asked_of_python(frame)
             if not self._backwards and frame.f_code is _APPLY:
-                name, caller = f"{frame.f_locals['cls'].__qualname__}.apply", self._above(frame.f_back)
-            if self._straight and not name and self._side(_module_of(frame)) is _Side.USER:
+                name, caller = f"{frame.f_locals['cls'].__qualname__}.apply", self._above(caller)
+            if self._straight and not name and self._sides[_module_of(frame)] is _Side.USER:
                 name, caller = _odd(frame), frame
         else:
             return
@@ -199,7 +201,7 @@ class _Calls:
 
     def _user(self, frame: FrameType | None) -> FrameType | None:
         """Return the frame of a user's code that a frame does something for; None: nobody's."""
-        while frame is not None and (side := self._side(_module_of(frame))) is not _Side.KEPT:
+        while frame is not None and (side := self._sides[_module_of(frame)]) is not _Side.KEPT:
             if side is _Side.USER:
                 return frame
             frame = frame.f_back
@@ -207,15 +209,18 @@ class _Calls:
 
     def _above(self, frame: FrameType | None) -> FrameType | None:
         """Return the frame of a user's code that has called, by whatever libraries."""
-        while frame is not None and self._side(_module_of(frame)) is not _Side.USER:
+        while frame is not None and self._sides[_module_of(frame)] is not _Side.USER:
             frame = frame.f_back
         return frame
 
-    def _side(self, module: str) -> _Side:
-        if module not in self._sides:
-            library = _Side.PASSES if _top(module) in _PLAIN_MODULES else _Side.KEPT
-            self._sides[module] = library if is_library_module(module) else _Side.USER
-        return self._sides[module]
+
+class _Sides(dict[str, _Side]):
+    """Sides of modules by their names; a profile function asks for them at each call."""
+
+    def __missing__(self, module: str) -> _Side:
+        library = _Side.PASSES if _top(module) in _PLAIN_MODULES else _Side.KEPT
+        self[module] = library if is_library_module(module) else _Side.USER
+        return self[module]
 
 
 def _asked_of_python(frame: FrameType) -> str:
