@@ -45,11 +45,14 @@ def attributes_untouched(module: nn.Module) -> Iterator[Snapshot]:
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[Kept]:
-    """A context after which a module whose weights are resident is as before, and so are the global generators."""
+def untouched(module: nn.Module, kept: Kept | None = None) -> Iterator[Kept]:
+    """A context after which a module whose weights are resident is as before, and so are the global generators.
+
+    `kept` is what it is like now, if that is known, as in one trial of many.
+    """
     device = next((weight.device for weight in module.parameters() if weight.device.type not in ("cpu", "meta")), None)
     with draws_undone(device), nullcontext() if device is None else fork_generators(device):
-        before = Kept(module)
+        before = Kept(module) if kept is None else kept
         try:
             with modes_kept():
                 yield before

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..blocks.blocks import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
-from ..blocks.untouched import untouched
+from ..blocks.untouched import Kept, untouched
 from ..objects.plain_code import asking_elsewhere
 from ..objects.steering import SteeringState
 from ..parallel.expert.moe import mixtures
@@ -105,12 +105,13 @@ def examine_block_loss(
         is_brief: whether one experiment is enough, as it was examined before.
     """
     unseen = SteeringState({f"block {number}": block}).unseen
-    with untouched(block), asking_elsewhere(clocks=False) as asked:
+    asked = list[str]()
+    with untouched(block):
         _leave_batches_out(block)
-        found = _Examination(run, number, block, arrival, samples, alike, agree).run(is_brief)
+        found = _Examination(run, number, block, arrival, samples, alike, agree, asked).run(is_brief)
         if not found.over and not found.why:  # where it draws for a microbatch, and not for its samples
             by_unit = lambda some: alike(range(len(some)))  # noqa: E731
-            found = _Examination(run, number, block, arrival, samples, by_unit, agree).run(is_brief)
+            found = _Examination(run, number, block, arrival, samples, by_unit, agree, asked).run(is_brief)
     elsewhere = f"it asks {asked[0]}" if asked else unseen and f"it goes by {unseen!r}, which nobody can compare"
     return found._replace(over=(), why=f"{elsewhere}, and may be another then") if elsewhere else found
 
@@ -124,7 +125,7 @@ def _leave_batches_out(block: nn.Module) -> None:
 
 
 class _Examination:
-    """Experiments on a block."""
+    """Experiments on a block; what it asks elsewhere is added to `asked`."""
 
     def __init__(
         self,
@@ -135,8 +136,10 @@ class _Examination:
         samples: int,
         alike: Alike,
         agree: Agree,
+        asked: list[str],
     ) -> None:
         self._run, self._number, self._block, self._alike, self._agree = run, number, block, alike, agree
+        self._asked, self._kept = asked, Kept(block)
         accepts = accepted_extras(block)
         extras = {name: extra for name, extra in arrival.extras.items() if accepts(name)}
         self._arrival, targets = replace(arrival, extras=extras), extras.get(TARGETS)
@@ -218,11 +221,14 @@ class _Examination:
             generator = torch.Generator(weight.device).manual_seed(number)
             with torch.no_grad():
                 weight.copy_(draw_weight(name, weight, weight.device, generator))
+        self._kept = Kept(self._block)
 
     def _try_once(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: range) -> _Tried | None:
         """Return the loss of these; None where that is no finite number, or the block cannot be run so."""
+        asked = list[str]()
         try:
-            with untouched(self._block), self._alike(samples), CallsChecked():
+            at_first = untouched(self._block, self._kept)
+            with at_first, self._alike(samples), CallsChecked(), asking_elsewhere(clocks=False) as asked:
                 ran = run_with_graph(self._run, self._number, self._block, self._arrival_of(outputs, targets))
                 wanted = [*ran.leaves, *ran.weights]
                 loss = torch.zeros(()) if ran.loss is None else ran.loss
@@ -231,6 +237,8 @@ class _Examination:
                 )
         except Exception:  # what a user's code says to numbers that no block has given
             return None
+        finally:
+            self._asked += asked
         gradients = [torch.zeros_like(t) if g is None else g.detach() for g, t in zip(found, wanted, strict=True)]
         is_finite = all(bool(t.isfinite().all()) for t in (loss, *gradients))
         return _Tried(loss.detach(), gradients) if is_finite else None

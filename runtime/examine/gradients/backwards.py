@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from ...blocks.blocks import accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...blocks.trees import TensorSpec
-from ...blocks.untouched import untouched
+from ...blocks.untouched import Kept, untouched
 from ...objects.plain_code import asking_elsewhere
 from ...objects.snapshot import Snapshot
 from ...parallel.proof.arrivals import Arrival, draw
@@ -113,12 +113,12 @@ def why_unlinear(
     """
     is_short = any(p.dtype is torch.float16 for p in block.parameters())
     scales = _SHORT_SCALES if is_short else _SCALES
-    hooks = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))})
+    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
 
     def backward(seed: int, scale: float, only: int | None = None) -> Gradients:
         for rest in (0.0, _TINY):  # of nothing, 0 / 0
             with alike(range(arrival.samples)):
-                found = _gradients(run, number, block, arrival, _Begin(seed, scale, only, rest))
+                found = _gradients(run, number, block, arrival, _Begin(seed, scale, only, rest), kept)
             if all(bool(gradient.isfinite().all()) for gradient in found):
                 return found
         if is_brief:
@@ -195,9 +195,11 @@ def calls_own(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) ->
     return calls.has_own
 
 
-def _gradients(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: _Begin) -> list[Tensor]:
-    """Return gradients of what a block is given and of its weights."""
-    with untouched(block) as kept, gradients_kept([*block.parameters(), *kept.snapshot.values()]):
+def _gradients(
+    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: _Begin, kept: Kept
+) -> list[Tensor]:
+    """Return gradients of what a block, which is as `kept`, is given and of its weights."""
+    with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
         drawn = draws_of_python()
         leaves, weights, made, _ = run_with_graph(run, number, block, arrival)
         if made:  # not by autograd.grad, which checkpoints may refuse
@@ -321,7 +323,7 @@ class BlockBackwards:
                 return found._replace(why=f"{found.why}, {words}")
         answers = OtherAnswers()
         with suppress(Exception), answered(alike, answers)(range(arrival.samples)):
-            _gradients(self._run, number, block, arrival, _Begin(0, 1.0))
+            _gradients(self._run, number, block, arrival, _Begin(0, 1.0), Kept(block))
         for place in range(1, 1 + min(answers.count, MOST_ASKED) * (not is_sharded(block))):
             otherwise = answered(alike, OtherAnswers(place))
             if (found := self._found_briefly(number, block, arrival, otherwise)).why:

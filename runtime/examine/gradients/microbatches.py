@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocks.trees import TensorSpec
-from ...blocks.untouched import untouched
+from ...blocks.untouched import Kept, untouched
 from ...objects.snapshot import Snapshot
 from ...parallel.proof.arrivals import Arrival, Given, draw
 from ..block_runs import RunBlock, run_with_graph
@@ -50,11 +50,11 @@ class _Steps(Exception):
 
 def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, alike: Alike = anyhow) -> str:
     """Return why gradients of samples together are not those of each, where their outputs are; "": they are."""
-    samples, trials = range(arrival.samples), list[_Trial]()
+    samples, trials, kept = range(arrival.samples), list[_Trial](), Kept(block)
     try:
-        whole = _try(run, number, block, [(arrival, samples)], alike)
+        whole = _try(run, number, block, kept, [(arrival, samples)], alike)
         for k in samples if len(samples) > 1 else ():
-            trials.append(_try(run, number, block, [(arrival.of_sample(k), samples[k : k + 1])], alike))
+            trials.append(_try(run, number, block, kept, [(arrival.of_sample(k), samples[k : k + 1])], alike))
     except Exception:  # what takes no other number of samples, or steps weights
         return ""
     outputs, gradients = (
@@ -81,11 +81,11 @@ def why_of_others(
     samples, said = range(arrival.samples), (number, type(block).__name__)
     turned = [Given(p.tensor.flip(0) if p.tensor.dim() else p.tensor, p.tokens) for p in arrival.activation.parts]
     later = replace(arrival, activation=replace(arrival.activation, parts=turned)).scaled(_OF_LATER)
-    hooks = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))})
+    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
     try:
-        one = _try(run, number, block, [(arrival, samples)], alike)
-        twice = _try(run, number, block, [(arrival, samples)], alike, times=2)
-        late = _try(run, number, block, [(arrival, samples), (later, samples)], alike) if overtaken else one
+        one = _try(run, number, block, kept, [(arrival, samples)], alike)
+        twice = _try(run, number, block, kept, [(arrival, samples)], alike, times=2)
+        late = _try(run, number, block, kept, [(arrival, samples), (later, samples)], alike) if overtaken else one
     except _Steps:
         return _STEPS.format(*said)
     except Exception as error:  # as of values that a backward takes out of what is empty by then
@@ -109,11 +109,20 @@ class _Trial(NamedTuple):
 
 
 def _try(
-    run: RunBlock, number: int, block: nn.Module, given: Sequence[tuple[Arrival, range]], alike: Alike, times: int = 1
+    run: RunBlock,
+    number: int,
+    block: nn.Module,
+    kept: Kept,
+    given: Sequence[tuple[Arrival, range]],
+    alike: Alike,
+    times: int = 1,
 ) -> _Trial:
-    """Run a block forwards on what is given, then backwards of the first; weights keep their gradients."""
+    """Run a block, which is as `kept`, forwards on what is given, then backwards of the first.
+
+    Weights keep their gradients.
+    """
     samples = given[0][1]
-    with untouched(block) as kept, gradients_kept([*block.parameters(), *kept.snapshot.values()]):
+    with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
         sums: Sequence[Tensor] = []
         for _ in range(times):
             ran = []
