@@ -250,11 +250,11 @@ def test_kinds_of_accelerators_are_known_in_one_file():
             continue
         tree = tree_of(path)
         for node in ast.walk(tree):
-            where = f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 0)}: ask comm.device"
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-                assert node.attr not in KINDS, where
-            if isinstance(node, ast.Constant):
-                assert node.value not in KINDS, where
+            is_of_torch = (
+                isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
+            )
+            named = node.attr if is_of_torch else node.value if isinstance(node, ast.Constant) else None
+            assert named not in KINDS, f"{path.relative_to(ROOT)}, line {node.lineno}: ask comm.device"
         used = {part for module, _ in imports(path, "quintsched.runtime") for part in module.split(".")[:2]}
         assert not ("torch" in used and used & KINDS), f"{path.relative_to(ROOT)} imports of an accelerator"
 
