@@ -347,8 +347,8 @@ class LossExamination:
                     value = self.call(leaves, targets)
                     if not isinstance(value, Tensor) or value.dim():
                         return None
-                    divisor = divisor_of(value)
-                    found = gradients_of(value, wanted) if value.requires_grad else ()
+                divisor = divisor_of(value)
+                found = gradients_of(value, wanted) if value.requires_grad else ()
                 self._is_linear = self._is_linear and is_linear(value, wanted, found, next(self._factors))
         except Exception:  # what a user's code says to what is no batch of its own
             return None
