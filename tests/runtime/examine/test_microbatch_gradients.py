@@ -1,0 +1,68 @@
+"""Gradients of a microbatch that are no part of the batch's are found, though they are linear."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, run_local
+from quintsched.runtime.examine.gradients.microbatches import why_of_microbatch, why_of_others
+
+from .backward_blocks import ARRIVAL, LINEAR, Block, backward_of, halve, hooked, run
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        Kept.mask = x > 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Kept.mask
+
+
+def stepped(weight):
+    with torch.no_grad():
+        weight.add_(weight.grad, alpha=-0.1)
+
+
+def sized(x):
+    return x / len(x) + (x - x / len(x)).detach()
+
+
+OF_MICROBATCHES = {
+    "centred": (Block(backward_of(lambda g: g - g.mean(0))), "mixes samples"),
+    "by size": (Block(sized), "mixes samples"),
+    "kept on a class": (Block(Kept.apply), "what its latest forward has kept"),
+    "halved sums": (hooked("register_post_accumulate_grad_hook", halve), "changes sums"),
+    "stepped": (hooked("register_post_accumulate_grad_hook", stepped), "changes weights"),
+    **{name: (LINEAR[name], "") for name in LINEAR if name not in ("halved", "log")},
+    "mixed forward": (Block(lambda x: x - x.mean(0)), ""),
+    "straight through": (Block(lambda x: x + (x.round() - x).detach()), ""),
+}
+
+
+@pytest.mark.parametrize("name", OF_MICROBATCHES)
+def test_gradients_of_a_microbatch_that_are_no_part_of_the_batchs_are_found(name):
+    block, said = OF_MICROBATCHES[name]
+    before = block.inner.weight.clone()
+    found = why_of_microbatch(run, 3, block, ARRIVAL) or why_of_others(run, 3, block, ARRIVAL)
+    assert torch.equal(before, block.inner.weight)
+    assert said in found
+    assert bool(said) == bool(found)
+    if name == "kept on a class":
+        assert not why_of_others(run, 3, block, ARRIVAL, overtaken=False)
+
+
+def test_microbatches_of_one_sample_hide_no_mixing():
+    def run(transport):
+        plan = qs.compile("1f1b", mesh="dp=1", microbatches=4)
+        block = Block(backward_of(lambda g: g - g.mean(0)))
+        engine = Engine(plan, [block], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
+        x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        with pytest.raises(MisfitError, match=r"block 0 .* in its backward"):
+            engine.step(x, x)
+
+    run_local(1, run)
