@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionCtx
 
 from quintsched.errors import MisfitError
@@ -28,6 +29,9 @@ from quintsched.errors import MisfitError
 from .base import Group, Work
 
 Collective = Callable[[Tensor, Group, int], Tensor]
+
+outside_compiled = _disable_dynamo
+"""Keeps a function out of compiled code, as `torch.compiler.disable` does, which takes a second to import."""
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -127,9 +131,7 @@ def _communicate(x: Tensor, group: Group, dim: int, forward: Collective, backwar
     return result
 
 
-_communicate_aside: Callable[[Tensor, Group, int, Collective, Collective], Tensor] = torch.compiler.disable(
-    _communicate
-)
+_communicate_aside: Callable[[Tensor, Group, int, Collective, Collective], Tensor] = outside_compiled(_communicate)
 """Outside of compiled code, which cannot hold a collective of ours: it would break within the function."""
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from quintsched.errors import MisfitError
 
@@ -90,6 +89,8 @@ class Attention(nn.Module):
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
         else:
             key, value = past.extend(self, key, value)
+            from torch.nn.attention.bias import causal_lower_right  # a second, of which few models have need
+
             mask = causal_lower_right(query.shape[-2], key.shape[-2])
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.is_grouped)
         out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -31,9 +31,6 @@ from .remake import parameters_of
 
 BESIDE = "engine.optimizer."
 """How the names of all this begin."""
-
-_OF_ALL = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))]))) | {"_opt_called", "_step_count"}
-"""Attributes that every optimizer has, or a scheduler gives it."""
 
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial)
 _OTHERS = (Optimizer, nn.Module, logging.Logger)
@@ -214,7 +211,13 @@ def _nested(optimizer: Optimizer, path: str = "", seen: set[int] | None = None) 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     slots = (name for kind in type(optimizer).__mro__ for name in getattr(kind, "__slots__", ()))
     own = {name: getattr(optimizer, name) for name in slots if hasattr(optimizer, name)} | vars(optimizer)
-    return {name: value for name, value in own.items() if name not in _OF_ALL and not isinstance(value, _CODE)}
+    return {name: value for name, value in own.items() if name not in _of_all() and not isinstance(value, _CODE)}
+
+
+@cache
+def _of_all() -> frozenset[str]:
+    """Return the attributes that every optimizer has, or a scheduler gives it."""
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))]))) | {"_opt_called", "_step_count"}
 
 
 def _own_attributes(optimizer: Optimizer, seen: Collection[int]) -> dict[str, Any]:

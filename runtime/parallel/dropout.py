@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..comm import Group
+from ..comm.autograd_collectives import outside_compiled
 from ..comm.device import generator_states
 from .column_row import ColumnRowPair
 
@@ -264,7 +265,7 @@ class KeyedDropout(nn.Dropout):
         return object.__new__, (nn.Dropout,), {k: v for k, v in self.__dict__.items() if k not in added}
 
 
-_drop_aside: Callable[[KeyedDropout, Tensor], Tensor] = torch.compiler.disable(KeyedDropout.drop)
+_drop_aside: Callable[[KeyedDropout, Tensor], Tensor] = outside_compiled(KeyedDropout.drop)
 """Outside of compiled code, which would be compiled anew for every unit."""
 
 

@@ -26,6 +26,7 @@ from ...comm.autograd_collectives import (
     begin_reduce_scatter,
     copy_to_group,
     gather_from_group,
+    outside_compiled,
     reduce_from_group,
     reduce_scatter,
     scatter_to_group,
@@ -85,5 +86,5 @@ def _gather_for_both(tokens: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     return seen, taken
 
 
-_gather_aside: Callable[[Tensor, Group], tuple[Tensor, Tensor]] = torch.compiler.disable(_gather_for_both)
+_gather_aside: Callable[[Tensor, Group], tuple[Tensor, Tensor]] = outside_compiled(_gather_for_both)
 """Outside of compiled code, as all collectives (see `collectives`)."""

@@ -36,6 +36,7 @@ from ...comm.autograd_collectives import (
     begin_all_reduce,
     begin_reduce_scatter,
     copy_to_group,
+    outside_compiled,
     reduce_from_group,
     reduce_scatter,
 )
@@ -69,7 +70,7 @@ def _column_product(
     return rows.view(shape)
 
 
-_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, ColumnRowPair | None], Tensor] = torch.compiler.disable(
+_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, ColumnRowPair | None], Tensor] = outside_compiled(
     _column_product
 )
 """Outside of compiled code: a rank that compiles and one that does not have to issue the same collectives."""
