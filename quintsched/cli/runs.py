@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -62,24 +63,16 @@ def run(
     if resume and fresh:
         raise UsageError("--resume goes on with an earlier run and --fresh does not; give one of them")
     _require_torch()
-    arguments = _job_arguments(plan, job, overrides)
-    arguments += ["--trace", str(trace)] if trace else []
-    arguments += ["--resume"] if resume else ["--fresh"] if fresh else []
-    for name in changed or ():
-        arguments += ["--override", name]
-    arguments += ["--nproc", str(nproc)] if nproc else []
-    arguments += ["--restarts", str(restarts)] if restarts else []
-    arguments += ["--min-dp", str(min_dp)] if min_dp is not None else []
-    arguments += _machines(nnodes, node_rank, master)
-    raise typer.Exit(call(_launch("local", arguments)))
+    _require_machines(nnodes, node_rank, master)
+    of_run = {"trace": trace and str(trace), "resume": resume, "fresh": fresh, "override": changed or []}
+    of_launcher = {"nproc": nproc, "restarts": restarts, "min_dp": min_dp, "nnodes": nnodes, "node_rank": node_rank}
+    request = {**_job_request(plan, job, overrides), **of_run, **of_launcher, "master": master or ""}
+    raise typer.Exit(call(_launch("local", request)))
 
 
-def _machines(nnodes: int, node_rank: int, master: str | None) -> list[str]:
+def _require_machines(nnodes: int, node_rank: int, master: str | None) -> None:
     if node_rank >= nnodes or (nnodes > 1 and master is None):
         raise UsageError("several machines need --nnodes N --node-rank I --master HOST:PORT, I from 0 to N - 1")
-    if nnodes == 1 or master is None:
-        return []
-    return ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--master", master]
 
 
 def verify(
@@ -99,14 +92,17 @@ def verify(
     """
     plan, job = plan_and_job(files)
     _require_torch()
-    arguments = ["--steps", str(steps), *(["--json"] if as_json else []), *_job_arguments(plan, job, overrides)]
-    raise typer.Exit(call(_launch("verify", arguments)))
+    request = {**_job_request(plan, job, overrides), "steps": steps, "as_json": as_json}
+    raise typer.Exit(call(_launch("verify", request)))
 
 
-def _launch(module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs a module of the runtime's room `launch` until it ends, or this process."""
-    launch = "quintsched.runtime.launch"
-    return [sys.executable, "-m", f"{launch}.bound", str(os.getpid()), f"{launch}.{module}", *arguments]
+def _launch(module: str, request: Mapping[str, object]) -> list[str]:
+    """Return the command that hands a request over to a module of the runtime's room `launch`.
+
+    That process ends with this one, however it ends.
+    """
+    ends_with = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.parent", str(os.getpid())]
+    return [*ends_with, f"quintsched.runtime.launch.{module}", json.dumps(request)]
 
 
 def _require_torch() -> None:
@@ -114,11 +110,8 @@ def _require_torch() -> None:
         raise UsageError("running needs torch; pip install 'quintsched[runtime]'")
 
 
-def _job_arguments(plan: Path | None, job: Path, overrides: Sequence[str] | None) -> list[str]:
-    arguments = ["--config", str(job), *([str(plan)] if plan else [])]
-    for override in overrides or ():
-        arguments += ["--set", override]
-    return arguments
+def _job_request(plan: Path | None, job: Path, overrides: Sequence[str] | None) -> dict[str, object]:
+    return {"plan": plan and str(plan), "config": str(job), "set": overrides or []}
 
 
 def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:

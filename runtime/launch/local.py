@@ -10,7 +10,6 @@ first, listens nowhere but on the loopback interface, and unpickles nothing.
 
 from __future__ import annotations
 
-import argparse
 import socket
 import subprocess
 import sys
@@ -23,12 +22,14 @@ from typing import TYPE_CHECKING
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.files.terminal import write_error, write_line
 
+from ..settings.job import overrides_of
 from ..watch.rendezvous.addresses import LOOPBACK, listen, require_interfaces
 from ..watch.rendezvous.master import own_address, read_master, require_elsewhere
 from . import worker
 from .elastic import Worlds, for_processes, smaller_worlds
 from .machines import DIED, Machines
 from .processes import Place, Ranks, taking_signals
+from .request import LaunchRequest, read_request
 from .supervise import supervise, wait_for_machines
 from .watching import note_end, watching
 
@@ -37,60 +38,54 @@ if TYPE_CHECKING:
 
     from ..settings.job import JobConfig
 
+RANK = "quintsched.runtime"
+"""The module that a rank runs."""
+
 STORE_WAITS_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks of the job's mesh (or `--nproc` of them) and return the exit code of the run."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nproc", type=int)
-    parser.add_argument("--restarts", type=int, default=0)
-    parser.add_argument("--min-dp", type=int)
-    parser.add_argument("--nnodes", type=int, default=1)
-    parser.add_argument("--node-rank", type=int, default=0)
-    parser.add_argument("--master", default="")
-    known, rest = parser.parse_known_args(arguments)
+    request = read_request(LaunchRequest, sys.argv[1:] if argv is None else argv)
     try:
-        rest += [] if known.min_dp is None else ["--set", "parallel.elastic=true"]
+        if request.min_dp is not None:
+            request = request.with_set(overrides_of("parallel", elastic=True))
         require_interfaces()
-        worlds, in_process, more = _worlds(worker.parse(rest), known)
-        command = ["quintsched.runtime", *rest, *more]
-        if known.nnodes > 1:
-            place, listener = _place_of(known, worlds.size)
-            return start_here(place, command, known.restarts, listener, worlds)
+        worlds, in_process, request = _worlds(request)
+        command = [RANK, request.to_ranks()]
+        if request.nnodes > 1:
+            place, listener = _place_of(request, worlds.size)
+            return start_here(place, command, request.restarts, listener, worlds)
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
-    if in_process and not known.restarts:
+    if in_process and not request.restarts:
         return worker.main(command[1:])
-    return start_ranks(Worlds([1]) if in_process else worlds, command[0], command[1:], known.restarts)
+    return start_ranks(Worlds([1]) if in_process else worlds, command[0], command[1:], request.restarts)
 
 
-def _worlds(arguments: argparse.Namespace, known: argparse.Namespace) -> tuple[Worlds, bool, list[str]]:
+def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
     """Return how many ranks to start, and how many once ranks were lost; also whether this process can run them itself,
-    and what they are told besides.
+    and what they are asked, as far as that is settled here for all.
     """
-    from ..settings.job import load_job
     from .to_plan import plan_of
 
-    job, wanted = load_job(arguments.config, arguments.set), known.nproc and known.nproc * known.nnodes
-    job = for_processes(job, arguments.plan, wanted) if wanted else job
-    more: list[str] = []
-    if job.parallel.auto is not None and arguments.plan is None:
+    job, wanted = request.load_job(), request.nproc and request.nproc * request.nnodes
+    job = for_processes(job, request.plan, wanted) if wanted else job
+    if job.parallel.auto is not None and request.plan is None:
         from .auto import world_size
 
         _measure_first(job)
         num_ranks = wanted or world_size(job)
-        more = ["--set", f"parallel.auto.world={num_ranks}"]
+        request = request.with_set(overrides_of("parallel.auto", world=num_ranks))
     else:
-        num_ranks = wanted or plan_of(job, arguments.plan).mesh.size
+        num_ranks = wanted or plan_of(job, request.plan).mesh.size
     worlds = Worlds([num_ranks])
-    if known.min_dp is not None:
-        saves = job.checkpoint.dir if known.nnodes == 1 else None  # launchers elsewhere may not see the same folder
-        sizes = smaller_worlds(job, plan_of(job), known.min_dp, known.nnodes) or [num_ranks]
+    if request.min_dp is not None:
+        saves = job.checkpoint.dir if request.nnodes == 1 else None  # launchers elsewhere may not see the same folder
+        sizes = smaller_worlds(job, plan_of(job), request.min_dp, request.nnodes) or [num_ranks]
         worlds = Worlds(sizes, None if saves is None else Path(saves))
-    return worlds, job.runtime.transport == "local" or num_ranks == 1, more
+    return worlds, job.runtime.transport == "local" or num_ranks == 1, request
 
 
 def _measure_first(job: JobConfig) -> None:
@@ -161,14 +156,14 @@ def _machines(place: Place, store: Store | None, attempt: int) -> Machines | Non
     return Machines((lambda: store) if store is not None else connect, place.node, place.num_nodes, attempt)
 
 
-def _place_of(known: argparse.Namespace, num_ranks: int) -> tuple[Place, socket.socket | None]:
+def _place_of(request: LaunchRequest, num_ranks: int) -> tuple[Place, socket.socket | None]:
     """Return where this machine's ranks are among those of all machines; machine 0 listens for them all.
 
     Raises `UsageError` for what is wrong on the command line, `MisfitError` for ranks that the machines cannot share.
     """
-    count, number = known.nnodes, known.node_rank
-    host, port = read_master(known.master)
-    said = f"--master {known.master}"
+    count, number = request.nnodes, request.node_rank
+    host, port = read_master(request.master)
+    said = f"--master {request.master}"
     if not 0 <= number < count:
         raise UsageError(f"--node-rank {number}: the machines are 0 to {count - 1}")
     if num_ranks % count:

@@ -1,6 +1,6 @@
 """The processes of one attempt on this machine: started, waited for, asked to stop, ended.
 
-    launcher ── bound ──▶ rank 0, rank 1, …        each a process group of its own, with what it starts itself
+    launcher ── `parent` ──▶ rank 0, rank 1, …        each a process group of its own, with what it starts itself
         ▲ a child's end, a signal: the launcher wakes
         └── all ended with 0 │ one failed: the others are killed │ asked to stop: the ranks are asked
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from . import bound
+from ..watch.rendezvous.parent import command_of
 from .stop_request import STOPPING, held_back
 
 REAP_S = 10.0
@@ -94,7 +94,7 @@ class Ranks:
         said = self._place.environment(local_rank, self._attempt, self._restarts)
         with held_back():
             process = subprocess.Popen(
-                bound.command(*self._command), env={**DEFAULTS, **os.environ, **said}, process_group=0
+                command_of(*self._command), env={**DEFAULTS, **os.environ, **said}, process_group=0
             )
         self._running[int(said["RANK"])] = process
 

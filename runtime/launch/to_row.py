@@ -24,7 +24,8 @@ from ..models import build_model, model_sizes
 from ..settings.job import JobConfig
 from ..settings.run_settings import DTYPE_NAMES
 from ..stage.build import cut, cut_as_planned
-from .worker import parse, prepare
+from .request import RunRequest, read_request
+from .worker import prepare
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 
@@ -32,7 +33,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the row of a job; returns the exit code."""
     try:
-        job, plan, _ = prepare(parse(sys.argv[1:] if argv is None else argv), alone=True)
+        job, plan, _ = prepare(read_request(RunRequest, sys.argv[1:] if argv is None else argv), alone=True)
         row = row_of(job, plan)
     except QuintschedError as error:
         write_error(error)

@@ -7,13 +7,11 @@ job ──▶ mesh: dp=2,pp=2,…    a process per rank, or threads   ──▶ 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ from quintsched.errors import InputError, QuintschedError
 from quintsched.files.terminal import shown, standard_streams, write_error
 
 from . import worker
+from .request import VerifyRequest, read_request
 from .stop_request import let_through
 
 if TYPE_CHECKING:
@@ -35,23 +34,19 @@ DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the runs of a job and say what came of it; or, with `--into DIR`, be a rank that records its part."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--into", type=Path)
-    known, rest = parser.parse_known_args(arguments)
-    if known.into is not None:
-        return _as_rank(worker.parse(rest), known.steps, known.into)
+    """Compare the runs of a job and say what came of it; or, `into` a directory, be a rank that records its part."""
+    request = read_request(VerifyRequest, sys.argv[1:] if argv is None else argv)
+    if request.into is not None:
+        return _as_rank(request, Path(request.into))
     try:
-        comparison = verify(rest, known.steps)
+        comparison = verify(request)
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
     except RanksFailed as failed:
         return failed.code
-    sys.stdout.write((json.dumps(comparison.to_data(), indent=1) if known.json else shown(comparison.explain())) + "\n")
+    found = json.dumps(comparison.to_data(), indent=1) if request.as_json else shown(comparison.explain())
+    sys.stdout.write(found + "\n")
     return 0 if comparison.is_equal else DIFFERENT
 
 
@@ -63,38 +58,35 @@ class RanksFailed(Exception):
         self.code = code
 
 
-def verify(arguments: Sequence[str], steps: int) -> Comparison:
-    """Return what came of the job that these arguments of `quintsched run` name.
-
-    Raises what loading and running it raises; `RanksFailed` where its processes fail.
-    """
-    job, plan, _ = worker.prepare(worker.parse(arguments), alone=True)
+def verify(request: VerifyRequest) -> Comparison:
+    """Return what came of a job; raises what loading and running it raises, `RanksFailed` where its processes fail."""
+    job, plan, _ = worker.prepare(request, alone=True)
     if job.runtime.transport == "local" or plan.mesh.size == 1:
-        return verify_here(job, plan, steps)
+        return verify_here(job, plan, request.steps)
     from .elastic import Worlds
     from .local import start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
-        given = ("--steps", str(steps), "--into", folder, *arguments)
-        code = start_ranks(Worlds([plan.mesh.size]), "quintsched.runtime.launch.verify", given)
+        of_ranks = request.model_copy(update={"into": folder})
+        code = start_ranks(Worlds([plan.mesh.size]), "quintsched.runtime.launch.verify", [of_ranks.model_dump_json()])
         if code:
             raise RanksFailed(code)
         mesh = [load(Path(folder), rank) for rank in range(plan.mesh.size)]
-    return compare_with_one(job, plan, mesh, steps)
+    return compare_with_one(job, plan, mesh, request.steps)
 
 
-def _as_rank(arguments: argparse.Namespace, steps: int, directory: Path) -> int:
+def _as_rank(request: VerifyRequest, directory: Path) -> int:
     """Record this rank's part; returns the exit code."""
     from ..comm.connection import connect_for
 
     rank = int(os.environ.get("RANK", 0))
     let_through()
     try:
-        job, plan, _ = worker.prepare(arguments)
+        job, plan, _ = worker.prepare(request)
         assert job.runtime.transport != "local"
         transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
         try:
-            save(record(job, plan, transport, steps), directory)
+            save(record(job, plan, transport, request.steps), directory)
         except BaseException as error:
             transport.abort(error)
             raise
@@ -167,9 +159,8 @@ def save(recording: Recording, directory: Path) -> None:
     """Write down what a rank recorded: tensors, and what they are."""
     from safetensors.torch import save_file
 
-    heads = [{**asdict(made), "tensor": None} for made in recording.made]
-    about = {"coordinates": recording.coordinates, "figures": recording.figures, "made": heads}
     tensors = {str(number): made.tensor.contiguous() for number, made in enumerate(recording.made)}
+    about = {**vars(recording), "made": [{**vars(made), "tensor": None} for made in recording.made]}
     save_file(tensors, directory / f"rank{recording.rank}.safetensors", {"about": json.dumps(about)})
 
 
@@ -184,17 +175,10 @@ def load(directory: Path, rank: int) -> Recording:
         raise InputError(f"rank {rank} has recorded nothing; see what it said above")
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["about"])
-        made = [
-            Made(
-                **{
-                    **head,
-                    "tensor": file.get_tensor(str(number)),
-                    "offsets": None if head["offsets"] is None else tuple(head["offsets"]),
-                }
-            )
-            for number, head in enumerate(about["made"])
-        ]
-    return Recording(rank, about["coordinates"], made, about["figures"])
+        for number, made in enumerate(about["made"]):
+            made["tensor"] = file.get_tensor(str(number))
+            made["offsets"] = made["offsets"] and tuple(made["offsets"])
+    return Recording(**{**about, "made": [Made(**made) for made in about["made"]]})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ it wait a little, so that its error is what the user sees first.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import sys
@@ -25,6 +23,7 @@ from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import Suppressed, is_own, said
 
 from ..watch.rendezvous.parent import end_with_launcher
+from .request import RunRequest, read_request
 from .stop_request import StopNow, StopRequest
 
 if TYPE_CHECKING:
@@ -41,47 +40,27 @@ MOST_LETTERS = 20_000
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime", description=__doc__)
-    parser.add_argument("plan", nargs="?", help="a plan file; it wins over the job's parallel section")
-    parser.add_argument("--config", required=True, metavar="JOB.YAML", help="the job file")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a setting of the job")
-    parser.add_argument("--trace", metavar="DIR", help="write down there when each instruction of some steps ran")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint that is whole")
-    start.add_argument("--fresh", action="store_true", help="move an earlier run's checkpoints away, and start anew")
-    parser.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        metavar="A.B",
-        help="a setting that may be another when resumed",
-    )
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, or all ranks of a `local` job; returns the exit code."""
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    request = read_request(RunRequest, sys.argv[1:] if argv is None else argv)
     end_with_launcher()
     stop = StopRequest(under_torchrun="ROLE_RANK" in os.environ)  # which this launcher never says
     with stop.listening():
-        end = _run(arguments, stop)
+        end = _run(request, stop)
     return end()
 
 
-def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
+def _run(request: RunRequest, stop: StopRequest) -> Callable[[], int]:
     """Run the job, and return what ends this process, when signals end it again as they do any other."""
     rank = int(os.environ.get("RANK", 0))
     try:
-        job, plan, notes = prepare(arguments)
+        job, plan, notes = prepare(request)
     except QuintschedError as error:
         from .exit_together import leave_together
 
         return partial(leave_together, error, rank)
     try:
-        run(job, plan, start_of(arguments), notes=notes, stop=stop, overrides=arguments.override)
+        run(job, plan, request.start, notes=notes, stop=stop, overrides=request.override)
     except SystemExit:
         raise
     except BaseException as error:
@@ -91,21 +70,19 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
     return lambda: 0
 
 
-def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobConfig, Plan, tuple[str, ...]]:
+def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Plan, tuple[str, ...]]:
     """Return the job, its plan, and what is to be said of how it was chosen.
 
     Unless `alone`, the world has to be of the plan's size. Torch is needed for `parallel: auto` only.
     """
-    from ..settings.job import load_job
     from ..train.sinks import require_sinks
     from .elastic import for_processes
 
-    traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
-    job = load_job(arguments.config, [*arguments.set, *traced])
+    job = request.load_job()
     require_sinks(job.log.sinks)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    job = job if alone else for_processes(job, arguments.plan, processes)
-    job, plan, notes = _planned(job, arguments.plan)
+    job = job if alone else for_processes(job, request.plan, processes)
+    job, plan, notes = _planned(job, request.plan)
     if not alone:
         _require_world(job, plan, processes)
     return job, plan, notes
@@ -130,11 +107,6 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
     from .auto import choose
 
     return choose(job)
-
-
-def start_of(arguments: argparse.Namespace) -> Start:
-    """Return how the run begins, as the command line says."""
-    return "resume" if arguments.resume else "fresh" if arguments.fresh else "new"
 
 
 def run(

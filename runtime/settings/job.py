@@ -13,6 +13,7 @@ current directory, not to the job file: the same file serves runs in many places
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -301,6 +302,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
         if "parallel" in values:
             values["parallel"] = spell_out_auto(values["parallel"])
     return read_settings(JobConfig, values, _source(path, overrides))
+
+
+def overrides_of(section: str, **values: Any) -> list[str]:
+    """Return overrides as `load_job` takes them, of settings in a section."""
+    return [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _source(path: str | Path, overrides: Sequence[str]) -> str:

@@ -341,13 +341,16 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     assert (both.code, "give one of them" in both.err) == (2, True)
     for some in (machines[:4], machines[2:], ("--nnodes", 2, "--node-rank", 2, *machines[4:])):
         assert "several machines need --nnodes" in cli("run", "job.yaml", *some).err
-    room, ends_with = "quintsched.runtime.launch", str(os.getpid())
-    launch = [sys.executable, "-m", f"{room}.bound", ends_with, f"{room}.local", "--config", "job.yaml"]
-    assert commands == [
-        launch,
-        [*launch, "plan.json", "--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", "2"],
-        [*launch, "--restarts", "3", *map(str, machines)],
-        [*launch, "--fresh"],
+    parent = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.parent", str(os.getpid())]
+    assert all(command[:-1] == [*parent, "quintsched.runtime.launch.local"] for command in commands)
+    requests = [json.loads(command[-1]) for command in commands]
+    plain = {"plan": None, "config": "job.yaml", "set": [], "trace": None, "resume": False, "fresh": False}
+    plain |= {"override": [], "nproc": None, "restarts": 0, "min_dp": None, "nnodes": 1, "node_rank": 0, "master": ""}
+    assert requests == [
+        plain,
+        {**plain, "plan": "plan.json", "set": ["a.b=c", "d=e f"], "resume": True, "nproc": 2},
+        {**plain, "restarts": 3, "nnodes": 2, "node_rank": 1, "master": "10.0.0.1:29500"},
+        {**plain, "fresh": True},
     ]
 
 

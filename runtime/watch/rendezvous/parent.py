@@ -2,12 +2,15 @@
 
 Linux        the kernel kills this process when its parent ends: also while it hangs in a library, or is stopped
 elsewhere    a thread looks whether the parent is still there, and kills the process if not
+
+    python -m quintsched.runtime.watch.rendezvous.parent PID MODULE ARGUMENT …      runs a module in such a process
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -51,3 +54,15 @@ def _look_after(parent: int) -> None:
     while os.getppid() == parent:
         sleep(LOOK_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def command_of(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in a process that ends with this one."""
+    return [sys.executable, "-m", __spec__.name, str(os.getpid()), module, *arguments]
+
+
+if __name__ == "__main__":
+    of, module, *rest = sys.argv[1:]
+    end_with(int(of))
+    sys.argv = [module, *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

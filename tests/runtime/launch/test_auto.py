@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from quintsched.runtime.blocks.blocks import on_meta
 from quintsched.runtime.data import load_dataset
 from quintsched.runtime.launch.auto import choose, world_size
 from quintsched.runtime.launch.local import _worlds
+from quintsched.runtime.launch.request import LaunchRequest
 from quintsched.runtime.launch.to_row import row_of
-from quintsched.runtime.launch.worker import main, parse
+from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models import build_model, model_sizes
 from quintsched.runtime.settings.job import DataConfig, JobConfig, ModelConfig, load_job
 from quintsched.strategies.descriptions.parameters import total
@@ -149,10 +149,9 @@ def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert world_size(job()) >= 1
     path = tmp_path / "job.yaml"
     path.write_text("parallel: auto\nruntime: {transport: local}\n")
-    told = ["--config", str(path), "--set", "parallel.auto.hardware=l4"]
-    known = Namespace(nproc=4, nnodes=1, min_dp=None)
-    worlds, is_chosen, settings = _worlds(parse(told), known)
-    assert (worlds.size, is_chosen, settings) == (4, True, ["--set", "parallel.auto.world=4"])
+    request = LaunchRequest(config=str(path), set=("parallel.auto.hardware=l4",), nproc=4)
+    worlds, is_chosen, settled = _worlds(request)
+    assert (worlds.size, is_chosen, settled.set) == (4, True, (*request.set, "parallel.auto.world=4"))
     assert load_job(path, ["parallel.auto.world=4"]).parallel.auto.world == 4
     assert load_job(path, ["parallel=auto", "parallel.auto.world=2"]).parallel.auto.world == 2
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from quintsched.runtime.launch.request import RunRequest
 from quintsched.runtime.launch.to_row import row_of
-from quintsched.runtime.launch.worker import main, parse, prepare
+from quintsched.runtime.launch.worker import main, prepare
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.tuning.emit import emit
@@ -41,7 +42,7 @@ def test_an_emitted_job_learns_what_one_process_learns(name: str, tmp_path: Path
     model, given = CASES[name]
     strategy = Strategy(gpus=4, batch=16, seq=model.seq, microbatch=2, **given)
     written = emit(model, strategy, tmp_path)
-    job, plan, _ = prepare(parse([str(written.plan), "--config", str(written.job)]), alone=True)
+    job, plan, _ = prepare(RunRequest(plan=str(written.plan), config=str(written.job)), alone=True)
     row = row_of(job, plan)
     assert {axis: row[axis] for axis in ("dp", "tp", "pp", "cp", "ep")} == {
         axis: getattr(strategy, axis) for axis in ("dp", "tp", "pp", "cp", "ep")

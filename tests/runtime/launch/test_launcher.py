@@ -165,7 +165,7 @@ def test_ranks_end_with_their_launcher_also_those_that_are_stopped(module: str, 
 
 
 def test_a_launcher_that_is_gone_before_its_rank_begins(module: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quintsched.runtime.launch.bound", "1", module, str(tmp_path), "sleep"]
+    command = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.parent", "1", module, str(tmp_path), "sleep"]
     assert subprocess.run(command, check=False, timeout=30).returncode == 4
 
 

@@ -1,0 +1,114 @@
+"""What is to be run, as one object: read once from a command line, and handed over as JSON from process to process.
+
+    quintsched run job.yaml --nproc 4       ──JSON──▶ launcher ──JSON──▶ rank 0, rank 1, …
+    torchrun … -m quintsched.runtime --config job.yaml ──flags─────────▶ each rank
+
+A field is a flag: `min_dp` is --min-dp.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from ..settings.job import JobConfig, load_job, overrides_of
+from ..settings.reading import Settings
+from ..settings.run_settings import Start
+
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class RunRequest(Settings):
+    """Run a job, with what torchrun has put into the environment."""
+
+    plan: str | None = None
+    """A plan file; it wins over the job's parallel section."""
+    config: str
+    """The job file."""
+    set: Texts = ()
+    """Override a setting of the job: A.B=C."""
+    trace: str | None = None
+    """Write down there when each instruction of some steps ran."""
+    resume: bool = False
+    """Go on from the newest checkpoint that is whole."""
+    fresh: bool = False
+    """Move an earlier run's checkpoints away, and start anew."""
+    override: Texts = ()
+    """A setting that may be another when resumed: A.B."""
+
+    @property
+    def start(self) -> Start:
+        """How the run begins."""
+        return "resume" if self.resume else "fresh" if self.fresh else "new"
+
+    def load_job(self) -> JobConfig:
+        """Return the job; raises `UsageError`."""
+        traced = [] if self.trace is None else overrides_of("runtime", trace=self.trace)
+        return load_job(self.config, [*self.set, *traced])
+
+    def with_set(self: Request, overrides: Sequence[str]) -> Request:
+        """Return the request with further settings of the job overridden."""
+        return self.model_copy(update={"set": (*self.set, *overrides)})
+
+    def to_ranks(self) -> str:
+        """Return what ranks are told."""
+        return self.model_dump_json(include=set(RunRequest.model_fields))
+
+
+class LaunchRequest(RunRequest):
+    """Start the ranks of a job on this machine, and see them to their end."""
+
+    nproc: int | None = None
+    """Processes on this machine; none: as many as the mesh has ranks."""
+    restarts: int = 0
+    """How often a run that failed is started again."""
+    min_dp: int | None = None
+    """Restarts after ranks were lost have fewer replicas, down to so many."""
+    nnodes: int = 1
+    """How many machines run it."""
+    node_rank: int = 0
+    """Which of them this is."""
+    master: str = ""
+    """HOST:PORT: machine 0's address, and a free port of it."""
+
+
+class VerifyRequest(RunRequest):
+    """Compare some steps of a job on its mesh with one process."""
+
+    steps: int = 2
+    """How many steps are compared."""
+    as_json: bool = False
+    """Print all that differs, machine-readable."""
+    into: str | None = None
+    """Be a rank that records its part, into a file in this directory."""
+
+
+Request = TypeVar("Request", bound=RunRequest)
+
+
+def read_request(kind: type[Request], arguments: Sequence[str]) -> Request:
+    """Return the request of a command line: flags, or what another process has handed over."""
+    if len(arguments) == 1 and arguments[0].startswith("{"):
+        return kind.model_validate_json(arguments[0])
+    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime", description=kind.__doc__, allow_abbrev=False)
+    exclusive = parser.add_mutually_exclusive_group()
+    for name, field in kind.model_fields.items():
+        to: Any = exclusive if name in ("resume", "fresh") else parser
+        spelling = name if name == "plan" else f"--{name.replace('_', '-')}"
+        to.add_argument(spelling, help=field.description, default=argparse.SUPPRESS, **_how(name, field))
+    return kind(**vars(parser.parse_args(arguments)))
+
+
+def _how(name: str, field: FieldInfo) -> dict[str, Any]:
+    """Return how argparse reads a field."""
+    if name == "plan":
+        return {"nargs": "?"}
+    if field.annotation is bool:
+        return {"action": "store_true"}
+    if field.annotation == tuple[str, ...]:
+        return {"action": "append"}
+    return {"type": int if field.annotation in (int, int | None) else str, "required": field.is_required()}
