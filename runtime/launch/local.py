@@ -77,7 +77,7 @@ def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
 
         _measure_first(job)
         num_ranks = wanted or world_size(job)
-        request = request.with_set(overrides_of("parallel.auto", world=num_ranks))
+        request = request.with_set(overrides_of("parallel", "auto", world=num_ranks))
     else:
         num_ranks = wanted or plan_of(job, request.plan).mesh.size
     worlds = Worlds([num_ranks])

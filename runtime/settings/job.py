@@ -304,9 +304,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     return read_settings(JobConfig, values, _source(path, overrides))
 
 
-def overrides_of(section: str, **values: Any) -> list[str]:
-    """Return overrides as `load_job` takes them, of settings in a section."""
-    return [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+def overrides_of(*sections: str, **values: Any) -> list[str]:
+    """Return overrides as `load_job` takes them, of settings in a section, or in one of its own."""
+    return [f"{'.'.join(sections)}.{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _source(path: str | Path, overrides: Sequence[str]) -> str:

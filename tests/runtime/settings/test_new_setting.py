@@ -1,0 +1,69 @@
+"""The setting that docs/extending.md adds, in one place, and what follows from it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = ROOT / "runtime" / "settings" / "run_settings.py"
+
+CHECK = """
+import importlib.util
+import inspect
+import sys
+
+NAME = "quintsched.runtime.settings.run_settings"
+spec = importlib.util.spec_from_file_location(NAME, sys.argv[1])
+sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine, load_job, run_local
+from quintsched.runtime.agreement.records import job_settings
+from quintsched.runtime.agreement.resuming import require_kept
+
+
+def engine(transport, warmup):
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
+    loss, sgd = torch.nn.functional.mse_loss, lambda params: torch.optim.SGD(params, lr=0.1)
+    return Engine(plan, [torch.nn.Linear(2, 2)], loss, sgd, warmup=warmup, transport=transport)
+
+
+assert inspect.signature(Engine).parameters["warmup"].default == 0
+assert "warmup: Steps before" in Engine.__doc__
+assert run_local(2, lambda transport: engine(transport, 3).settings.warmup) == [3, 3]
+with pytest.raises(MisfitError, match="engine.warmup is 0 on rank 0, but 1 on rank 1"):
+    run_local(2, lambda transport: engine(transport, transport.rank))
+with pytest.raises(UsageError, match="warmup: input should be greater than or equal to 0, not -1"):
+    run_local(2, lambda transport: engine(transport, -1))
+
+job, other = (load_job(sys.argv[2], [f"train.warmup={steps}"]) for steps in (3, 4))
+assert job.run.warmup == job.train.warmup == 3
+with pytest.raises(UsageError, match="train.warmup: input should be a valid integer"):
+    load_job(sys.argv[2], ["train.warmup=few"])
+with pytest.raises(MisfitError, match="train.warmup was 3 and is 4.*--override train.warmup"):
+    require_kept(job_settings(job), job_settings(other), (), "the checkpoint")
+"""
+
+
+@pytest.mark.processes
+def test_a_new_setting_is_one_field(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (field,) = re.findall(r"### A setting of runs\n.*?```python\n(.*?)```", page, re.DOTALL)
+    source, first = SETTINGS.read_text(encoding="utf-8"), "    loss_over: "
+    assert source.count(first) == 1
+    changed, job = tmp_path / SETTINGS.name, tmp_path / "job.yaml"
+    changed.write_text(source.replace(first, field + first), encoding="utf-8")
+    job.write_text("")
+    command = [sys.executable, "-c", CHECK, str(changed), str(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
