@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from quintsched.user_code import file_of, is_user_object, require_file
 from ..comm import Transport
 from ..settings.job import JobConfig, marked
 from ..settings.run_settings import Mark
-from .comparison import Plain, Record, Section
+from .comparison import Plain, Record, Section, require_same
 
 OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (Mark.OF_A_MACHINE, Mark.CODE))
 """The settings of a job that ranks need not have alike, and those that may name code of the user's."""
@@ -96,6 +96,32 @@ def world_settings(transport: Transport) -> dict[str, Plain]:
         "world.rules": transport.profile,
         "world.device": transport.device.type,
     }
+
+
+def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[str, Plain]:
+    """Return the settings of a run by name (collective).
+
+    Raises `MisfitError`, on all ranks alike, where theirs differ.
+    """
+    settings = {**job_settings(job), **code_settings(job)}
+    require_same(
+        {
+            "world": Section.of(world_settings(transport)),
+            "job": Section.of(of_all_ranks(settings)),
+            "plan": plan_section(plan),
+        },
+        transport.world_group(),
+        "what they run",
+        "start all ranks with one job file, one plan and the same code",
+    )
+    return settings
+
+
+def agree_on_start(start: str, overrides: Sequence[str], transport: Transport) -> None:
+    """Raise `MisfitError`, on all ranks alike, where some resume a run and others do not (collective)."""
+    said = Section.of({"start": start, "--override": " ".join(sorted(overrides))})
+    advice = "start all ranks with the same options"
+    require_same({"start": said}, transport.world_group(), "how the run begins", advice)
 
 
 def plan_section(plan: Plan) -> Section:

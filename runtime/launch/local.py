@@ -30,8 +30,7 @@ from .elastic import Worlds, for_processes, smaller_worlds
 from .machines import DIED, Machines
 from .processes import Place, Ranks, taking_signals
 from .request import LaunchRequest, read_request
-from .supervise import supervise, wait_for_machines
-from .watching import note_end, watching
+from .supervise import note_end, supervise, wait_for_machines, watching
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -4,23 +4,37 @@ all ended with 0           0
 one failed                 its exit code; 4 where a signal ended it. The others are killed
 another machine failed     its exit code. All ranks are killed
 asked to stop              each finishes its step, saves and ends with 0; asked by Ctrl-C again, they are killed
+
+A hub watches beside the ranks: it is told how one has failed, and its verdict is said before the others are ended. On
+several machines rank 0 starts the hub, as under torchrun, each launcher tells it how its ranks end, and every rank that
+is left says the verdict.
 """
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import sleep
 
-from quintsched.files.terminal import write_line
+from quintsched.files.terminal import write_error, write_line
 
+from ..watch.hub import Hub
+from ..watch.start import tell_end
+from ..watch.verdict import Verdict
 from .machines import DIED, FINAL, Ended, Machines
-from .processes import Ranks, Wakes
+from .processes import Place, Ranks, Wakes
 
 LOOK_S = 0.5
 """How long the launcher sleeps at most; a rank's end or a signal wakes it."""
 
 GOOD_WAITS_S, FAILED_WAITS_S = 1800.0, 15.0
 """How long it waits for the ranks of other machines to be gone too: those of a good run may still save."""
+VERDICT_S = 6.0
+"""How long the launcher waits for the verdict when a rank has failed."""
+SPEAK_S = 1.5
+"""How long the ranks have to say it themselves."""
 
 
 def supervise(
@@ -100,3 +114,37 @@ def _signal_name(number: int) -> str:
 
 def _say_stopping() -> None:
     write_line("stopping after the step in progress (Ctrl-C ends the run at once)")
+
+
+@contextmanager
+def watching(place: Place) -> Iterator[Hub | None]:
+    """Watch the ranks that are started within a `with`; they find the hub by the environment."""
+    if place.num_nodes > 1:
+        yield None
+        return
+    hub = Hub(place.num_ranks, tell=_say)
+    os.environ.update(hub.environment)
+    hub.start()
+    try:
+        yield hub
+    finally:
+        hub.close()
+        for name in hub.environment:
+            del os.environ[name]
+
+
+def note_end(hub: Hub | None, machines: Machines | None, rank: int, code: int) -> None:
+    """Take in how a rank ended; where that is a failure, return when the verdict is known, and has been said."""
+    if hub is None:
+        if machines is not None and machines.hub is not None:
+            tell_end(machines.hub, rank, code)
+        say_end(rank, code)
+        sleep(SPEAK_S if code else 0.0)
+        return
+    hub.ended(rank, code)
+    if code and hub.wait(VERDICT_S) is None:
+        say_end(rank, code)
+
+
+def _say(verdict: Verdict) -> None:
+    write_error(verdict.message)

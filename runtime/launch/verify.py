@@ -77,20 +77,12 @@ def verify(request: VerifyRequest) -> Comparison:
 
 def _as_rank(request: VerifyRequest, directory: Path) -> int:
     """Record this rank's part; returns the exit code."""
-    from ..comm.connection import connect_for
-
     rank = int(os.environ.get("RANK", 0))
     let_through()
     try:
         job, plan, _ = worker.prepare(request)
-        assert job.runtime.transport != "local"
-        transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
-        try:
+        with worker.connected(job, plan) as transport:
             save(record(job, plan, transport, request.steps), directory)
-        except BaseException as error:
-            transport.abort(error)
-            raise
-        transport.close()
     except Exception as error:
         return worker.explain(error, rank)
     return 0

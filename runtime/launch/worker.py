@@ -11,8 +11,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -120,26 +120,35 @@ def run(
 ) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for."""
     from ..comm import LocalTransport, run_local
-    from ..comm.connection import connect_for, patience_s
-    from ..comm.failures import as_stall
     from ..watch.rendezvous.attempt import meet_alone
 
-    timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
-    if job.runtime.transport == "local":
-        attempt = meet_alone(timeout_s)
-        start = "resume" if attempt is not None and attempt.goes_on else start
-
-        def train_here(transport: Transport) -> None:
-            if isinstance(transport, LocalTransport):
-                transport.attempt = attempt
-            train(job, plan, transport, start, notes, stop, overrides)
-
-        run_local(plan.mesh.size, train_here, timeout_s, rules=job.runtime.rules or "mailbox")
+    if job.runtime.transport != "local":
+        with connected(job, plan) as transport:
+            train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop, overrides)
         return
-    watch = watch_options(job, timeout_s)
-    transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
+    timeout_s = watch_options(job).timeout_s
+    attempt = meet_alone(timeout_s)
+    start = "resume" if attempt is not None and attempt.goes_on else start
+
+    def train_here(transport: Transport) -> None:
+        if isinstance(transport, LocalTransport):
+            transport.attempt = attempt
+        train(job, plan, transport, start, notes, stop, overrides)
+
+    run_local(plan.mesh.size, train_here, timeout_s, rules=job.runtime.rules or "mailbox")
+
+
+@contextmanager
+def connected(job: JobConfig, plan: Plan) -> Iterator[Transport]:
+    """Give this process's transport; what is raised within hangs up, and is a stall where a peer was lost."""
+    from ..comm.connection import connect_for
+    from ..comm.failures import as_stall
+
+    assert job.runtime.transport != "local"
+    watch = watch_options(job)
+    transport = connect_for(plan, watch.timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
-        train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop, overrides)
+        yield transport
     except Exception as error:
         found = as_stall(error, transport.publisher)
         _abort(transport, found)
@@ -163,14 +172,14 @@ def _abort(transport: Transport, error: BaseException) -> None:
         raise
 
 
-def watch_options(job: JobConfig, timeout_s: float) -> WatchOptions:
-    """Return what the watch over a job's ranks is told; the report goes beside the log, or the checkpoints."""
+def watch_options(job: JobConfig) -> WatchOptions:
+    """Return what the watch over a job's ranks is told."""
+    from ..comm.connection import patience_s
     from ..watch.start import WatchOptions
 
-    after = job.runtime.stall_after
-    near = Path(job.log.path).parent if job.log.path else Path(job.checkpoint.dir or ".")
-    stall_after = None if after == "auto" else after
-    return WatchOptions(timeout_s, stall_after, job.runtime.compile, str(near / REPORT))
+    run = job.run
+    timeout_s = patience_s(run.timeout_s, compiled=run.compiled)
+    return WatchOptions(timeout_s, run.stall_after, run.compiled, str((job.folder or Path()) / REPORT))
 
 
 def train(

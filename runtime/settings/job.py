@@ -276,6 +276,12 @@ class JobConfig(Settings):
     """What is written down."""
 
     @property
+    def folder(self) -> Path | None:
+        """Where reports go of a run that goes wrong: beside the log, or the checkpoints."""
+        beside = self.log.path or self.checkpoint.dir
+        return None if beside is None else Path(beside).parent if beside == self.log.path else Path(beside)
+
+    @property
     def run(self) -> RunSettings:
         """What of these an engine takes."""
         return RunSettings.of_job(self)

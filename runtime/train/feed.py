@@ -6,8 +6,9 @@ loaders     every rank has those of its replica
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,41 +19,11 @@ from quintsched.plan import Plan
 from ..agreement.comparison import Plain, Record, Section, require_same
 from ..blocks.trees import map_tensors
 from ..comm import Group, Transport
-from ..comm.control import ControlGroup
+from ..comm.control import ControlGroup, broadcast_bytes
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders, Say
 from ..settings.job import DataConfig, TrainConfig
 from ..stage.batches.microbatches import most_rows
-
-
-class Feed(Protocol):
-    """Batches of one replica, for training and for validation."""
-
-    spec: DataSpec
-    settings: Record
-    """What the data are like, where this rank reads them: a run goes on with the same."""
-    num_batches: int
-    is_of_loaders: bool
-    """Whether loaders say how many samples a batch has."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the batch that was given is the last of several of a pass over the data, and so may be smaller."""
-
-    def train(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from number `start` on."""
-
-    def validation(self) -> Iterator[Batch]:
-        """Yield all batches of validation."""
-
-    def example(self, samples: int) -> Tensor:
-        """Return inputs of so many samples, or zeros of their shape."""
-
-    def state(self) -> bytes | None:
-        """Return where the loader of training is; None: that follows from the epoch and the batch."""
-
-    def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
-        """Go on from a state, `batch` batches into an epoch; None: there is none of this replica."""
 
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
@@ -74,7 +45,13 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
 
 
 class DatasetFeed:
-    """A data set in memory; `dataset` is None on ranks that do not read it."""
+    """A data set in memory; `dataset` is None on ranks that do not read it.
+
+    Attributes:
+        settings: what the data are like, where this rank reads them: a run goes on with the same.
+        num_batches: of an epoch.
+        is_last: whether the batch that was given is the last of several of a pass over the data, and so may be smaller.
+    """
 
     is_of_loaders = is_last = False
 
@@ -123,7 +100,6 @@ class DatasetFeed:
 
     def state(self) -> bytes | None:
         """Return None: batches follow from the epoch."""
-        return None
 
     def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
         """Do nothing: batches follow from the epoch."""
@@ -174,6 +150,10 @@ class UserFeed:
         self._train.restore(state, epoch, batch, say)
 
 
+Feed = DatasetFeed | UserFeed
+"""Batches of one replica, for training and for validation."""
+
+
 def _replica(plan: Plan, rank: int) -> tuple[int, int]:
     """Return which replica of a batch a rank belongs to, and how many there are (dp x ep)."""
     at, mesh = plan.mesh.coordinates(rank), plan.mesh
@@ -203,16 +183,13 @@ def _described(found: Dataset | Loaders, config: DataConfig) -> dict[str, Plain]
 def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> tuple[DataSpec, int, int] | None:
     """Send the sizes of a data set from the first rank that reads data to all others; None: there are loaders."""
     source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
-    message = torch.zeros(16, dtype=torch.int64)
+    mine: list[Any] = []
     if dataset is not None:
-        numbers = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
-        message[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
-    message = message.to(transport.device)
-    transport.world_group().broadcast(message, source).wait()
-    count, *values = message.tolist()
-    if not count:
+        mine = [dataset.spec.input_shape, dataset.num_classes, len(dataset.train), len(dataset.validation)]
+    said = json.loads(broadcast_bytes(transport.world_group(), json.dumps(mine).encode(), source))
+    if not said:
         return None
-    num_train, num_validation, num_classes, *shape = values[:count]
+    shape, num_classes, num_train, num_validation = said
     return DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation
 
 

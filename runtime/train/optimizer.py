@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..settings.job import LearningRateConfig, OptimizerConfig
+
+_OPTIMIZERS: Mapping[str, tuple[Callable[..., Optimizer], str]] = {
+    "sgd": (torch.optim.SGD, "momentum"),
+    "adam": (torch.optim.Adam, "betas"),
+    "adamw": (torch.optim.AdamW, "betas"),
+}
+"""By name: the class, and what it alone takes."""
+
+_SHAPES: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+"""By name: the height, from 1 to 0, of a schedule after a fraction of its way down."""
 
 
 def build_optimizer(
@@ -22,20 +36,10 @@ def build_optimizer(
 
     Weight decay spares the named parameters in `undecayed`.
     """
-    groups = _decay_groups(params, undecayed)
-    match config.name:
-        case "sgd":
-            return torch.optim.SGD(
-                groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, foreach=True
-            )
-        case "adam":
-            return torch.optim.Adam(
-                groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
-            )
-        case "adamw":
-            return torch.optim.AdamW(
-                groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
-            )
+    kind, own = _OPTIMIZERS[config.name]
+    more = {own: getattr(config, own)}
+    decay = config.weight_decay
+    return kind(_decay_groups(params, undecayed), lr=config.lr, weight_decay=decay, foreach=True, **more)
 
 
 def _decay_groups(
@@ -64,15 +68,4 @@ def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: i
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     progress = min(1.0, (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps))
-    return schedule.min_factor + (1 - schedule.min_factor) * _shape(schedule, progress)
-
-
-def _shape(schedule: LearningRateConfig, progress: float) -> float:
-    """Return the height, from 1 to 0, of a schedule after the fraction `progress` of its way down."""
-    match schedule.name:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - progress
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return schedule.min_factor + (1 - schedule.min_factor) * _SHAPES[schedule.name](progress)

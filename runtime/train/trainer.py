@@ -21,6 +21,7 @@ from torch import Tensor
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
+from ..agreement.records import agree_on_start, agreed_settings
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..checkpoint.checkpoints import OpenCheckpoints
@@ -44,7 +45,6 @@ from .progress import Progress
 from .reporter import Record, Reporter
 from .resuming import Scale, StepSamples, go_on_from
 from .sinks import Sink, Sinks
-from .start import agree_on_start, agreed_settings, spike_dir_of
 from .trace_window import TracedSteps, traced_steps
 
 
@@ -110,7 +110,7 @@ class Trainer:
             block_costs=self._block_costs(blocks, transport),
             trace_steps=traced_steps(job.runtime),
             wants_stop=self._wants_to_stop,
-            spike_dir=spike_dir_of(job),
+            spike_dir=job.folder,
             **{**dict(job.run), "tied": tied},
             transport=transport,
         )

@@ -226,7 +226,7 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
     wakes = iter([[signal.SIGINT, signal.SIGINT]])
     monkeypatch.setattr(local, "Ranks", SlowRanks)
     monkeypatch.setattr(local, "_serve", lambda listener: listener.close())
-    monkeypatch.setattr("quintsched.runtime.launch.watching.Hub", KnownHub)
+    monkeypatch.setattr("quintsched.runtime.launch.supervise.Hub", KnownHub)
     monkeypatch.setattr("quintsched.runtime.launch.processes.Wakes.wait", lambda *_: next(wakes))
     assert start_ranks(Worlds([2]), "no.module", []) == 130
     assert hubs[0].verdict is None
