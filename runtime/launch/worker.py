@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, printable
 from quintsched.files.terminal import StreamBroken, write_error
@@ -109,22 +109,14 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
     return choose(job)
 
 
-def run(
-    job: JobConfig,
-    plan: Plan,
-    start: Start,
-    *,
-    notes: Sequence[str] = (),
-    stop: StopRequest | None = None,
-    overrides: Sequence[str] = (),
-) -> None:
-    """Train the job on the transport it names, until its end or until a stop is asked for."""
+def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
+    """Train the job on the transport it names, until its end or until a stop is asked for; `how` goes to `train`."""
     from ..comm import LocalTransport, run_local
     from ..watch.rendezvous.attempt import meet_alone
 
     if job.runtime.transport != "local":
         with connected(job, plan) as transport:
-            train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop, overrides)
+            train(job, plan, transport, "resume" if transport.goes_on else start, **how)
         return
     timeout_s = watch_options(job).timeout_s
     attempt = meet_alone(timeout_s)
@@ -133,7 +125,7 @@ def run(
     def train_here(transport: Transport) -> None:
         if isinstance(transport, LocalTransport):
             transport.attempt = attempt
-        train(job, plan, transport, start, notes, stop, overrides)
+        train(job, plan, transport, start, **how)
 
     run_local(plan.mesh.size, train_here, timeout_s, rules=job.runtime.rules or "mailbox")
 
@@ -191,14 +183,13 @@ def train(
     stop: StopRequest | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Train as one rank; rank 0 reports."""
+    """Train as one rank; rank 0 reports, `notes` first."""
     from ..train.reporter import Reporter
     from ..train.trainer import Trainer
 
     speaks = transport.rank == 0
-    say = _say if speaks else _say_nothing
-    watched = speaks and sys.stderr.isatty()
-    reporter = Reporter(job.log.path if speaks else None, say, show_progress=watched)
+    path, say = (job.log.path, _say) if speaks else (None, lambda line: None)
+    reporter = Reporter(path, say, show_progress=speaks and sys.stderr.isatty())
     for line in (*notes, plan.title):
         reporter.say(line)
     stop = stop or StopRequest()
@@ -211,10 +202,6 @@ def _say(line: str) -> None:
         if sys.stdout is not None:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
-
-
-def _say_nothing(line: str) -> None:
-    """Say nothing: another rank speaks."""
 
 
 def explain(error: BaseException, rank: int) -> int:

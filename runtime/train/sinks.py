@@ -8,6 +8,7 @@ sink(figures, step=40)   for each of them, on rank 0;   sink.close() at the end,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
@@ -17,9 +18,6 @@ from quintsched.errors import UsageError, suggest
 from quintsched.user_code import load_object, names_file
 
 from ..settings.job import SinkConfig
-
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""The sinks that there are, and the package that each takes."""
 
 NOT_FIGURES = ("event", "step", "epoch")
 PREFIXES = {"step": "train", "epoch": "epoch"}
@@ -33,38 +31,32 @@ class Sink(Protocol):
         """Take the figures of a step, by name."""
 
 
-class TensorBoard:
-    """Writes figures as scalars for TensorBoard; the options are those of `SummaryWriter`."""
+@dataclass(frozen=True)
+class _OfLibrary:
+    """A sink that a library has: what it does with the figures of a step, and at the end."""
 
-    def __init__(self, **options: Any) -> None:
-        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(**options)
-
-    def __call__(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Write the figures of a step."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """Sends figures to a run of Weights & Biases; the options are those of `wandb.init`."""
-
-    def __init__(self, **options: Any) -> None:
-        self._run = import_module("wandb").init(**options)
+    take: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
 
     def __call__(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Send the figures of a step."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
+        """Take the figures of a step."""
+        self.take(figures, step)
 
 
-BUILT_IN: Mapping[str, Callable[..., Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+def _tensorboard(**options: Any) -> Sink:
+    """Return what writes figures as scalars for TensorBoard; the options are those of `SummaryWriter`."""
+    writer = import_module("torch.utils.tensorboard").SummaryWriter(**options)
+    return _OfLibrary(lambda figures, step: [writer.add_scalar(*one, step) for one in figures.items()], writer.close)
+
+
+def _wandb(**options: Any) -> Sink:
+    """Return what sends figures to a run of Weights & Biases; the options are those of `wandb.init`."""
+    run = import_module("wandb").init(**options)
+    return _OfLibrary(lambda figures, step: run.log(dict(figures), step=step), run.finish)
+
+
+BUILT_IN: Mapping[str, Callable[..., Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+"""The sinks that there are, by the package that each takes."""
 
 
 class Sinks:
@@ -144,11 +136,10 @@ def require_sinks(sinks: Iterable[SinkConfig]) -> None:
                 raise UsageError(
                     f"log.sinks: {sink.name} is a function, so that there is nothing to build with options"
                 )
-        elif sink.name not in PACKAGES:
-            raise UsageError(f"log.sinks: there is no sink {sink.name!r}{suggest(sink.name, PACKAGES)}")
-        elif find_spec(PACKAGES[sink.name]) is None:
-            package = PACKAGES[sink.name]
+        elif sink.name not in BUILT_IN:
+            raise UsageError(f"log.sinks: there is no sink {sink.name!r}{suggest(sink.name, BUILT_IN)}")
+        elif find_spec(sink.name) is None:
             raise UsageError(
-                f"log.sinks: {sink.name!r} needs the package {package}, which is not installed; pip install {package}, "
-                "or leave the sink out"
+                f"log.sinks: {sink.name!r} needs the package {sink.name}, which is not installed; pip install "
+                f"{sink.name}, or leave the sink out"
             )

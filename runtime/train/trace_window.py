@@ -43,14 +43,10 @@ class TracedSteps:
     def count(self, engine: Engine) -> None:
         """Note that a step is over; after the last one that is traced, write the trace."""
         self._left -= 1
-        if self._left == 0:
-            self._save(engine)
+        if self._left == 0 and self._directory is not None:
+            engine.save_trace(self._directory)
 
     def finish(self, engine: Engine) -> None:
-        """Note that there will be no more steps."""
-        if self._left > 0:
-            self._save(engine)
-
-    def _save(self, engine: Engine) -> None:
-        if self._directory is not None:
+        """Note that there will be no more steps: what was traced is written, if it is not yet."""
+        if self._left > 0 and self._directory is not None:
             engine.save_trace(self._directory)

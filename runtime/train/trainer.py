@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
@@ -123,21 +122,18 @@ class Trainer:
             return estimate_costs(blocks)
         costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
         if transport.rank == 0:
-            example = self._example().to(transport.device)
-            measured = self._remembered_costs(len(blocks), lambda: measure_costs(blocks, example))
-            costs += torch.tensor(measured, device=transport.device)
+            costs += torch.tensor(self._measured_costs(blocks, transport.device), device=transport.device)
         transport.world_group().broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
 
-    def _example(self) -> Tensor:
-        """Return inputs like those of a microbatch."""
-        inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1))
-        return inputs.to(self.job.run.dtype) if inputs.is_floating_point() else inputs
-
-    def _remembered_costs(self, blocks: int, measure: Callable[[], list[float]]) -> list[float]:
-        """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+    def _measured_costs(self, blocks: Blocks, device: torch.device) -> list[float]:
+        """Measure blocks once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+        inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1)).to(device)
+        example = inputs.to(self.job.run.dtype) if inputs.is_floating_point() else inputs
         directory = self.job.checkpoint.dir
-        return measure() if directory is None else remembered_costs(Path(directory), blocks, measure)
+        if directory is None:
+            return measure_costs(blocks, example)
+        return remembered_costs(Path(directory), len(blocks), lambda: measure_costs(blocks, example))
 
     @property
     def total_steps(self) -> int:
@@ -156,20 +152,11 @@ class Trainer:
             with self._publisher.phase("load"):
                 if not (start == "resume" and self._resume()):
                     self._load_pretrained()
-            if self.engine.tensor_cuts is not None:
-                reporter.say(self.engine.tensor_cuts)
-            if self.engine.expert_shares is not None:
-                reporter.say(self.engine.expert_shares)
-            if self.engine.zero_split is not None:
-                reporter.say(self.engine.zero_split)
-            reporter.record(
-                {
-                    "event": "start",
-                    "plan": self.plan.title,
-                    "step": self.progress.step,
-                    "deferred_share": self.engine.deferred_share,
-                }
-            )
+            for line in (self.engine.tensor_cuts, self.engine.expert_shares, self.engine.zero_split):
+                if line is not None:
+                    reporter.say(line)
+            begun = {"plan": self.plan.title, "step": self.progress.step}
+            reporter.record({"event": "start", **begun, "deferred_share": self.engine.deferred_share})
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
             if not self._stop_asked:
