@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from quintsched.plan import Plan
 
 from ..comm import Group
-from ..objects.user_code import Described, describe_function, describe_module
+from ..objects.digests import Described, describe_function, describe_module
 from .comparison import Plain, Section, Sections, require_same, warn_of_differences
 from .records import plan_section
 

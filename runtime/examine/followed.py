@@ -24,7 +24,7 @@ from quintsched.errors import MisfitError
 from ..objects.host_state import HostState
 from ..objects.host_values import numbers_of
 from ..objects.spaces import HOOKS, OF_TORCH
-from ..objects.user_code import is_of_library
+from ..objects.user_code import codes_in, is_of_library
 from .asks_elsewhere import require_known
 
 _OURS = f"{__name__.partition('.')[0]}."
@@ -349,11 +349,9 @@ def _attributes(kind: type) -> Iterator[tuple[str, bool, str]]:
                 yield from _named(function.__code__)
 
 
-def _named(code: CodeType) -> Iterator[tuple[str, bool, str]]:
-    for step in dis.get_instructions(code):
-        line = (step.positions and step.positions.lineno) or code.co_firstlineno
-        if step.opname.endswith("_ATTR"):
-            yield str(step.argval), step.opname.startswith("STORE"), f"{code.co_filename}:{line}"
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _named(constant)
+def _named(function: CodeType) -> Iterator[tuple[str, bool, str]]:
+    for code in codes_in(function):
+        for step in dis.get_instructions(code):
+            line = (step.positions and step.positions.lineno) or code.co_firstlineno
+            if step.opname.endswith("_ATTR"):
+                yield str(step.argval), step.opname.startswith("STORE"), f"{code.co_filename}:{line}"

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..objects.host_values import OPERATORS
 from ..objects.snapshot import Snapshot
-from ..objects.user_code import is_of_library
+from ..objects.user_code import codes_in, is_of_library
 
 
 class MarkRead(BaseException):
@@ -81,15 +81,13 @@ def _function_of(thing: Any) -> FunctionType | None:
     return thing if isinstance(thing, FunctionType) and not is_of_library(thing) else None
 
 
-def _loaded(code: CodeType) -> Iterator[str]:
+def _loaded(function: CodeType) -> Iterator[str]:
     """Yield the names that code looks up, and the strings in it, but for those of what it sets alone."""
-    steps = [*dis.get_instructions(code)]
-    for step, after in pairwise([*steps, steps[-1]]):
-        is_text = isinstance(step.argval, str) and step.opname == "LOAD_CONST"
-        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")) or (
-            is_text and not after.opname.startswith(("STORE_", "DELETE_"))
-        ):
-            yield str(step.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _loaded(constant)
+    for code in codes_in(function):
+        steps = [*dis.get_instructions(code)]
+        for step, after in pairwise([*steps, steps[-1]]):
+            is_text = isinstance(step.argval, str) and step.opname == "LOAD_CONST"
+            if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")) or (
+                is_text and not after.opname.startswith(("STORE_", "DELETE_"))
+            ):
+                yield str(step.argval)

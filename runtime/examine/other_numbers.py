@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import CodeType, FunctionType
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..objects.user_code import is_of_library
+from ..objects.user_code import constants_in, is_of_library
 from ..parallel.proof.arrivals import Arrival, Given, GivenTree
 from ..parallel.proof.twins import FEW, SEED
 from .functions_kept import reached_by
@@ -101,16 +102,12 @@ def _numbers_of(block: nn.Module, agree: Agree) -> list[int]:
     """Return whole numbers of a block's own code, then such as it holds, and the next after the last."""
     reached = reached_by(block)
     own = (thing for thing in reached.values() if isinstance(thing, FunctionType) and not is_of_library(thing))
-    code = {number for function in own for number in _numbers_in(function.__code__)}
-    held = {one for one in reached.plain if type(one) is int and abs(one) < _LARGE}
+    code = {number for function in own for number in _ints(constants_in(function.__code__))}
+    held = set(_ints(reached.plain))
     found = [*sorted(code), *sorted(held - code)][:_MOST]
     found = [*found, *(number + 1 for number in found[-1:])]
     return [int(number) for number in agree([*found, *[0] * (_MOST + 1 - len(found))])]
 
 
-def _numbers_in(code: CodeType) -> Iterator[int]:
-    for constant in code.co_consts:
-        if type(constant) is int and abs(constant) < _LARGE:
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _numbers_in(constant)
+def _ints(values: Iterable[Any]) -> Iterator[int]:
+    return (value for value in values if type(value) is int and abs(value) < _LARGE)

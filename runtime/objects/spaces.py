@@ -267,8 +267,14 @@ def own_attributes(holder: Any) -> Any:
         return object.__getattribute__(holder, "__dict__")
 
 
+def attributes_of(holder: Any) -> dict[str, Any]:
+    """Return the attributes of an object by their names, those in `__slots__` too."""
+    own = own_attributes(holder)
+    return {**(own if isinstance(own, dict) else {}), **Slots(holder, slots_of(type(holder))).read()}
+
+
 @once_per_class
 def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     """Return the `__slots__` of a class by their names, without asking a metaclass."""
-    found = {key: held for base in reversed(kind.__mro__) for key, held in vars(base).items()}
-    return {key: held for key, held in found.items() if isinstance(held, MemberDescriptorType)}
+    own = [vars(base) for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
+    return {key: held for space in own for key, held in space.items() if isinstance(held, MemberDescriptorType)}

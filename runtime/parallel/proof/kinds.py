@@ -13,7 +13,7 @@ import hashlib
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...objects.host_values import bytes_of, state_of
-from ...objects.spaces import own_attributes
+from ...objects.spaces import Cells, attributes_of
 from ...objects.user_code import is_of_framework, is_of_library
 from ..dropout import KeyedDropout
 from ..tensor.choice import Choice
@@ -134,8 +134,7 @@ class _Walk:
         if isinstance(thing, Tensor | np.ndarray | array | bytearray | memoryview):
             return note(_digest(thing))
         if isinstance(thing, FunctionType):
-            cells = [_cell(cell) for cell in thing.__closure__ or ()]
-            parts = thing.__code__, *cells, thing.__defaults__, thing.__kwdefaults__, vars(thing)
+            parts = thing.__code__, *Cells(thing).read().values(), thing.__defaults__, thing.__kwdefaults__, vars(thing)
             note(_Itself(thing.__globals__))
             return self._enter_all(parts)
         if isinstance(thing, MethodType):
@@ -166,7 +165,7 @@ class _Walk:
         return None
 
     def _enter_object(self, thing: Any) -> None:
-        own = dict(_attributes(thing))
+        own = attributes_of(thing)
         if isinstance(thing, torch.Generator):
             pass
         elif isinstance(thing, set | frozenset):
@@ -216,27 +215,8 @@ class _Walk:
                 self.enter(value)
 
 
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object of a class of Python's."""
-    own = own_attributes(thing)
-    if isinstance(own, dict):
-        yield from own.items()
-    for base in type(thing).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for key in (slots,) if isinstance(slots, str) else slots:
-            if key not in ("__dict__", "__weakref__") and hasattr(thing, key):
-                yield key, getattr(thing, key)
-
-
 def _is_place(key: str) -> bool:
     return key.strip("_") in _COUNTERS or key.endswith(("_idx", "_index", "layer_id"))
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
 
 
 def _outline(tensor: Tensor) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ self.run = lambda x: self.fc2(self.fc1(x))  a closure: no copy of the block has 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from quintsched.errors import MisfitError
 
-from ....objects.spaces import HOOKS, OF_TORCH, own_attributes
+from ....objects.spaces import HOOKS, OF_TORCH, Cells, attributes_of, defaults_of, parts_of
 from ....objects.user_code import PLAIN, is_of_library
 
 _MOST = 10_000
@@ -60,19 +60,15 @@ class _Walk:
         return next(filter(None, (self.find(part, is_shared=is_shared) for part in _parts(thing))), "")
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, FunctionType):
-        if not is_of_library(thing):
-            yield from (cell.cell_contents for cell in thing.__closure__ or () if cell != type(cell)())
-            yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), vars(thing))
-    elif isinstance(thing, MethodType):
-        yield from () if isinstance(thing.__self__, nn.Module) else (thing.__self__, thing.__func__)
-    elif isinstance(thing, partial):
-        yield from (thing.func, *thing.args, thing.keywords)
-    elif isinstance(thing, Mapping):
-        yield from dict.values(thing) if isinstance(thing, dict) else ()
-    elif isinstance(thing, list | tuple | set | frozenset):
-        yield from thing
-    elif not isinstance(thing, type) and not is_of_library(type(thing)):
-        own = own_attributes(thing)
-        yield from own.values() if isinstance(own, dict) else ()
+        return () if is_of_library(thing) else (*Cells(thing).read().values(), *defaults_of(thing), vars(thing))
+    if isinstance(thing, MethodType) and isinstance(thing.__self__, nn.Module):
+        return ()
+    if isinstance(thing, tuple | MethodType | partial):
+        return (part for _, part in parts_of(thing) or ())
+    if isinstance(thing, dict):
+        return dict.values(thing)
+    if isinstance(thing, list | set | frozenset):
+        return thing
+    return () if isinstance(thing, type) or is_of_library(type(thing)) else attributes_of(thing).values()

@@ -1,0 +1,174 @@
+"""What code of a user's does, as far as it can be compared: the code itself, and plain values that it reads elsewhere.
+
+    def loss(output, targets):                code     a digest, wherever the function is written down
+        return mse(output, targets) * SCALE   reads    SCALE = 2.0; mse: its code; closures, defaults, attributes
+
+Functions of libraries are compared by their names: their versions are compared elsewhere. What is by its name a rank's
+own (RANK, device, log_dir, …) is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from .spaces import Cells
+from .user_code import PLAIN, is_of_library, names_of
+
+_OF_A_RANK = frozenset({"rank", "world", "device", "gpu", "host", "hostname", "node", "local", "main", "master"}) | {
+    *("leader", "process", "pid", "port", "address", "path", "dir", "file", "folder", "time", "start", "log", "verbose")
+}
+"""Values with one of these words in their names may differ from rank to rank."""
+
+_MOST = 1000
+"""So many functions and values of one object are looked at."""
+
+_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Described:
+    """What an object does, in words, and what it `read`s elsewhere: names → values."""
+
+    what: str
+    read: Mapping[str, str]
+
+
+def describe_function(function: Any) -> Described:
+    """Return what a function, or an object that is called, does; plain attributes of an object are in the words."""
+    if isinstance(function, functools.partial):
+        of_function = describe_function(function.func)
+        given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, PLAIN))
+        return Described(f"{of_function.what} with {given}", of_function.read)
+    found = _Reading()
+    if isinstance(function, MethodType):
+        found.read_object(type(function.__self__).__qualname__, function.__self__)
+        function = function.__func__
+    if isinstance(function, FunctionType):
+        found.read_function(function)
+        return Described(f"{function.__qualname__}{found.code()}", found.values)
+    if isinstance(function, type) or not hasattr(function, "__dict__"):
+        return Described(str(getattr(function, "__qualname__", type(function).__qualname__)), {})
+    found.read_class(type(function))
+    return Described(f"{type(function).__qualname__}({_settings_of(function)}){found.code()}", found.values)
+
+
+def describe_module(module: nn.Module) -> Described:
+    """Return what a module does, its submodules and numbers left out; attributes are in the words if it is torch's."""
+    found, kind = _Reading(), type(module)
+    found.read_class(kind)
+    for number, hook in enumerate((*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
+        found.read(f"hook {number}", hook)
+    if is_of_library(kind):
+        return Described(f"{kind.__name__} {_settings_of(module)}{found.code()}", found.values)
+    found.read_object("", module)
+    return Described(f"{kind.__name__}{found.code()}", found.values)
+
+
+def _settings_of(holder: object) -> str:
+    """Return the plain public attributes of an object in words."""
+    found = {
+        name: value
+        for name, value in sorted(vars(holder).items())
+        if not name.startswith("_") and name != "training" and isinstance(value, PLAIN) and value is not None
+    }
+    return ", ".join(f"{name}={value!r}" for name, value in found.items())
+
+
+class _Reading:
+    """What is read of one object: code, and plain values by their names."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self._codes: list[str] = []
+        self._seen: set[int] = set()
+
+    def code(self) -> str:
+        """Return a digest of all code that was read, in brackets; nothing where there was none."""
+        if not self._codes:
+            return ""
+        return f" ({hashlib.sha256(chr(10).join(self._codes).encode()).hexdigest()[:_DIGITS]})"
+
+    def read_class(self, kind: type) -> None:
+        """Read the methods of a class and of those it is derived from, up to libraries."""
+        for base in kind.__mro__:
+            if is_of_library(base):
+                continue
+            for name, value in sorted(vars(base).items()):
+                if isinstance(value, staticmethod | classmethod):
+                    self.read_function(value.__func__)
+                elif isinstance(value, property):
+                    self.read_function(value.fget)
+                elif isinstance(value, FunctionType):
+                    self.read_function(value)
+                elif isinstance(value, PLAIN) and not name.startswith("__"):
+                    self._note(f"{base.__qualname__}.{name}", value)
+
+    def read_object(self, name: str, holder: object) -> None:
+        """Read the plain public attributes of an object, and those that are functions."""
+        for key, value in sorted(vars(holder).items()):
+            if not key.startswith("_") and key != "training" and not _is_of_rank(key):
+                self.read(f"{name}.{key}".lstrip("."), value)
+
+    def read(self, name: str, value: Any) -> None:
+        """Read something that code finds under a name."""
+        if isinstance(value, MethodType):
+            value = value.__func__
+        if isinstance(value, PLAIN):
+            self._note(name, value)
+        elif isinstance(value, functools.partial):
+            self.read(name, value.func)
+            for key, given in value.keywords.items():
+                self.read(f"{name}, {key}", given)
+        elif isinstance(value, list | tuple) and len(value) <= _DIGITS and all(isinstance(x, PLAIN) for x in value):
+            self._note(name, value)
+        elif callable(value) and hasattr(value, "__name__"):
+            self._note(name, getattr(value, "__qualname__", value.__name__))
+            self.read_function(value)
+
+    def read_function(self, function: Any) -> None:
+        """Read a function of the user's: its code, and what it reads of its module, its closure and its defaults."""
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType) or id(function) in self._seen or len(self._seen) > _MOST:
+            return
+        self._seen.add(id(function))
+        if is_of_library(function):
+            return
+        code = function.__code__
+        self._codes.append(repr(_code(code)))
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self.read(f"{function.__qualname__}, {name}", value)
+        for place, value in enumerate(function.__defaults__ or ()):
+            self.read(f"{function.__qualname__}, default {place}", value)
+        for name, value in Cells(function).read().items():
+            if not _is_of_rank(name):
+                self.read(name, value)
+        for name in names_of(code):
+            if name in function.__globals__ and not _is_of_rank(name):
+                self.read(name, function.__globals__[name])
+
+    def _note(self, name: str, value: object) -> None:
+        if len(self.values) < _MOST:
+            self.values[name] = value if isinstance(value, str) else repr(value)
+
+
+def _is_of_rank(name: str) -> bool:
+    return not _OF_A_RANK.isdisjoint(re.split(r"[\W_\d]+", name.lower()))
+
+
+def _code(code: CodeType) -> tuple[Any, ...]:
+    """Return what a function does, wherever it is written down."""
+    return code.co_code, code.co_names, [_constant(constant) for constant in code.co_consts]
+
+
+def _constant(constant: object) -> Any:
+    if isinstance(constant, CodeType):
+        return _code(constant)
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
