@@ -45,7 +45,6 @@ from .spaces import (
     defaults_of,
     own_attributes,
     parts_of,
-    slots_of,
     space_of,
 )
 from .user_code import PLAIN, is_library_module, is_of_library, names_of, texts
@@ -267,7 +266,7 @@ class HostState:
     def _enter_function(self, name: str, function: FunctionType) -> None:
         around, self._is_of_library = self._is_of_library, is_of_library(function)
         cells = Cells(function)
-        self._enter_space(name, cells, cells.cells)
+        self._enter_space(name, cells, cells.keys())
         self._enter_all(name, defaults_of(function))
         self._is_of_library = around
         if is_of_library(function):
@@ -361,13 +360,12 @@ def _spaces(holder: Any) -> list[Space]:
         return found
     if isinstance(own, dict):
         found.insert(0, Entries(own, ".{}"))
-    slots = slots_of(type(holder))
-    return [*found, Slots(holder, slots)] if slots else found
+    return [*found, Slots(holder, of_libraries=True)]
 
 
 def _keys_of(space: Space) -> Set[str]:
     """Return the names of all attributes that a holder has, or may have, in one of its spaces."""
     if isinstance(space, Slots):
-        return space.slots.keys()
+        return space.keys()
     own: Mapping[str, Any] = vars(space.holder) if isinstance(space, OfClass) else space.holder
     return own.keys()

@@ -36,6 +36,7 @@ from .spaces import (
     OfClass,
     Slots,
     Space,
+    Trained,
     Whole,
     defaults_of,
     own_attributes,
@@ -124,7 +125,7 @@ class Snapshot:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors, weights too, by their names, the nearer ones first."""
-        weights = [(held.name, held.space.holder) for held in self._held if isinstance(held.space, _Trained)]
+        weights = [(held.name, held.space.holder) for held in self._held if isinstance(held.space, Trained)]
         return weights + [(name, tensor) for name, tensor, *_ in self._tensors]
 
     def values(self) -> Iterator[Any]:
@@ -208,7 +209,7 @@ class Snapshot:
                     self._enter_registered(name, value)
                 else:
                     self._enter(attributes.label(name, key), value)
-        if not isinstance(thing, nn.Module) and (slots := Slots(thing)).slots:
+        if not isinstance(thing, nn.Module) and (slots := Slots(thing)).keys():
             self._enter_all(name, slots, self._hold(name, slots).items())
         self._enter(type(thing).__name__, type(thing))
 
@@ -249,24 +250,12 @@ class Snapshot:
     def _enter_tensor(self, name: str, tensor: Tensor) -> None:
         """Note the numbers of a tensor of torch's own with memory of its own; weights are what training changes."""
         if isinstance(tensor, nn.Parameter):
-            self._hold(name, _Trained(tensor, ".{}"))
+            self._hold(name, Trained(tensor))
         if isinstance(tensor, nn.Parameter | DTensor) or type(tensor) is not Tensor or tensor.is_inference():
             return
         if tensor.is_meta or (tensor.layout is torch.strided and tensor.untyped_storage().size()):
             was = tensor.detach().clone() if self._numbers else tensor
             self._tensors.append((name, tensor, tensor._version, tensor.data, was))
-
-
-class _Trained(Space):
-    """Whether a weight is trained."""
-
-    def read(self) -> Mapping[Any, Any]:
-        """Return the flag by its name."""
-        return {"requires_grad": self.holder.requires_grad}
-
-    def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Set the flag."""
-        self.holder.requires_grad_(before["requires_grad"])
 
 
 def _has_changed(tensor: Tensor, version: int, was: Tensor) -> bool:

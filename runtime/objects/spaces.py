@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import _lru_cache_wrapper, cached_property, partial
-from types import BuiltinMethodType, CellType, FunctionType, MemberDescriptorType, MethodType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from torch import nn
 from .host_values import GONE, content_of, entry_of, member_of
 from .user_code import PLAIN, is_of_library, once_per_class
 
+_CODE = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 LONGEST = 1024
 """Entries of longer containers are not looked into."""
@@ -39,11 +40,11 @@ class Space:
         form: how one is called behind its holder's name.
     """
 
-    def __init__(self, holder: Any, form: str = "[{}]") -> None:
+    def __init__(self, holder: Any, form: str = ".{}") -> None:
         self.holder, self.form = holder, form
 
-    def read(self) -> Mapping[Any, Any]:
-        """Return what is in all places now."""
+    def keys(self) -> Iterable[Any]:
+        """Return the keys of the places."""
         raise NotImplementedError
 
     def reader(self, key: Any) -> Callable[[], Any]:
@@ -51,12 +52,20 @@ class Space:
         raise NotImplementedError
 
     def write(self, key: Any, value: Any) -> None:
-        """Put something into a place."""
+        """Put something into a place; `GONE`: empty it."""
         raise NotImplementedError
+
+    def read(self) -> Mapping[Any, Any]:
+        """Return what is in all places now."""
+        found = ((key, self.reader(key)()) for key in self.keys())
+        return {key: value for key, value in found if value is not GONE}
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
         """Let the places have what `read` gave before."""
-        raise NotImplementedError
+        now = self.read()
+        for key in {**before, **now}:
+            if now.get(key, GONE) is not before.get(key, GONE):
+                self.write(key, before.get(key, GONE))
 
     def label(self, name: str, key: Any) -> str:
         """Return what a place is called, where the holder is called by a name."""
@@ -65,52 +74,54 @@ class Space:
 
 
 class Entries(Space):
-    """Entries of a dictionary, which may be the attributes of an object, or of some names alone."""
+    """Entries of a dictionary, which may be the attributes of an object; of some names alone: globals of a module."""
 
     def __init__(self, holder: dict[Any, Any], form: str = "[{}]", names: Set[str] | None = None) -> None:
         super().__init__(holder, form)
         self._names = names
 
-    def read(self) -> Mapping[Any, Any]:
-        """Return the dictionary itself, unless it is of some names."""
-        if self._names is None:
-            return self.holder  # type: ignore[no-any-return]
-        return {name: self.holder[name] for name in sorted(self._names) if name in self.holder}
+    def keys(self) -> Iterable[Any]:
+        """Return the keys of the dictionary, or those of the names that it has."""
+        return self.holder.keys() if self._names is None else sorted(self._names & self.holder.keys())
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads an entry as no class of its own would."""
+        """Return what reads one of them."""
         return partial(dict.get, self.holder, key, GONE)
 
     def write(self, key: Any, value: Any) -> None:
-        """Set an entry."""
-        self.holder[key] = value
+        """Set one, or delete it."""
+        if value is GONE:
+            del self.holder[key]
+        else:
+            self.holder[key] = value
+
+    def read(self) -> Mapping[Any, Any]:
+        """Return the dictionary itself, unless it is of some names."""
+        return self.holder if self._names is None else super().read()
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
         """Let the entries be those from before, in their order."""
-        if self._names is None:
-            self.holder.clear()
-        else:
-            for key in self.read().keys() - before.keys():
-                del self.holder[key]
+        if self._names is not None:
+            return super().put_back(before)
+        self.holder.clear()  # also their order
         self.holder.update(before)
+        return None
 
 
 class Items(Space):
-    """Entries of a list, a deque or a set."""
-
-    def read(self) -> Mapping[Any, Any]:
-        """Return the entries by their places; of a set by themselves."""
-        base = next(kind for kind in (list, deque, set) if isinstance(self.holder, kind))
-        entries = list(base.__iter__(self.holder))
-        return {entry: entry for entry in entries} if base is set else dict(enumerate(entries))
+    """Entries of a list, a deque or a set, by their places; of a set by themselves."""
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads an entry of a list."""
+        """Return what reads one of them."""
         return partial(entry_of, self.holder, key)
 
     def write(self, key: Any, value: Any) -> None:
         """Set an entry of a list."""
         self.holder[key] = value
+
+    def read(self) -> Mapping[Any, Any]:
+        """Return all entries."""
+        return {entry: entry for entry in self.holder} if isinstance(self.holder, set) else dict(enumerate(self.holder))
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
         """Fill it with what it had."""
@@ -123,110 +134,107 @@ class Cells(Space):
 
     def __init__(self, holder: FunctionType) -> None:
         super().__init__(holder, ", {}")
-        self.cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
+        self._cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
 
-    def read(self) -> Mapping[Any, Any]:
-        """Return those that are bound."""
-        return {key: cell.cell_contents for key, cell in self.cells.items() if cell != CellType()}
+    def keys(self) -> Iterable[Any]:
+        """Return the names of the variables."""
+        return self._cells
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one."""
-        return partial(content_of, self.cells[key])
+        """Return what reads one of them."""
+        return partial(content_of, self._cells[key])
 
     def write(self, key: Any, value: Any) -> None:
-        """Bind one."""
-        self.cells[key].cell_contents = value
-
-    def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Bind those that were bound."""
-        for key, value in before.items():
-            self.write(key, value)
+        """Set one, or delete it."""
+        if value is GONE:
+            del self._cells[key].cell_contents
+        else:
+            self._cells[key].cell_contents = value
 
 
 class Slots(Space):
-    """What an object has in `__slots__`, of classes of users alone unless it is told which."""
+    """What an object has in `__slots__`, of its user's classes alone or of all."""
 
-    def __init__(self, holder: Any, slots: Mapping[str, MemberDescriptorType] | None = None) -> None:
-        super().__init__(holder, ".{}")
-        own = {key: slot for key, slot in slots_of(type(holder)).items() if not is_of_library(slot.__objclass__)}
-        self.slots = own if slots is None else slots
+    def __init__(self, holder: Any, *, of_libraries: bool = False) -> None:
+        super().__init__(holder)
+        found = slots_of(type(holder)).items()
+        self._slots = {key: slot for key, slot in found if of_libraries or not is_of_library(slot.__objclass__)}
 
-    def read(self) -> Mapping[Any, Any]:
-        """Return what is in those that are set."""
-        found = {key: member_of(slot, self.holder) for key, slot in self.slots.items()}
-        return {key: value for key, value in found.items() if value is not GONE}
+    def keys(self) -> Set[Any]:
+        """Return the names of the slots."""
+        return self._slots.keys()
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one."""
-        return partial(member_of, self.slots[key], self.holder)
+        """Return what reads one of them."""
+        return partial(member_of, self._slots[key], self.holder)
 
     def write(self, key: Any, value: Any) -> None:
-        """Set one."""
-        self.slots[key].__set__(self.holder, value)
-
-    def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Set those that were set, and empty the others."""
-        for key in self.read().keys() - before.keys():
-            self.slots[key].__delete__(self.holder)
-        for key, value in before.items():
-            self.write(key, value)
+        """Set one, or delete it."""
+        if value is GONE:
+            self._slots[key].__delete__(self.holder)
+        else:
+            self._slots[key].__set__(self.holder, value)
 
 
 class OfClass(Space):
     """Attributes of a class that are no code."""
 
-    def __init__(self, holder: type) -> None:
-        super().__init__(holder, ".{}")
-
-    def read(self) -> Mapping[Any, Any]:
-        """Return them as the class has them itself."""
-        code = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
+    def keys(self) -> Iterable[Any]:
+        """Return their names."""
         own = vars(self.holder).items()
-        return {k: v for k, v in own if not isinstance(v, code) and not (k[:2] == "__" == k[-2:])}
+        return [key for key, value in own if not isinstance(value, _CODE) and not (key[:2] == "__" == key[-2:])]
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one."""
+        """Return what reads one of them."""
         return partial(vars(self.holder).get, key, GONE)
 
     def write(self, key: Any, value: Any) -> None:
-        """Set one."""
-        setattr(self.holder, key, value)
-
-    def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Set those that were others, and delete what is new."""
-        now = self.read()
-        for key in now.keys() - before.keys():
+        """Set one, or delete it."""
+        if value is GONE:
             delattr(self.holder, key)
-        for key, value in before.items():
-            if now.get(key, GONE) is not value:
-                self.write(key, value)
+        else:
+            setattr(self.holder, key, value)
 
 
 class Whole(Space):
-    """All of something, such as where a generator is, in one place.
-
-    Args:
-        holder: the thing.
-        read: returns what is compared.
-        put: sets it as it was when this was made.
-    """
+    """All of something in one place, such as where a generator is: `put` sets it as it was when this was made."""
 
     def __init__(self, holder: Any, read: Callable[[], Any], put: Callable[[], Any]) -> None:
         super().__init__(holder, "")
         self._read, self._put = read, put
 
-    def read(self) -> Mapping[Any, Any]:
-        """Return it under an empty key."""
-        return {"": self._read()}
+    def keys(self) -> Iterable[Any]:
+        """Return the one key."""
+        return ("",)
 
-    def put_back(self, before: Mapping[Any, Any]) -> None:
+    def reader(self, key: Any) -> Callable[[], Any]:
+        """Return what reads one of them."""
+        return self._read
+
+    def write(self, key: Any, value: Any) -> None:
         """Set it as it was."""
         self._put()
 
 
+class Trained(Space):
+    """Whether a weight is trained."""
+
+    def keys(self) -> Iterable[Any]:
+        """Return the name of the flag."""
+        return ("requires_grad",)
+
+    def reader(self, key: Any) -> Callable[[], Any]:
+        """Return what reads one of them."""
+        return partial(getattr, self.holder, key)
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set the flag."""
+        self.holder.requires_grad_(value)
+
+
 def space_of(container: Any) -> Space:
     """Return the entries of a dict, list, deque or set."""
-    return Entries(container) if isinstance(container, dict) else Items(container)
+    return Entries(container) if isinstance(container, dict) else Items(container, "[{}]")
 
 
 def parts_of(thing: Any) -> list[tuple[str, Any]] | None:
@@ -270,7 +278,7 @@ def own_attributes(holder: Any) -> Any:
 def attributes_of(holder: Any) -> dict[str, Any]:
     """Return the attributes of an object by their names, those in `__slots__` too."""
     own = own_attributes(holder)
-    return {**(own if isinstance(own, dict) else {}), **Slots(holder, slots_of(type(holder))).read()}
+    return {**(own if isinstance(own, dict) else {}), **Slots(holder, of_libraries=True).read()}
 
 
 @once_per_class
