@@ -22,7 +22,6 @@ from ..objects.host_state import HostState
 from ..objects.snapshot import Snapshot
 from ..objects.user_code import is_of_library
 
-_HOOKS = ", its hooks"
 _LARGEST_ID = 10**7
 _MOST_NUMBERS = 32
 
@@ -73,10 +72,7 @@ class FunctionState:
         """
         if any(tensor._version != version for tensor, version in self._tensors):
             return f"a tensor that {self._name} goes by"
-        name = self._state.changed()
-        if name is None or _HOOKS not in name:
-            return name
-        return next((slot.name for slot in self._state.moved() if _HOOKS not in slot.name), None)
+        return next((place.name for place in self.moved()), None)
 
     def tensors_moved(self) -> list[Tensor]:
         """Return the tensors that were changed in place."""
@@ -84,7 +80,7 @@ class FunctionState:
 
     def moved(self) -> list[Any]:
         """Return the places where something else is now, see `HostState`."""
-        return [slot for slot in self._state.moved() if _HOOKS not in slot.name]
+        return [*self._state.moved(hooks=False)]
 
 
 def class_weights(function: Any) -> list[Tensor]:

@@ -22,6 +22,7 @@ from _thread import LockType, RLock
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from logging import Logger
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -52,7 +53,7 @@ from .user_code import PLAIN, is_library_module, is_of_library, names_of, texts
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 _STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
 _PASSED_ON = (tuple, MethodType, staticmethod, classmethod, property, functools.cached_property)
-_CODE = (FunctionType, type, staticmethod, classmethod, property)
+_HOOKS = ", its hooks"
 OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
 """What torch calls of an autograd Function besides its forward."""
 
@@ -137,13 +138,13 @@ class HostState:
         """Return the name of the first thing that is not as it was; None where all is."""
         return next((place.name for place in self.moved()), None)
 
-    def moved(self, places: Sequence[Place] | None = None) -> Iterator[Place]:
-        """Yield the places, all or some, that have something else than was seen."""
+    def moved(self, places: Sequence[Place] | None = None, *, hooks: bool = True) -> Iterator[Place]:
+        """Yield the places, all or some, that have something else than was seen; without `hooks`, none of these."""
         for place in self.places if places is None else places:
             seen, now = place.seen, place.read()
             if now is not seen and not is_same(now, seen):
                 now = self._seen(now)
-                if now is not seen and not is_same(now, seen):
+                if now is not seen and not is_same(now, seen) and (hooks or _HOOKS not in place.name):
                     yield place
 
     def let_go(self) -> None:
@@ -171,7 +172,9 @@ class HostState:
         if isinstance(thing, _STILL) or id(thing) in self._known or len(self._known) > self._most:
             return
         self._known[id(thing)] = thing
-        if isinstance(thing, Tensor):
+        if only_tells(thing):
+            self._watch(f"{name}, its level", functools.partial(_level, thing))
+        elif isinstance(thing, Tensor):
             self._watch(name, thing.data_ptr)
             self._tensors[id(thing)] = thing
         elif isinstance(thing, nn.Module):
@@ -216,7 +219,7 @@ class HostState:
 
     def _enter_foreign(self, name: str, thing: Any) -> None:
         """Look into something of a library: what code names of it."""
-        if not isinstance(thing, type) and not only_tells(thing):
+        if not isinstance(thing, type):
             self._look_up(*self._hold(name, thing))
 
     def _close(self, name: str) -> None:
@@ -235,8 +238,8 @@ class HostState:
             self._watch_outline(label, module, root)
             for key in HOOKS:
                 hooks = vars(module)[key]
-                self._watch(f"{label}, its hooks", functools.partial(tuple, hooks))
-                self._enter_all(f"{label}, its hooks", hooks.values())
+                self._watch(f"{label}{_HOOKS}", functools.partial(tuple, hooks))
+                self._enter_all(f"{label}{_HOOKS}", hooks.values())
             self._watch(f"{label}, its modules", module._modules.__len__)
             children = Entries(module._modules, ".{}")
             for key in module._modules:
@@ -264,13 +267,15 @@ class HostState:
                 self._watch(f"{label}.{key}", own.reader(key), own, key)
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
+        if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
+            return self._enter(name, compiled)
         around, self._is_of_library = self._is_of_library, is_of_library(function)
         cells = Cells(function)
         self._enter_space(name, cells, cells.keys())
         self._enter_all(name, defaults_of(function))
         self._is_of_library = around
         if is_of_library(function):
-            return
+            return None
         self._watch_attributes(name, function)
         self._watch(f"{name}, its code", lambda: function.__code__)
         self._watch(f"{name}, its defaults", lambda: function.__defaults__)
@@ -278,7 +283,7 @@ class HostState:
             self._enter_container(f"{name}, its defaults", function.__kwdefaults__)
         self.names.update(names_of(function.__code__))
         self.names.update(text for text in texts(function.__code__) if text.isidentifier())
-        self._look_up(*self._hold(name, function))
+        return self._look_up(*self._hold(name, function))
 
     def _enter_container(self, name: str, container: Any) -> None:
         base: Any = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
@@ -293,13 +298,10 @@ class HostState:
             else:
                 self._close(f"{name} (of {length()} entries)")
         elif base in (dict, list):
-            space = space_of(container)
-            self._enter_space(name, space, list(dict.keys(container)) if base is dict else range(length()))
+            keys = list(base.__iter__(container)) if base is dict else range(length())
+            self._enter_space(name, space_of(container), keys)
         else:
-            found = list(base.__iter__(container))
-            if all(isinstance(entry, PLAIN) for entry in found):
-                self._watch(name, lambda: tuple(base.__iter__(container)))
-            self._enter_all(name, found)
+            self._enter_all(name, self._watch(name, lambda: tuple(base.__iter__(container))))
 
     def _hold(self, name: str, holder: Any) -> tuple[str, Any, list[Space]]:
         """Have something looked up in a holder whenever code names more."""
@@ -330,6 +332,8 @@ class HostState:
 
     def _keys(self, holder: Any, space: Space) -> Set[str]:
         """Return under which names code may look something up that a holder has in one of its spaces."""
+        if isinstance(holder, FunctionType) and space.holder is holder.__globals__:
+            return {*names_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
         return self.names & _keys_of(space)
 
     def _found_in_library(self, name: str, space: Space, key: str) -> None:
@@ -340,11 +344,14 @@ class HostState:
             self._watch(f"{name}.{key}", space.reader(key), space, key)
 
     def _found(self, name: str, space: Space, key: str) -> None:
-        value = space.reader(key)()
-        if isinstance(value, ModuleType) or (isinstance(value, _CODE) and is_of_library(value)):
-            self._enter(f"{name}.{key}", value)
-        else:
-            self._enter(f"{name}.{key}", self._watch(f"{name}.{key}", space.reader(key), space, key))
+        label, value = f"{name}.{key}", space.reader(key)()
+        is_module = isinstance(value, ModuleType)
+        self._enter(label, value if is_module else self._watch(label, space.reader(key), space, key))
+
+
+def _level(logger: Logger) -> tuple[object, ...]:
+    """Return what a logger lets through, by which code may ask before it tells something."""
+    return Logger.getEffectiveLevel(logger), logger.disabled, logger.manager.disable
 
 
 def _spaces(holder: Any) -> list[Space]:

@@ -19,8 +19,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from logging import Logger
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
+from types import BuiltinFunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from .host_state import HostState
 from .host_values import INSTEAD, marks_of, state_of, without_numbers
 from .plain_code import asked_of, has_known_content, only_tells
 from .spaces import LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
-from .user_code import PLAIN, is_library_module, is_of_framework, names_of, texts
+from .user_code import PLAIN, is_library_module, is_of_framework
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
@@ -97,10 +96,7 @@ class SteeringState(HostState):
             self.names.add(thing)
         elif isinstance(thing, PLAIN) or id(thing) in self._known:
             return
-        elif only_tells(thing):
-            self._known[id(thing)] = thing
-            self._watch(f"{name}, its level", functools.partial(_level, thing))
-        elif isinstance(thing, Tensor) or not has_known_content(thing):
+        elif isinstance(thing, Tensor) or not (has_known_content(thing) or only_tells(thing)):
             self._close(name)
         elif not isinstance(thing, torch.Generator):
             super()._enter(name, thing)
@@ -140,19 +136,11 @@ class SteeringState(HostState):
         self._enter_space(label, Entries(vars(module), ".{}"), own)
         for base in type(module).__mro__:
             if not is_of_framework(base):
-                space = OfClass(base)
-                for key in [
-                    key for key, value in vars(base).items() if isinstance(value, PLAIN) and not key.startswith("_")
-                ]:
+                space, public = OfClass(base), (key for key in vars(base) if not key.startswith("_"))
+                for key in [key for key in public if isinstance(vars(base)[key], PLAIN)]:
                     self._watch(f"{base.__name__}.{key}", space.reader(key), space, key)
         self._is_of_library = around
         self._of_libraries.update(place.name for place in self.places[before:])
-
-    def _enter_function(self, name: str, function: FunctionType) -> None:
-        if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
-            self._enter(name, compiled)
-        else:
-            super()._enter_function(name, function)
 
     def _enter_container(self, name: str, container: Any) -> None:
         super()._enter_container(name, container)
@@ -161,32 +149,18 @@ class SteeringState(HostState):
             self._close(name)
         elif kind is dict:
             self._enter_all(f"a key of {name}", list(dict.keys(container)))
-        elif kind is not list:
-            self._watch(name, lambda: tuple(kind.__iter__(container)))
 
     def _keys(self, holder: Any, space: Space) -> Set[str]:
-        """Return the names that code names: of a function's globals its own; all attributes where it makes up names."""
-        if isinstance(holder, FunctionType) and space.holder is holder.__globals__:
-            return {*names_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
+        """Return the names that code names, or all attributes where it makes up names."""
         found = super()._keys(holder, space)
         if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
             return {key for key in found if isinstance(space.holder[key], _OF_MODULES)}
-        if isinstance(space, Entries) and not isinstance(holder, ModuleType):
+        if not isinstance(holder, ModuleType) and space.holder is own_attributes(holder):
             return set(space.holder) - OF_TORCH if self.names & _BY_ANY_NAME else found
         return found
 
     def _found_in_library(self, name: str, space: Space, key: str) -> None:
         self._found(name, space, key)
-
-    def _found(self, name: str, space: Space, key: str) -> None:
-        value, label = space.reader(key)(), f"{name}.{key}"
-        is_module = isinstance(value, ModuleType)
-        self._enter(label, value if is_module else self._watch(label, space.reader(key), space, key))
-
-
-def _level(logger: Logger) -> tuple[object, ...]:
-    """Return what a logger lets through, by which code may ask before it tells something."""
-    return Logger.getEffectiveLevel(logger), logger.disabled, logger.manager.disable
 
 
 def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:

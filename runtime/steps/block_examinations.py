@@ -195,7 +195,7 @@ class BlockExaminations:
 
     def _moved(self) -> Iterator[str]:
         assert self._state is not None  # hooks come and go in the first step, which watches them
-        return (slot.name for slot in self._state.moved() if ", its hooks" not in slot.name)
+        return (place.name for place in self._state.moved(hooks=False))
 
     def over_targets(self) -> list[LossWeight]:
         """Return what losses of blocks are means over that are none over samples."""

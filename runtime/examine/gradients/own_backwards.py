@@ -238,4 +238,4 @@ class Watched:
         """Whether something is another now."""
         if not self._shape.is_same() or any(tensor._version != version for tensor, version in self._tensors):
             return True
-        return any("its hooks" not in slot.name for slot in self._state.moved())
+        return any(True for _ in self._state.moved(hooks=False))

@@ -176,10 +176,9 @@ class LaterSteps:
         Hooks are left out, which come and go in a first step, that watches blocks, and modes, other in evaluations.
         """
         name = self._noted
-        for slot in () if name else self._of_pairs.moved():
-            if ", its hooks" not in slot.name and not slot.name.endswith(".training"):
-                name = slot.name
-                break
+        if not name:
+            moved = (place.name for place in self._of_pairs.moved(hooks=False))
+            name = next((name for name in moved if not name.endswith(".training")), "")
         if not name:
             return ""
         pairs = [followed.kind for followed in self._followed if followed.in_pairs]
