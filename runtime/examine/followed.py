@@ -23,11 +23,9 @@ from quintsched.errors import MisfitError
 
 from ..objects.host_state import HostState
 from ..objects.host_values import numbers_of
-from ..objects.spaces import HOOKS, OF_TORCH
-from ..objects.user_code import codes_in, is_of_library
+from ..objects.spaces import HOOKS, OF_TORCH, hooks_on
+from ..objects.user_code import codes_in, is_of_library, is_ours
 from .asks_elsewhere import require_known
-
-_OURS = f"{__name__.partition('.')[0]}."
 
 
 class Source(Protocol):
@@ -206,7 +204,7 @@ class Structure:
 
 def _shown(kind: type) -> type:
     """Return a module's class without those that an engine puts in place of torch's own, as `KeyedDropout`."""
-    while kind.__module__.startswith(_OURS) and "_get_name" in vars(kind):
+    while is_ours(kind) and "_get_name" in vars(kind):
         kind = kind.__base__ or kind
     return kind
 
@@ -293,8 +291,7 @@ class _Tied:
             return
         if own is None or its._parameters.get(self._key) is not own:
             raise MisfitError(f"model.{self._name} is another weight than when the model was split; {SPLIT_AGAIN}")
-        hooks = (own._backward_hooks, getattr(own, "_post_accumulate_grad_hooks", None))
-        if not all(_is_ours(hook) for held in hooks if held for hook in held.values()):
+        if not all(map(is_ours, hooks_on(own))):
             raise MisfitError(
                 f"model.{self._name} has a hook, and is a weight of several stages, of which each has a part of its "
                 "gradient; put the hook on what uses the weight, or have these blocks on one stage"
@@ -312,10 +309,6 @@ class _Tied:
         if self._weight is not None and not self._is_trained and own.data_ptr() != self._weight.data_ptr():
             own.data = self._weight.data
         self._place = own.data_ptr()
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(getattr(hook, "func", hook), "__module__", None)).startswith(_OURS)
 
 
 def label_of(name: str) -> str:

@@ -19,7 +19,7 @@ from functools import _lru_cache_wrapper, cached_property, partial
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .host_values import GONE, content_of, entry_of, member_of
 from .user_code import PLAIN, is_of_library, once_per_class
@@ -29,6 +29,7 @@ CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 LONGEST = 1024
 """Entries of longer containers are not looked into."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_ALL = tuple(f"_global{name}" for name in HOOKS)
 OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -262,6 +263,12 @@ def stands_for(thing: Any) -> Any:
     if isinstance(thing, property):
         return thing.fget
     return thing.func if isinstance(thing, cached_property) else thing
+
+
+def hooks_on(weight: Tensor) -> list[Any]:
+    """Return the hooks on a weight: they are given its whole gradient."""
+    held = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
+    return [hook for hooks in held for hook in (hooks or {}).values()]
 
 
 def defaults_of(function: FunctionType) -> tuple[Any, ...]:

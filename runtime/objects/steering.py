@@ -29,17 +29,11 @@ from torch import Tensor, nn
 from .host_state import HostState
 from .host_values import INSTEAD, marks_of, state_of, without_numbers
 from .plain_code import asked_of, has_known_content, only_tells
-from .spaces import LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
-from .user_code import PLAIN, is_library_module, is_of_framework
+from .spaces import HOOKS_OF_ALL, LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
+from .user_code import PLAIN, is_library_module, is_of_framework, is_ours
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
-_HOOKS_OF_ALL = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 
 
 class SteeringState(HostState):
@@ -70,7 +64,7 @@ class SteeringState(HostState):
         for label, module in outlined:
             self._enter_all(label, _marks(module, self.names))
         if around is not None:
-            for key in _HOOKS_OF_ALL:
+            for key in HOOKS_OF_ALL:
                 hooks: Mapping[int, Any] = vars(nn.modules.module)[key]
                 read = functools.partial(tuple, hooks.values())
                 self._enter_all(key, self._watch(f"torch.nn.modules.module.{key}", read))
@@ -129,7 +123,7 @@ class SteeringState(HostState):
                 self._watch(f"{label}.{key}", functools.partial(getattr, parameter, "requires_grad"))
 
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
-        if type(module).__module__.startswith("quintsched."):
+        if is_ours(type(module)):
             return
         around, self._is_of_library, before = self._is_of_library, True, len(self.places)
         own = (key for key in ["forward", *vars(module)] if key not in OF_TORCH)

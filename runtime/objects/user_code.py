@@ -43,6 +43,11 @@ def is_of_framework(thing: Any) -> bool:
     return str(getattr(thing, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
+def is_ours(thing: Any) -> bool:
+    """Whether a class or function, or what a partial calls, is of this package."""
+    return str(getattr(getattr(thing, "func", thing), "__module__", None)).startswith("quintsched.")
+
+
 def is_library_module(name: str) -> bool:
     """Whether the module of this name is one of theirs."""
     if name.partition(".")[0] in _LIBRARIES:

@@ -26,7 +26,7 @@ from torch.nn.modules import module as global_hooks
 
 from ...objects.plain_code import has_known_content, only_tells
 from ...objects.snapshot import Snapshot
-from ...objects.spaces import HOOKS
+from ...objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on
 from ...objects.steering import SteeringState
 from ...objects.user_code import is_library_module, is_of_library, names_of
 
@@ -62,7 +62,6 @@ _LOOKED_INTO = (
 )
 
 _OF_GRADIENT, _OF_SUM = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 def is_known(thing: Any) -> bool:
@@ -78,9 +77,8 @@ def hooks_of(block: nn.Module) -> list[Any]:
     """Return hooks of a user's on gradients of modules and weights."""
     found = [*global_hooks._global_backward_hooks.values(), *global_hooks._global_backward_pre_hooks.values()]
     for module in block.modules():
-        of_weights = ((p._backward_hooks, p._post_accumulate_grad_hooks) for p in module.parameters(recurse=False))
-        for held in (module._backward_hooks, module._backward_pre_hooks, *(h for pair in of_weights for h in pair)):
-            found += (held or {}).values()
+        found += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        found += [hook for weight in module.parameters(recurse=False) for hook in hooks_on(weight)]
     return [hook for hook in found if not is_known(getattr(hook, "func", hook))]
 
 
@@ -99,7 +97,8 @@ class Code:
     def __init__(self, block: nn.Module) -> None:
         root = getattr(getattr(getattr(block, "_origin", None), "frame", None), "root", None)
         self.hooks = {f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}
-        roots = {"block": block, "model": root, **self.hooks, **{name: getattr(global_hooks, name) for name in _OF_ALL}}
+        of_all = {name: getattr(global_hooks, name) for name in HOOKS_OF_ALL}
+        roots = {"block": block, "model": root, **self.hooks, **of_all}
         reached = [*Snapshot({name: thing for name, thing in roots.items() if thing}, numbers=False).values()]
         others = [thing for thing in reached if isinstance(thing, FunctionType | type) and not is_known(thing)]
         of_known = {id(t) for m in reached if isinstance(m, nn.Module) and is_known(type(m)) for t in m.buffers(False)}
@@ -190,7 +189,7 @@ class Shape:
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         modules = [module for block in blocks for module in block.modules()]
         self._hooks = [getattr(module, name) for module in modules for name in HOOKS]
-        self._hooks += [getattr(global_hooks, name) for name in _OF_ALL]
+        self._hooks += [getattr(global_hooks, name) for name in HOOKS_OF_ALL]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         self._inner = [module._modules for module in modules if module._modules]
         self._seen = self._now()

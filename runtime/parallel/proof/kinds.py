@@ -27,7 +27,7 @@ from quintsched.errors import MisfitError
 
 from ...objects.host_values import bytes_of, state_of
 from ...objects.spaces import Cells, attributes_of
-from ...objects.user_code import is_of_framework, is_of_library
+from ...objects.user_code import is_of_framework, is_of_library, is_ours
 from ..dropout import KeyedDropout
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut, has_hooked_weights
@@ -39,7 +39,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _SEQUENCES = (tuple, list, deque)
 _OBSERVERS = ("quintsched.runtime.examine.", "quintsched.runtime.splitting.")
 """What this package has modules' attributes watched by is no part of what they do."""
-_OURS, _MODELS = "quintsched.", "quintsched.runtime.models."
+_MODELS = "quintsched.runtime.models."
 """Objects of this package, to which hooks may lead, are no part of a block, but for the options of its models."""
 
 _MOST = 100_000
@@ -127,7 +127,7 @@ class _Walk:
         self._enter_class(type(thing))
         if isinstance(thing, nn.Module):
             return self._enter_module(thing)
-        if type(thing).__module__.startswith(_OURS) and not type(thing).__module__.startswith(_MODELS):
+        if is_ours(type(thing)) and not type(thing).__module__.startswith(_MODELS):
             return note(_Itself(thing))
         if str(getattr(thing, "__module__", "")).startswith(_OBSERVERS):
             return note(getattr(thing, "__code__", None))

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...comm import Group, ReduceOp
+from ...objects.spaces import hooks_on
+from ...objects.user_code import is_ours
 from .cuts import is_replaced, join
 from .shard import shard_of
 
@@ -83,7 +85,7 @@ class CutLayers:
     def require_as_cut(self, names: Collection[str]) -> None:
         """Raise `MisfitError` where a loop set hooks on weights, or a forward, class or what code `names` on layers."""
         for name, weight in self._weights:
-            if _has_users_hook(weight):
+            if not all(map(is_ours, hooks_on(weight))):
                 _refuse(f"a hook was registered on the weight {name!r}")
         for name, layer, kind, known in self._layers:
             if type(layer) is not kind:
@@ -104,9 +106,3 @@ def _refuse(what: str) -> None:
         f"{what}, of which a rank of tp has a shard: do so before the engine is built, which then keeps the layer "
         "whole; build the engine again"
     )
-
-
-def _has_users_hook(parameter: nn.Parameter) -> bool:
-    held = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    hooks = (getattr(hook, "func", hook) for hooks in held for hook in (hooks or {}).values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("quintsched.") for hook in hooks)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...objects.spaces import HOOKS, hooks_on
 from ...settings.tensor_rules import Parts, TensorSplit
 
 _OF_TORCH = (nn.Linear, nn.Embedding, nn.Module, object)
@@ -91,8 +92,7 @@ def is_layer(module: nn.Module) -> bool:
 
 def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
     """Whether a layer does what its class says, and nothing besides; unless `strict`, subclasses will do."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks) or has_hooked_weights(layer) or own_forward(layer):
+    if any(vars(layer)[key] for key in HOOKS) or has_hooked_weights(layer) or own_forward(layer):
         return False
     if type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer):
         return True
@@ -121,8 +121,7 @@ def is_replaced() -> bool:
 
 def has_hooked_weights(layer: nn.Module) -> bool:
     """Whether hooks are registered on a layer's weights: they are given whole gradients, and would be lost."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, name, None) for parameter in layer.parameters(recurse=False) for name in names)
+    return any(map(hooks_on, layer.parameters(recurse=False)))
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
