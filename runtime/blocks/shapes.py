@@ -20,7 +20,7 @@ from ..data.loose_leaves import LooseLeafError, require_no_loose_leaf
 from ..objects.snapshot import Snapshot, label_in
 from ..objects.user_code import PLAIN
 from .blame import place_of
-from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, typed
+from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, split_result, typed
 from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .quick_shapes import QuickShapes
@@ -96,6 +96,34 @@ def trace_shapes(
         )
         for number, leaves in enumerate(left)
     ]
+
+
+def requires_gradients(
+    blocks: Blocks,
+    trained: Sequence[bool],
+    inputs: TreeSpec,
+    extras: Mapping[str, TreeSpec],
+    dtype: torch.dtype | None = None,
+) -> bool:
+    """Whether what blocks leave requires a gradient, where some of their parameters, in their order, are trained.
+
+    True where nobody can tell, since they cannot run without data.
+    """
+    given, riders, flags = inputs.empty("meta"), dict[str, _Ride](), iter(trained)
+    beside = {name: spec.empty("meta") for name, spec in extras.items()}
+    try:
+        for number, block in enumerate(blocks):
+            module = on_meta(block)
+            taken, bare = _taken(number, module, beside, riders), before_fully_shard(module)
+            weights = {name: tensor.detach().to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
+            for name, _ in module.named_parameters():
+                weights[name].requires_grad_(next(flags))
+            with draws_undone(), attributes_untouched(module), torch.enable_grad():
+                given, fresh, _ = split_result(_run(bare, weights, given, taken))
+            riders |= {name: _Ride(tensor, number, number) for name, tensor in fresh.items()}
+    except Exception:
+        return True
+    return any(tensor.requires_grad for tensor in [*tensors_of(given), *(ride.tensor for ride in riders.values())])
 
 
 def _state(before: Snapshot) -> Iterator[State]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quintsched.ir.dataflow import Flow as Flow
 from quintsched.ir.dataflow import flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD, Instruction, Send
+from quintsched.ir.instructions import ENDS_BACKWARD, Bwd, BwdInput, Instruction, Send
 from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
 
@@ -28,6 +28,8 @@ class ProgramFlow:
         self.pp_rank = plan.mesh.pp_rank(rank)
         last = {i.stage: i for whole in self.program for i in whole.sides if isinstance(i, ENDS_BACKWARD)}
         self._last_backwards = frozenset(last.values())
+        sides = [side for whole in self.program for side in whole.sides]
+        self._last_of_inputs = frozenset({i.stage: i for i in sides if isinstance(i, Bwd | BwdInput)}.values())
         self._flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
         self._flow_of = dict(zip(self.program, self._flows, strict=True)) | self._flows_of_sides()
         self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
@@ -64,6 +66,10 @@ class ProgramFlow:
     def is_sent(self, value: Value) -> bool:
         """Whether a value goes to another rank."""
         return value in self._sent
+
+    def is_last_of_inputs(self, instruction: Instruction) -> bool:
+        """Whether an instruction is the last that gives the inputs of its stage gradients."""
+        return instruction in self._last_of_inputs
 
     def is_last_backward(self, instruction: Instruction) -> bool:
         """Whether an instruction completes the weight gradients of its stage."""

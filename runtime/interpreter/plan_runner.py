@@ -163,7 +163,8 @@ class PlanRunner:
         agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
         self.losses.first.expect(plan.mode, shapes)
         if not self.interpreters:
-            self.usual_samples = self.usual_samples or self._most(max(map(len, units.samples), default=0))
+            most = int(greatest(world, [max(map(len, units.samples), default=0)])[0])
+            self.usual_samples = self.usual_samples or most
             self.losses.expect_others(plan, batch, units.samples, self.usual_samples, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
         first = FirstUnits(spec.inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
@@ -172,10 +173,6 @@ class PlanRunner:
             self.losses.examine_blocks(first, shapes, self._state.weights.gathered)
         model.prover.prove(first, model.outlines, shapes, world, model.masks)
         return units
-
-    def _most(self, number: int) -> int:
-        """Return the largest number of any rank."""
-        return int(greatest(self._groups.world, [number])[0])
 
     @property
     def _alike(self) -> Group:
@@ -238,6 +235,8 @@ class PlanRunner:
         current.number, current.units, current.last = self.steps.total, step.units, last
         self._model.follow(alike=step.units.alike)
         self._transport.stamp.begin(self.steps.total + 1)
+        if trains:
+            self._model.boundaries.begin_step(step.units.first_spec)
         current.samples_before = self._samples_before if trains else 0
         current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
@@ -266,7 +265,7 @@ class PlanRunner:
             self.steps.in_run += 1
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
-                self._settler.draws = self._most(drawn) > 0
+                self._settler.draws = any(greatest(self._groups.world, [drawn]))
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked, self.losses.why_late(trains)
@@ -341,6 +340,7 @@ class PlanRunner:
             metrics=self.losses.metrics,
             gradients=gradients,
             queues=model.queues,
+            boundaries=model.boundaries,
             host=HostCopies(flows, waits, self._transport.host_link(), device, resident, saved),
             saved=saved,
             overlaps=self._overlaps_of(flows.plan),

@@ -32,6 +32,7 @@ from ..parallel.dropout import Unit
 from ..settings.run_settings import RunSettings
 from ..stage.batches.data_marks import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
+from ..stage.boundary_gradients import BoundaryGradients
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
 from ..stage.mean_losses import WeighedLoss
@@ -150,6 +151,7 @@ class ComputeState:
     gradients: Gradients
     queues: Mapping[int, WeightQueue]
     host: HostCopies
+    boundaries: BoundaryGradients
     overlaps: Overlaps
     saved: dict[Value, Saved] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)

@@ -6,7 +6,7 @@
 A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Unless
 that is given, either is examined when it is first called, and watched (`examine.losses.examined`); what was found is
 bound, and ranks agree on it before the optimizer first steps (`interpreter.run_losses`). Where blocks have auxiliary
-losses, means count by samples (`even_weights`), both alike; sums are added up, both alike.
+losses, means count by samples (`EvenWeights`), both alike; sums are added up, both alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from ..examine.losses.examined import Examined
 from ..examine.losses.real_batches import RealBatch
 from ..examine.losses.rules import LossWeight, Over, named
 from ..settings.run_settings import LossOver
-from .even_weights import EvenWeights
 
 NO_WEIGHT = (
     "the loss function gives one number, and of microbatches it is not that of the batch: {}; return (sum, weight), or "
@@ -344,3 +343,33 @@ def _divisor_of(found: Tensor) -> Tensor | int:
             'known, as of one that a block has found in an evaluation; return (sum, weight), or loss_over="samples"'
         )
     return 0 if weight is None else weight
+
+
+class EvenWeights:
+    """What a mean beside losses of blocks is over for each sample, the same in all microbatches.
+
+        6 targets for 2 samples, 6 for 2, 6 for 2          the mean over targets is that of the whole batch
+        6 targets for 2 samples, 3 for 2                   refused: one weight is wrong for either of both
+
+    Args:
+        rule: what the mean is over.
+
+    Attributes:
+        of_each: what one sample weighs, as the first microbatch has it; None: there was none.
+    """
+
+    def __init__(self, rule: LossWeight) -> None:
+        self.rule = rule
+        self.of_each: float | None = None
+
+    def doubt(self, weight: Tensor | float, samples: int) -> str:
+        """Return why the samples of a microbatch do not weigh as others did, in words; "": they do."""
+        weight = float(weight)
+        self.of_each = weight / samples if self.of_each is None else self.of_each
+        if abs(weight - samples * self.of_each) <= 1e-6 * weight:
+            return ""
+        return (
+            "blocks have losses of their own beside it, which weigh as samples do, but there is a mean over "
+            f"{self.rule.over}, of which a microbatch has {weight:g} for {samples} samples, and others have "
+            f"{self.of_each:g} for each"
+        )

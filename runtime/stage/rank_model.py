@@ -46,6 +46,7 @@ from ..settings.run_settings import RunSettings
 from .batches.data_marks import DataMarks, is_place_holder
 from .batches.microbatches import BatchCutter, shape_of
 from .batches.same_data import SameData
+from .boundary_gradients import BoundaryGradients
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
@@ -71,6 +72,7 @@ class RankModel:
         outlines: all blocks, without weights (see `blocks.outlines`).
         target_stages: the stages whose blocks take targets.
         shared_state: what blocks of several stages have in common besides weights.
+        boundaries: whether what stages are given requires gradients, and gets them.
         elsewhere: the weights that other ranks train.
         tensor: how blocks are cut over tp.
         prover: proves that blocks give the same numbers cut as whole.
@@ -161,6 +163,7 @@ class RankModel:
             device=device,
         )
         self.tensor.settle(self.prover.share(self._groups.world))
+        self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
         self.elsewhere = WeightsElsewhere(blocks, self.stages.values())
         if options.compiled:
             leave_uncompiled(self.stages)

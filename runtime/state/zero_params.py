@@ -121,6 +121,10 @@ class ShardedMasters(Masters):
         self._pairs = {stage: ([], []) for stage in stages}
         self._within: dict[nn.Parameter, tuple[int, int]] = {}
         self._watched = [parameter for bucket in buckets for parameter in bucket.parameters]
+        self._of_stage = {
+            stage: [p for bucket in buckets if bucket.plan_bucket.stage == stage for p in bucket.parameters]
+            for stage in stages
+        }
         for bucket in buckets:
             if bucket.stepped is not bucket.shard:
                 low, high = self._pairs[bucket.plan_bucket.stage]
@@ -134,6 +138,11 @@ class ShardedMasters(Masters):
                     self._within[parameter] = (segment.start, segment.stop)
 
         self.note_versions()
+
+    def publish(self, stages: Sequence[int]) -> None:
+        """Let the weights of these stages be those that were stepped, of another version, as code may ask for it."""
+        torch.autograd.graph.increment_version([weight for stage in stages for weight in self._of_stage[stage]])
+        super().publish(stages)
 
     def span_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return which numbers of the flattened parameter this rank steps, [start, stop); None: all, or none."""

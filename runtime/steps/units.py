@@ -90,6 +90,10 @@ class Units:
     alike: bool = True
     num_replicas: int = 1
 
+    def first_spec(self) -> UnitSpec | None:
+        """Return what the first unit with samples is given."""
+        return next((shape.spec for shape in self.shapes if shape is not None), None)
+
 
 NO_UNITS = Units((), (), frozenset(), 0)
 """Those of a rank that has not stepped yet."""

@@ -149,6 +149,7 @@ def _backward(
     back = parts_of(state, made, forward.arriving)
     give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
+    stage, boundaries, is_last = instruction.stage, state.boundaries, flows.is_last_of_inputs(instruction)
     note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
 
     def run(around: AbstractContextManager[object] | None) -> None:
@@ -163,6 +164,10 @@ def _backward(
             with around or _NOTHING, draws.again(unit) or _NOTHING:
                 run_backward(start.roots, start.gradients(gradients))
         if give is not None:
+            if given[0].grad is not None or any(tensor.grad is not None for tensor in given):
+                boundaries.reached.add(stage)
+            elif is_last and start.roots and any(tensor.requires_grad for tensor in given):
+                boundaries.require_reached(stage)
             give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
         if forget is not None:
             forget()

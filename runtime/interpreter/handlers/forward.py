@@ -147,13 +147,14 @@ def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Calla
     """
     differentiable = DIFFERENTIABLE
     taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
+    stage, constant = instruction.stage, state.boundaries.constant
     if not state.host.moves(kept):
-        return lambda tensor: tensor.detach().requires_grad_() if tensor.dtype in differentiable else tensor
+        return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t
     in_buffer = any(value.kind is Kind.SKIP or state.cells.of(value).receive is not None for value in taken)
 
     def own_leaf(tensor: Tensor) -> Tensor:
         leaf = tensor.detach().clone() if in_buffer else tensor.detach()
-        return leaf.requires_grad_() if leaf.dtype in differentiable else leaf
+        return leaf.requires_grad_(stage not in constant) if leaf.dtype in differentiable else leaf
 
     return own_leaf
 

@@ -347,3 +347,19 @@ def test_four_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     cases = [case for case in CASES if case.zero and case.world_size == 4]
     assert {case.zero for case in cases} == set(STAGES)
     require_equal(train_in_processes(tmp_path, 4, [("rendezvous", case) for case in cases], timeout_s=100))
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_versions_of_weights_move_with_each_step(zero: int) -> None:
+    def run(transport: Transport) -> list[int]:
+        block = torch.nn.Linear(4, 4)
+        plan = qs.compile("1f1b", mesh="dp=2", microbatches=1, zero=zero)
+        engine = Engine(plan, [block], torch.nn.functional.mse_loss, torch.optim.SGD, transport=transport)
+        versions = [block.weight._version]
+        for _ in range(2):
+            engine.step(torch.randn(2, 4), torch.randn(2, 4))
+            versions.append(block.weight._version)
+        return versions
+
+    for versions in run_local(2, run):
+        assert len(set(versions)) == 3
