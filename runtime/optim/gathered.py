@@ -154,7 +154,8 @@ class Stepper:
             matrix.gather()
         for own in self._foreign:
             own.begin_step()
-        with self._first_step(), nullcontext() if norm is None else rest_of_norm(self.optimizer, norm):
+        watched = self._refusing_draws() if self._is_first and self._has_shares else nullcontext()
+        with watched, nullcontext() if norm is None else rest_of_norm(self.optimizer, norm):
             self.optimizer.step()
         for own in self._foreign:
             own.end_step()
@@ -164,9 +165,9 @@ class Stepper:
             self._warn_of_lost()
         self._is_first = False
 
-    def _first_step(self) -> AbstractContextManager[object]:
+    def _refusing_draws(self) -> AbstractContextManager[object]:
         odd = [part for part in self._parts if coupling_of_class(type(part)) is None or hooks_of(part)]
-        return _RefusedDraws(type(odd[0]).__name__) if self._is_first and self._has_shares and odd else nullcontext()
+        return _RefusedDraws(type(odd[0]).__name__) if odd else nullcontext()
 
     def _warn_of_lost(self) -> None:
         """Write a warning, after the first step, where nothing could be saved."""
