@@ -20,8 +20,8 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
-from .agreement.comparison import Section
 from .agreement.engine_records import agree_on_functions, agree_on_options
+from .agreement.sections import Section
 from .blocks.blocks import Blocks
 from .blocks.untouched import tensors_of_training
 from .comm import Transport
@@ -52,9 +52,9 @@ from .requirements import (
 from .settings.run_settings import RunSettings, taking_settings
 from .splitting.split import Split
 from .stage.batches.microbatches import without_samples
-from .stage.losses import for_slices
 from .stage.rank_model import RankModel
 from .stage.rank_view import RankView
+from .stage.sliced_losses import for_slices
 from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans

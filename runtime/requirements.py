@@ -22,7 +22,7 @@ from .objects.snapshot import Snapshot
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage
-from .stage.losses import cuts_sequences
+from .stage.sliced_losses import cuts_sequences
 
 
 def require_runnable(plan: Plan, transport: Transport) -> Verdict:

@@ -24,8 +24,8 @@ from quintsched.plan import Plan
 
 from ..comm import Group
 from ..objects.digests import Described, describe_function, describe_module
-from .comparison import Plain, Section, Sections, require_same, warn_of_differences
 from .records import plan_section
+from .sections import Plain, Section, Sections, require_same, warn_of_differences
 
 _PLAIN = (bool, int, float, str)
 

@@ -28,7 +28,7 @@ from quintsched.user_code import file_of, is_user_object, require_file
 from ..comm import Transport
 from ..settings.job import JobConfig, marked
 from ..settings.run_settings import Mark
-from .comparison import Plain, Record, Section, require_same
+from .sections import Plain, Record, Section, require_same
 
 OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (Mark.OF_A_MACHINE, Mark.CODE))
 """The settings of a job that ranks need not have alike, and those that may name code of the user's."""

@@ -12,7 +12,7 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.user_code import call_object, load_object, names_file
 
 from ..settings.job import DataConfig
-from ..settings.reading import read_settings
+from ..settings.strict_settings import read_settings
 from .dataset import Dataset, Normalization, Split
 from .idx import read_image_label_pair
 from .loaders import Loaders

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from quintsched.errors import InputError, UsageError
 
-from ..settings.reading import Settings
+from ..settings.strict_settings import Settings
 from .dataset import Dataset, Split
 
 BYTE_VALUES = 256

@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..agreement.comparison import agree
+from ..agreement.sections import agree
 from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.shapes import trace_shapes, wants_data
 from ..comm import Group, Transport
@@ -32,8 +32,8 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
 from ..stage.forward import StageForward
-from ..stage.losses import require_planned_losses
 from ..stage.rank_model import RankModel
+from ..stage.sliced_losses import require_planned_losses
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
 from ..steps.outputs import OutputJoiner

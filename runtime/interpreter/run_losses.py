@@ -29,9 +29,9 @@ from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
-from ..stage.losses import FirstLosses, cuts_sequences
 from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..stage.rank_model import RankModel
+from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
 from ..steps.block_examinations import BlockExaminations, Gathered
 from ..steps.units import Units

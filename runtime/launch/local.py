@@ -28,7 +28,7 @@ from ..watch.rendezvous.master import own_address, read_master, require_elsewher
 from . import worker
 from .elastic import Worlds, for_processes, smaller_worlds
 from .machines import DIED, Machines
-from .processes import Place, Ranks, taking_signals
+from .rank_processes import Place, Ranks, taking_signals
 from .request import LaunchRequest, read_request
 from .supervise import note_end, supervise, wait_for_machines, watching
 

@@ -16,8 +16,8 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from ..settings.job import JobConfig, load_job, overrides_of
-from ..settings.reading import Settings
 from ..settings.run_settings import Start
+from ..settings.strict_settings import Settings
 
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 

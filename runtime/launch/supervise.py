@@ -24,7 +24,7 @@ from ..watch.hub import Hub
 from ..watch.start import tell_end
 from ..watch.verdict import Verdict
 from .machines import DIED, FINAL, Ended, Machines
-from .processes import Place, Ranks, Wakes
+from .rank_processes import Place, Ranks, Wakes
 
 LOOK_S = 0.5
 """How long the launcher sleeps at most; a rank's end or a signal wakes it."""

@@ -22,7 +22,7 @@ from quintsched.user_code import call_object, load_object, names_file
 from ..blocks.blocks import Blocks, seeded
 from ..data import DataSpec
 from ..settings.job import ModelConfig
-from ..settings.reading import Settings, read_settings
+from ..settings.strict_settings import Settings, read_settings
 from ..splitting.split import Split, split
 from .gpt import GPTOptions, gpt, gpt_sizes, gpt_tied
 from .moe_gpt import MoEGPTOptions, moe_gpt, moe_gpt_sizes

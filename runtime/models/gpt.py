@@ -40,7 +40,7 @@ from quintsched.strategies.descriptions.model import Model
 from ..autograd.kv_store import Past
 from ..data import DataSpec
 from ..parallel.context.context import Context
-from ..settings.reading import Settings
+from ..settings.strict_settings import Settings
 from .layers import Attention, Mlp, Rotary, SwiGlu, require_room
 
 INITIAL_DEVIATION = 0.02

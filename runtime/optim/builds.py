@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instructions import OptStep
 
-from ..agreement.comparison import Section
 from ..agreement.engine_records import optimizer_section
+from ..agreement.sections import Section
 from ..comm import Group
 from ..parallel.tensor.shard import shard_of
 from ..settings.run_settings import ZeroSplit

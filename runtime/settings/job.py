@@ -25,8 +25,8 @@ from quintsched.files.atomic import read_whole
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, Entry, entries
 
-from .reading import Settings, read_settings
 from .run_settings import Mark, Names, RunSettings, StrictRules, TransportName, fields_in
+from .strict_settings import Settings, read_settings
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 Sizes = Annotated[

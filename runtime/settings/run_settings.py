@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PlainValidator
 
-from .reading import Settings, read_settings
+from .strict_settings import Settings, read_settings
 from .tensor_rules import read_rule
 
 WireName = Literal["auto", "gloo", "nccl"]

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
-from ..agreement.comparison import agree
+from ..agreement.sections import agree
 from ..comm import Group, ReduceOp
 from ..parallel.expert.moe import MoE
 from ..settings.run_settings import BufferChoice

@@ -49,7 +49,7 @@ from .batches.same_data import SameData
 from .boundary_gradients import BoundaryGradients
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
-from .losses import target_stages
+from .sliced_losses import target_stages
 from .tied_weights import TiedWeights
 
 _logger = logging.getLogger("quintsched.runtime")

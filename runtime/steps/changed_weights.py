@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-from ..agreement.comparison import agree
+from ..agreement.sections import agree
 from ..blocks.number_types import is_low
 from ..examine.microbatch_state import changed_line
 from ..parallel.mesh_groups import MeshGroups

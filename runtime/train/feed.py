@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quintsched.plan import Plan
 
-from ..agreement.comparison import Plain, Record, Section, require_same
+from ..agreement.sections import Plain, Record, Section, require_same
 from ..blocks.trees import map_tensors
 from ..comm import Group, Transport
 from ..comm.control import ControlGroup, broadcast_bytes

@@ -27,7 +27,7 @@ from ..data import IGNORED_TARGET
 from ..parallel.tensor.vocab_loss import cut_argmax, cut_cross_entropy
 from ..splitting.adapters.transformers import CausalLMLoss, token_loss
 from ..splitting.split import Split
-from ..stage.losses import cuts_sequences
+from ..stage.sliced_losses import cuts_sequences
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> tuple[Tensor, Tensor]:

@@ -12,15 +12,15 @@ from typing import Any
 
 from quintsched.errors import MisfitError
 
-from ..agreement.comparison import Plain
+from ..agreement.kept_settings import require_kept
 from ..agreement.records import is_within
-from ..agreement.resuming import require_kept
+from ..agreement.sections import Plain
 from ..checkpoint.checkpoints import Found
 from ..data.loaders import Say
 from ..engine import Engine
 from ..stage.batches.microbatches import most_rows
 from .feed import Feed
-from .progress import Progress, Weighing, progress_of
+from .training_progress import Progress, Weighing, progress_of
 
 SAMPLES = "data.samples_per_step"
 """The setting that says how many samples loaders give for a step, over all replicas; None: that varies."""

@@ -37,14 +37,14 @@ from ..splitting.split import Split
 from ..train.sinks import require_sinks
 from ..verification.recording import Recording
 from .feed import open_feed, parts_of
+from .figures import Sums, Window, figures_in_words
 from .losses import accuracy_of, loss_of
-from .metrics import Sums, Window, figures_in_words
 from .optimizer import build_optimizer, learning_rate_factor
-from .progress import Progress
 from .reporter import Record, Reporter
 from .resuming import Scale, StepSamples, go_on_from
 from .sinks import Sink, Sinks
 from .trace_window import TracedSteps, traced_steps
+from .training_progress import Progress
 
 
 class Trainer:

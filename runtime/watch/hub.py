@@ -30,8 +30,8 @@ from quintsched.stalls.states import Fate
 
 from .cell import CellReader, place_of
 from .clock import now_s
-from .connection import ADDRESS, KEY, Connection, Listener
 from .frames import FrameError
+from .hub_connection import ADDRESS, KEY, Connection, Listener
 from .judge import SETTLE_S, Judge, Ruling, is_silent
 from .process import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress

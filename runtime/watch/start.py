@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from quintsched.stalls.own_errors import came_from_handler
 
 from .cell import Cell
-from .connection import ADDRESS, CHUNK, KEY
 from .frames import FrameError, FrameReader, answer, challenge, json_frame, message_of
+from .hub_connection import ADDRESS, CHUNK, KEY
 from .process import HeldTerm
 from .publisher import Publisher
 from .rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen

@@ -27,8 +27,8 @@ from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, i
 
 from . import clock
 from .cell import Cell
-from .connection import CHUNK, keep_alive
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
+from .hub_connection import CHUNK, keep_alive
 from .judge import RESTING
 from .process import HeldTerm, launcher, machine, this_process
 from .publisher import Answer

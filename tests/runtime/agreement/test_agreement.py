@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, listed_ranks
-from quintsched.runtime.agreement import comparison
-from quintsched.runtime.agreement.comparison import Record, Section, require_same
+from quintsched.runtime.agreement import sections
 from quintsched.runtime.agreement.records import OF_A_MACHINE, code_settings, flatten, job_settings, of_all_ranks
+from quintsched.runtime.agreement.sections import Record, Section, require_same
 from quintsched.runtime.comm import Group, Transport, run_local
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.engine import Engine
@@ -83,7 +83,7 @@ def test_long_values_are_cut_where_they_differ(monkeypatch: pytest.MonkeyPatch) 
     assert "xa" in words
     assert "xb" in words
     assert len(words) < 400
-    monkeypatch.setattr(comparison, "MOST_BYTES", 200)
+    monkeypatch.setattr(sections, "MOST_BYTES", 200)
     assert "some is" in compared([{"text": "x" * 1000}, {"text": "y" * 1000}])
 
 

@@ -17,7 +17,7 @@ import pytest
 from quintsched.runtime.launch import local
 from quintsched.runtime.launch.elastic import Worlds
 from quintsched.runtime.launch.local import start_ranks
-from quintsched.runtime.launch.processes import Ranks
+from quintsched.runtime.launch.rank_processes import Ranks
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
 from quintsched.runtime.watch.clock import now_s
 from quintsched.runtime.watch.hub import Hub
@@ -227,7 +227,7 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
     monkeypatch.setattr(local, "Ranks", SlowRanks)
     monkeypatch.setattr(local, "_serve", lambda listener: listener.close())
     monkeypatch.setattr("quintsched.runtime.launch.supervise.Hub", KnownHub)
-    monkeypatch.setattr("quintsched.runtime.launch.processes.Wakes.wait", lambda *_: next(wakes))
+    monkeypatch.setattr("quintsched.runtime.launch.rank_processes.Wakes.wait", lambda *_: next(wakes))
     assert start_ranks(Worlds([2]), "no.module", []) == 130
     assert hubs[0].verdict is None
     assert capfd.readouterr().err == "stopping after the step in progress (Ctrl-C ends the run at once)\n"

@@ -29,7 +29,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, load_job, run_local
 from quintsched.runtime.agreement.records import job_settings
-from quintsched.runtime.agreement.resuming import require_kept
+from quintsched.runtime.agreement.kept_settings import require_kept
 
 
 def engine(transport, warmup):
