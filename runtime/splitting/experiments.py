@@ -78,11 +78,11 @@ class _Capture(Walk):
         self.around = Modes.now()
         self.flow = Flow()
         self._hidden: Tensor | None = None
-        self._version = 0
+        self._version, self._seen = 0, lambda tensor: 0 if tensor.is_inference() else tensor._version
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flow, given = self.flow, by_place((args, kwargs))
-        left = None if self._hidden is None or self._hidden._version != self._version else self._hidden
+        left = None if self._hidden is None or self._seen(self._hidden) != self._version else self._hidden
         hidden = next((leaf for leaf in given.values() if leaf is left), None)  # none, if changed in place
         is_same = hidden is not None
         hidden = hidden if is_same else next(filter(is_number, given.values()), None)
@@ -104,7 +104,7 @@ class _Capture(Walk):
         flow.weights.append([])
         flow.buffers.append([])
         self._hidden = self.fill(made.sample)
-        self._version = self._hidden._version
+        self._version = self._seen(self._hidden)
         return made.rebuilt(self._hidden, (args, kwargs))
 
     def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
