@@ -38,6 +38,12 @@ class InGroups(Base):
                 p.sub_(p.grad * (group["lr"] / group["count"] * group["d"]))
 
 
+class Unsaid(InGroups):
+    """The same, and does not say what its step depends on."""
+
+    needs_whole_parameters = None  # type: ignore[assignment]
+
+
 class InAttributes(Base):
     """Counts in an attribute, and has a state_dict of its own."""
 
