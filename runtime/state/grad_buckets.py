@@ -8,6 +8,16 @@ as many as its bytes take. What has to be reduced apart is in separate buckets: 
 whose gradients are partial sums on the ranks of tp, and the experts of ep, in a plan's bucket behind the others. Where
 full gradients are resident only for a while, so are weights whose gradients wait for the second half of a backward:
 theirs need not be resident before it.
+
+    all replicas alike    backwards ─▶ [   full gradients   ] ─ all-reduce ─▶ the sum, in place
+    ZeRO, stage 1         backwards ─▶ [   full gradients   ] ─ reduce-scatter once ─▶ shard of the sum, in place
+    stages 2, 3           backward  ─▶ [   full gradients   ] ─ reduce-scatter ─▶ added to the shard, full ones freed
+                          backward  ─▶ [   full gradients   ] ─ …
+
+Full gradients of stages 2 and 3 are resident from a backward to the end of its reduction, which is waited for before
+the next backward or gathering of weights on this rank: others take their memory. A gradient that comes where its bucket
+is not expected, from the first half of a backward, makes it resident by itself. Where gradients are partial sums on the
+ranks of tp, shards are added up over tp at the end of the step.
 """
 
 from __future__ import annotations
@@ -30,6 +40,7 @@ from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
 from .master_weights import Masters
+from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 from .passengers import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]
@@ -52,11 +63,19 @@ class PlanBucket(NamedTuple):
 class GradBucket:
     """Some parameters of a stage, whose gradients are views into one flat buffer, float32 where theirs are shorter.
 
+    Args:
+        masters: the weights that the optimizer works on.
+        layout: where gradients lie, and which shard of their sum this rank keeps; None: side by side, and it keeps all.
+        reshards: whether full gradients are freed after each reduction to shards.
+        has_room: whether figures of the step may ride along with the reduction.
+        stats: counts what is resident.
+
     Attributes:
         plan_bucket: the plan's bucket that it belongs to; `stage` is that bucket's.
         flat: the full gradients.
-        shard: what this rank keeps of their sum over the replicas: here all of it, in the same memory.
+        shard: what this rank keeps of their sum over the replicas: in the same memory, unless full ones are freed.
         views: the gradient of each parameter, in the flat buffer.
+        room: where figures of the step ride along with its reduction.
         comes_summed: whether PyTorch reduces these gradients itself.
         begins_at_zero: whether a step begins with zeros, which backwards add to; else the first gradient is copied, so
             that a large bucket is not read and written once more.
@@ -70,54 +89,50 @@ class GradBucket:
         firsts: where in the shard what it has of each parameter begins, of those that it has something of.
     """
 
-    reshards = False
-
-    flat: Tensor
-    shard: Tensor
-    views: list[Tensor]
-    firsts: Tensor
-
-    room: Room | None = None
-    """Where figures of the step ride along with its reduction."""
-
     def __init__(
         self,
         plan_bucket: PlanBucket,
         parameters: Sequence[nn.Parameter],
         masters: Masters,
         *,
+        layout: FlatLayout | None = None,
+        reshards: bool = False,
         has_room: bool = False,
+        stats: MemoryStats | None = None,
     ) -> None:
-        self.plan_bucket, self.stage = plan_bucket, plan_bucket.stage
-        self.parameters = tuple(parameters)
+        self.plan_bucket, self.stage, self.parameters = plan_bucket, plan_bucket.stage, tuple(parameters)
         self.comes_summed = comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
-        dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
-        self.blank: set[Tensor] = set(parameters)
-        self.missing: set[Tensor] = set(parameters)
-        self.ready = self.notes_arrivals = False
-        self.may_lack = self.reshards
-        self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        dtype, device = torch.float32 if is_low(local[0].dtype) else local[0].dtype, local[0].device
+        self._is_sharded, self._layout = layout is not None, layout or FlatLayout.packed(local)
+        self.reshards = reshards and self._layout.num_shards > 1
+        size = self._layout.size
+        self._sent = torch.empty(size + (room_for(dtype) if has_room else 0), dtype=dtype, device=device)
+        self.flat = self._layout.zero_gaps(self._sent[:size])
+        self.room = Room(self._sent[size:]) if len(self._sent) > size else None
+        self.views = with_versions(self._layout.views(self.flat))
+        self._reduced = self._layout.shard(self.flat)
+        self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
+        places = [segment.at for segment in self._layout.segments() if segment is not None]
+        self.firsts = torch.tensor(places, dtype=torch.int64, device=device)
+        self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, stats or MemoryStats())
+        if self.reshards and stats is not None:
+            stats.add(MemoryKind.GRADIENTS, self.shard.nbytes)
+        pairs = zip(map(masters.of, parameters), self.held(), strict=True)
+        self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self._versions: list[int] | None = None
-        self._room_size = room_for(dtype) if has_room else 0
-        self._lay_out(local, dtype, masters)
+        self.notes_arrivals = False
+        self._begin()
         can_all = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
-        self.begins_at_zero = can_all and not self.reshards and self.flat.numel() <= IN_CACHE
+        self.begins_at_zero = can_all and not self.reshards and size <= IN_CACHE
         for parameter in parameters:
             parameter.grad = None
+        if self.reshards:
+            self._free_full()
 
-    def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
-        layout, device = FlatLayout.packed(local), local[0].device
-        self._sent = torch.empty(layout.size + self._room_size, dtype=dtype, device=device)
-        self.flat = self.shard = self._sent[: layout.size]
-        self.room = Room(self._sent[layout.size :]) if self._room_size else None
-        self.views = with_versions(layout.views(self.flat))
-        starts = zip(layout.starts, self.views, strict=True)
-        self.firsts = torch.tensor([start for start, view in starts if view.numel()], dtype=torch.int64, device=device)
-        masters_of = [masters.of(parameter) for parameter in self.parameters]
-        self._grads = [
-            (master, view) for master, view in zip(masters_of, self.views, strict=True) if master is not None
-        ]
+    def _begin(self) -> None:
+        self.blank, self.missing, self.ready = set[Tensor](self.parameters), set[Tensor](self.parameters), False
+        self.may_lack, self._versions = self.reshards, None
 
     def attach(self) -> None:
         """See to it that the first backward brings what belongs here, whatever was done to parameters between steps."""
@@ -144,7 +159,7 @@ class GradBucket:
 
     def fill(self) -> None:
         """Let the gradients that no backward brought add nothing, before they are read all together."""
-        if not self.blank:
+        if not self.blank or not self._storage.is_resident:
             return
         for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             came = self._versions is not None and view._version != self._versions[number]
@@ -164,27 +179,45 @@ class GradBucket:
             stepped.grad = view
 
     def allocate_full(self) -> None:
-        """Make full gradients resident, so that they can be added up: here they always are."""
+        """Make full gradients resident, where they are not and nothing was added up yet."""
+        if not self._storage.is_resident:
+            self._storage.allocate()
+            self._layout.zero_gaps(self.flat)
+            self.blank = set(self.parameters)
 
     def reduce(self, group: Group) -> Work:
-        """Begin to sum the gradients over the replicas, and what rides along."""
-        return group.all_reduce(self._sent)
+        """Begin to sum over the replicas what was added up since the last time, to shards or with what rides along."""
+        self.allocate_full()
+        self.fill()
+        return group.reduce_scatter(self._reduced, self.flat) if self._is_sharded else group.all_reduce(self._sent)
 
     def finish_reduction(self) -> None:
-        """Take over what has been reduced: here it is in its place."""
+        """Take over what has been reduced: it is in its place, or is added to the shard, and full ones are freed."""
+        if self.reshards:
+            self.shard.add_(self._reduced)
+            self._free_full()
 
     def counted(self, counts: Sequence[bool]) -> list[Tensor]:
-        """Return the gradients of those parameters that count in the norm, whole where all do."""
-        return [self.shard] if all(counts) else [view for view, here in zip(self.views, counts, strict=True) if here]
+        """Return what the shard has of those parameters that count in the norm, whole where all do."""
+        if all(counts):
+            return [self.shard]
+        return [view for view, here in zip(self.held(), counts, strict=True) if here and view is not None]
 
     def clear(self, *, afresh: bool = False) -> None:
         """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
-        self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
-        self.may_lack, self._versions = self.reshards, None
+        self._begin()
+        if self.reshards:
+            self.shard.fill_(NO_GRADIENT)
+        elif afresh and self._is_sharded:
+            self._layout.zero_gaps(self.flat)
 
     def held(self) -> list[Tensor | None]:
         """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
-        return list(self.views)
+        return self._layout.held(self.shard) if self._is_sharded else list(self.views)
+
+    def _free_full(self) -> None:
+        self.attach()
+        self._storage.free()
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
 
 A bucket that is ready early waits for those before it. Those that are not filled by backwards alone are launched by the
 plan's instruction, when what several stages hold, or partial sums over tp, have been added up; these sums are begun and
-not waited for, until a bucket is to be reduced. Where replicas hold shards (`zero_grads`), `ReduceScatterBucket`
+not waited for, until a bucket is to be reduced. Where replicas hold shards (ZeRO), `ReduceScatterBucket`
 launches them, as often as the plan says, and what follows (division, norm, scaling) is done to each rank's shard.
 
     tied weight    stage 0 ─┐           twins    stage 0 (route 0) ─┐         partial sums    tp rank 0 ─┐

@@ -63,22 +63,21 @@ class ResizableStorage:
 
     def __init__(self, tensor: Tensor, kind: MemoryKind, stats: MemoryStats) -> None:
         self._storage = tensor.untyped_storage()
-        self._num_bytes = self._storage.nbytes()
-        self._kind = kind
-        self._stats = stats
+        self._num_bytes, self._counted = self._storage.nbytes(), tensor.nbytes
+        self._kind, self._stats = kind, stats
         self.is_resident = True
-        stats.add(kind, self._num_bytes)
+        stats.add(kind, self._counted)
 
     def allocate(self) -> None:
         """Take the memory, whatever is in it, where it is not resident."""
         if not self.is_resident:
             self.is_resident = True
             self._storage.resize_(self._num_bytes)
-            self._stats.add(self._kind, self._num_bytes)
+            self._stats.add(self._kind, self._counted)
 
     def free(self) -> None:
         """Give the memory back."""
         if self.is_resident:
             self.is_resident = False
             self._storage.resize_(0)
-            self._stats.add(self._kind, -self._num_bytes)
+            self._stats.add(self._kind, -self._counted)

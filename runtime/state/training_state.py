@@ -1,7 +1,7 @@
 """What a rank holds from step to step: weights, their gradients, and what the optimizer keeps; full, or its shards.
 
-plan without ZeRO    Masters           GradBucket           every replica holds all of it
-ZeRO                 ShardedMasters    ShardedGradBucket    every replica holds, and steps, its shard (`zero_params`)
+plan without ZeRO    Masters           GradBucket of one shard       every replica holds all of it
+ZeRO                 ShardedMasters    GradBucket of equal shards    every replica holds, and steps, its (`zero_params`)
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..optim.builds import OptimizerBuilds
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from ..stage.tied_weights import TiedWeights
+from .flat_buffer import FlatLayout
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_buckets
 from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm
@@ -40,7 +41,6 @@ from .state_dict import (
     require_loadable,
     state_of,
 )
-from .zero_grads import ShardedGradBucket
 from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
 
 Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
@@ -121,17 +121,30 @@ class TrainingState:
                 whole_bytes=whole_bytes,
             )
         ]
+        layouts, last = list[FlatLayout | None]([None] * len(cut)), None
         if self._zero.shards_optimizer:
             require_shardable(plan, self._stages)
-            buckets = self._shard(cut, plan.buckets_per_stage)
+            weights = [self._shard(*bucket, plan.buckets_per_stage) for bucket in cut]
+            layouts = [bucket.layout for bucket in weights]
+            self.weights = ShardedWeights(weights, reshards=self._zero.shards_weights)
+            self.masters: Masters = ShardedMasters(weights, self._stages)
         else:
             self.masters = Masters(self._stages)
+            held = (local_of(p) for stage in self._stages.values() for p in stage.named_weights().values())
+            self._stats.add(MemoryKind.WEIGHTS, sum(weight.nbytes for weight in held))
             last = self._last_reduced(cut, plan.programs[pp_rank])
-            buckets = [
-                GradBucket(plan_bucket, parameters, self.masters, has_room=number == last)
-                for number, (plan_bucket, parameters) in enumerate(cut)
-            ]
-            self._count_full(buckets)
+        buckets = [
+            GradBucket(
+                plan_bucket,
+                parameters,
+                self.masters,
+                layout=layouts[number],
+                reshards=self._zero.shards_gradients,
+                has_room=number == last,
+                stats=self._stats,
+            )
+            for number, (plan_bucket, parameters) in enumerate(cut)
+        ]
         return GradBuckets(buckets, self._stages, self._groups, first_expert_bucket=plan.buckets_per_stage)
 
     def _last_reduced(self, cut: Cut, program: Sequence[Instruction]) -> int | None:
@@ -140,34 +153,20 @@ class TrainingState:
         found = [number for reduced in order for number, (plan_bucket, _) in enumerate(cut) if plan_bucket == reduced]
         return found[-1] if found and self._groups.replicas.size > 1 else None
 
-    def _shard(self, cut: Cut, first_expert_bucket: int) -> list[GradBucket]:
-        """Shard weights over their replicas, and with them gradients and what the optimizer works on."""
-        weights, zero = [], self._zero
-        for plan_bucket, parameters in cut:
-            is_of_experts = plan_bucket.number >= first_expert_bucket
-            group = self._groups.expert_replicas if is_of_experts else self._groups.replicas
-            weights.append(
-                WeightBucket(
-                    plan_bucket,
-                    parameters,
-                    group,
-                    reshards=zero.shards_weights,
-                    whole=parameters[0] in self._whole,
-                    at_one_place=self._at_one_place,
-                    stats=self._stats,
-                )
-            )
-        self.weights = ShardedWeights(weights, reshards=zero.shards_weights)
-        self.masters = ShardedMasters(weights, self._stages)
-        return [
-            ShardedGradBucket(bucket, self.masters, reshards=zero.shards_gradients, stats=self._stats)
-            for bucket in weights
-        ]
-
-    def _count_full(self, buckets: list[GradBucket]) -> None:
-        weights = (local_of(p) for stage in self._stages.values() for p in stage.named_weights().values())
-        self._stats.add(MemoryKind.WEIGHTS, sum(weight.nbytes for weight in weights))
-        self._stats.add(MemoryKind.GRADIENTS, sum(bucket.flat.nbytes for bucket in buckets))
+    def _shard(
+        self, plan_bucket: PlanBucket, parameters: Sequence[nn.Parameter], first_expert_bucket: int
+    ) -> WeightBucket:
+        """Shard the weights of a bucket over their replicas."""
+        is_of_experts = plan_bucket.number >= first_expert_bucket
+        return WeightBucket(
+            plan_bucket,
+            parameters,
+            self._groups.expert_replicas if is_of_experts else self._groups.replicas,
+            reshards=self._zero.shards_weights,
+            whole=parameters[0] in self._whole,
+            at_one_place=self._at_one_place,
+            stats=self._stats,
+        )
 
     def _make_gradients(self, plan: Plan, buckets: GradBuckets) -> Gradients:
         sharded = self._zero.shards_optimizer

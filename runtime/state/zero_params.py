@@ -7,7 +7,7 @@
     optimizer                    steps the segments of parameters in the shard; of bf16, float32 masters of them
     AllGatherBucket              everybody's stepped shards        (none)
 
-Stage 1 shards the optimizer's state, stage 2 gradients too (`zero_grads`), stage 3 weights too. A segment is a
+Stage 1 shards the optimizer's state, stage 2 gradients too (`grad_buckets`), stage 3 weights too. A segment is a
 parameter of one dimension. Where an optimizer works on whole parameters, borders cut none: every replica has some,
 whole and in their shapes. Where a bucket has no replicas, the shard is all of it, and it stays resident.
 
