@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from quintsched.plan import Plan
 
 from ..comm import Group
-from ..objects.digests import Described, describe_function, describe_module
+from ..objects.code_digest import Described, describe_function, describe_module
 from .records import plan_section
 from .sections import Plain, Section, Sections, require_same, warn_of_differences
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from random import Random, SystemRandom
-from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -109,24 +108,3 @@ def without_numbers(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Tensor
     return tuple(map(without_numbers, value)) if type(value) is tuple else value
-
-
-def content_of(cell: Any) -> Any:
-    """Return what is in a cell of a closure, or `GONE`."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return GONE
-
-
-def entry_of(container: list[Any], place: int) -> Any:
-    """Return what is at a place of a list, or `GONE`."""
-    return list.__getitem__(container, place) if place < list.__len__(container) else GONE
-
-
-def member_of(slot: MemberDescriptorType, holder: Any) -> Any:
-    """Return what an object has in a slot, or `GONE`."""
-    try:
-        return slot.__get__(holder)
-    except AttributeError:
-        return GONE

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .host_values import GONE, content_of, entry_of, member_of
+from .host_values import GONE
 from .user_code import PLAIN, is_of_library, once_per_class
 
 _CODE = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
@@ -114,7 +114,7 @@ class Items(Space):
 
     def reader(self, key: Any) -> Callable[[], Any]:
         """Return what reads one of them."""
-        return partial(entry_of, self.holder, key)
+        return partial(_entry_of, self.holder, key)
 
     def write(self, key: Any, value: Any) -> None:
         """Set an entry of a list."""
@@ -143,7 +143,7 @@ class Cells(Space):
 
     def reader(self, key: Any) -> Callable[[], Any]:
         """Return what reads one of them."""
-        return partial(content_of, self._cells[key])
+        return partial(_content_of, self._cells[key])
 
     def write(self, key: Any, value: Any) -> None:
         """Set one, or delete it."""
@@ -167,7 +167,7 @@ class Slots(Space):
 
     def reader(self, key: Any) -> Callable[[], Any]:
         """Return what reads one of them."""
-        return partial(member_of, self._slots[key], self.holder)
+        return partial(_member_of, self._slots[key], self.holder)
 
     def write(self, key: Any, value: Any) -> None:
         """Set one, or delete it."""
@@ -293,3 +293,24 @@ def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     """Return the `__slots__` of a class by their names, without asking a metaclass."""
     own = [vars(base) for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
     return {key: held for space in own for key, held in space.items() if isinstance(held, MemberDescriptorType)}
+
+
+def _content_of(cell: Any) -> Any:
+    """Return what is in a cell of a closure, or `GONE`."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return GONE
+
+
+def _entry_of(container: list[Any], place: int) -> Any:
+    """Return what is at a place of a list, or `GONE`."""
+    return list.__getitem__(container, place) if place < list.__len__(container) else GONE
+
+
+def _member_of(slot: MemberDescriptorType, holder: Any) -> Any:
+    """Return what an object has in a slot, or `GONE`."""
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return GONE
