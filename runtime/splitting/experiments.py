@@ -78,14 +78,14 @@ class _Capture(Walk):
         self.around = Modes.now()
         self.flow = Flow()
         self._hidden: Tensor | None = None
-        self._version, self._seen = 0, lambda tensor: 0 if tensor.is_inference() else tensor._version
+        self._version: int | None = None
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flow, given = self.flow, by_place((args, kwargs))
-        left = None if self._hidden is None or self._seen(self._hidden) != self._version else self._hidden
-        hidden = next((leaf for leaf in given.values() if leaf is left), None)  # none, if changed in place
-        is_same = hidden is not None
-        hidden = hidden if is_same else next(filter(is_number, given.values()), None)
+        left, version = self._hidden, self._version
+        is_unchanged = left is not None and (version is None or left._version == version)
+        is_same = is_unchanged and any(leaf is left for leaf in given.values())
+        hidden = left if is_same else next(filter(is_number, given.values()), None)
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
         places = [place for place, leaf in marks.items() if leaf is HIDDEN]
         is_next = is_same or not number
@@ -104,7 +104,7 @@ class _Capture(Walk):
         flow.weights.append([])
         flow.buffers.append([])
         self._hidden = self.fill(made.sample)
-        self._version = self._seen(self._hidden)
+        self._version = None if self._hidden.is_inference() else self._hidden._version
         return made.rebuilt(self._hidden, (args, kwargs))
 
     def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
