@@ -71,12 +71,15 @@ class Kept:
     """
 
     def __init__(self, root: Any) -> None:
-        held = [*root.parameters()] if isinstance(root, nn.Module) else []
-        plain = [tensor for tensor in held if not isinstance(tensor, DTensor) and not is_lazy(tensor)]
+        plain = [tensor for tensor in self._held_by(root) if not isinstance(tensor, DTensor) and not is_lazy(tensor)]
         self._weights = [(tensor, tensor.data, tensor.detach().clone()) for tensor in plain]
         self.snapshot = Snapshot({"": root})
         leaves = [tensor for _, tensor in self.snapshot.tensors() if tensor.is_leaf and tensor.requires_grad]
-        self._grads = [(t, t.grad, None if t.grad is None else t.grad.clone()) for t in leaves]
+        self._grads = [(t, t.grad, *_numbers_of(t.grad)) for t in leaves]
+
+    def _held_by(self, root: Any) -> list[nn.Parameter]:
+        """Return the weights whose numbers are noted."""
+        return [*root.parameters()] if isinstance(root, nn.Module) else []
 
     def put_back(self) -> None:
         """Let all be as it was."""
@@ -84,11 +87,15 @@ class Kept:
             memory.copy_(before)
             if tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory
-        for leaf, grad, numbers in self._grads:
+        for leaf, grad, numbers, version in self._grads:
             leaf.grad = grad
-            if grad is not None and numbers is not None:
-                grad.detach().copy_(numbers)
+            if grad is not None and numbers is not None and grad._version != version:
+                grad.detach().copy_(numbers)  # what a reduction under way writes has no versions, and is to stay
         self.snapshot.put_back()
+
+
+def _numbers_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
+    return (None, 0) if grad is None else (grad.clone(), grad._version)
 
 
 def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any], name: str) -> Result:

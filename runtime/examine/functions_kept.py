@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..blocks.untouched import Kept
@@ -27,11 +27,17 @@ _MOST_NUMBERS = 32
 
 
 class FunctionKept(Kept):
-    """Where a function is now: what it holds and names, and the global generators of the host and of its `device`."""
+    """Where a function is now: what it holds and names, and the global generators of the host and of its `device`.
+
+    Weights that an engine trains are its own: what it gathers, or steps, meanwhile is to stay.
+    """
 
     def __init__(self, function: Any, device: torch.device) -> None:
         super().__init__(_bare(function))
         self.device, self._generators = device, AllGenerators(device)
+
+    def _held_by(self, root: Any) -> list[nn.Parameter]:
+        return [weight for weight in super()._held_by(root) if not hasattr(weight, "_quintsched_sum")]
 
     def put_back(self) -> None:
         """Let all be as it was."""
