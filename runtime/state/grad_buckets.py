@@ -89,6 +89,10 @@ class GradBucket:
         firsts: where in the shard what it has of each parameter begins, of those that it has something of.
     """
 
+    blank: set[Tensor]
+    missing: set[Tensor]
+    _versions: list[int] | None
+
     def __init__(
         self,
         plan_bucket: PlanBucket,
@@ -120,19 +124,14 @@ class GradBucket:
             stats.add(MemoryKind.GRADIENTS, self.shard.nbytes)
         pairs = zip(map(masters.of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
-        self._versions: list[int] | None = None
         self.notes_arrivals = False
-        self._begin()
+        self.clear()
         can_all = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
         self.begins_at_zero = can_all and not self.reshards and size <= IN_CACHE
         for parameter in parameters:
             parameter.grad = None
         if self.reshards:
             self._free_full()
-
-    def _begin(self) -> None:
-        self.blank, self.missing, self.ready = set[Tensor](self.parameters), set[Tensor](self.parameters), False
-        self.may_lack, self._versions = self.reshards, None
 
     def attach(self) -> None:
         """See to it that the first backward brings what belongs here, whatever was done to parameters between steps."""
@@ -168,11 +167,6 @@ class GradBucket:
                 self.may_lack = True
         self.blank.clear()
 
-    def hand_over(self) -> None:
-        """Let the gradient of everything that the optimizer works on be what has been added up for it."""
-        self.fill()
-        self.give()
-
     def give(self) -> None:
         """Let the gradient of everything that the optimizer works on be its view, whatever is in it."""
         for stepped, view in self._grads:
@@ -187,9 +181,11 @@ class GradBucket:
 
     def reduce(self, group: Group) -> Work:
         """Begin to sum over the replicas what was added up since the last time, to shards or with what rides along."""
+        if not self._is_sharded:
+            return group.all_reduce(self._sent)
         self.allocate_full()
         self.fill()
-        return group.reduce_scatter(self._reduced, self.flat) if self._is_sharded else group.all_reduce(self._sent)
+        return group.reduce_scatter(self._reduced, self.flat)
 
     def finish_reduction(self) -> None:
         """Take over what has been reduced: it is in its place, or is added to the shard, and full ones are freed."""
@@ -205,7 +201,9 @@ class GradBucket:
 
     def clear(self, *, afresh: bool = False) -> None:
         """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
-        self._begin()
+        self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
+        self.may_lack = self.reshards
+        self._versions = None
         if self.reshards:
             self.shard.fill_(NO_GRADIENT)
         elif afresh and self._is_sharded:

@@ -186,7 +186,8 @@ class GradReducer:
             wait([self._groups.tensor.all_reduce(bucket.shard) for bucket in self._buckets.partial_sums])
         self._num_launched = 0
         for bucket in self._buckets:
-            bucket.hand_over()
+            bucket.fill()
+            bucket.give()
 
     def sums(self) -> list[Tensor]:
         """Return what this rank holds of all gradients, parameter by parameter."""

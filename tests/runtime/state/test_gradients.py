@@ -45,7 +45,8 @@ def test_a_step_begins_with_nothing_and_what_no_gradient_comes_for_is_zero(
     assert weight.grad is (view if is_small else None)
     bucket.add(weight, view, torch.ones(2, 3))
     bucket.add(weight, view, torch.ones(2, 3))
-    bucket.hand_over()
+    bucket.fill()
+    bucket.give()
     assert bucket.flat.tolist() == [2.0] * 6 + [0.0] * 2
     assert layer.weight.grad is view
     assert layer.bias.grad is bucket.views[1]
