@@ -35,6 +35,7 @@ from ...objects.plain_code import asking_elsewhere
 from ...objects.snapshot import Snapshot
 from ...parallel.proof.arrivals import Arrival, draw
 from ...parallel.proof.features_apart import draws_of_python
+from ...parallel.proof.kinds import content_of
 from ..block_runs import RunBlock, run_with_graph
 from ..other_numbers import Agree, others_of
 from .microbatches import Alike, anyhow, gradients_kept, why_of_microbatch, why_of_others
@@ -48,6 +49,8 @@ _DRAWS, _OF_ONE = 4, 2.0**4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 Gradients = Sequence[Tensor]
+_FROZEN = 4096
+"""Larger weights that are not trained are not compared, nor blocks with such."""
 _ALWAYS = 8
 """So many changes of a block that is no suspect are all looked at."""
 _STEERED = (
@@ -286,19 +289,33 @@ class BlockBackwards:
         for stage, blocks in sorted(self._blocks.items()):
             some = {number: block for number, block in blocks.items() if number in numbers}
             if some and self._arrival_of is not None:
+                known = dict[object, Unlinear]()
                 with self._gathered(stage):
                     for number, block in some.items():
-                        self._found[number] = self._examine(number, block, self._arrival_of)
+                        self._found[number] = self._examine(number, block, self._arrival_of, known)
         self._owns = any(watched.is_own for watched in self._watched.values())
         self._shape = Shape(block for blocks in self._blocks.values() for block in blocks.values())
 
-    def _examine(self, number: int, block: nn.Module, arrival_of: ArrivalOf) -> Unlinear:
-        code, found = Code(block), Unlinear()
+    def _examine(self, number: int, block: nn.Module, arrival_of: ArrivalOf, known: dict[object, Unlinear]) -> Unlinear:
+        """Return what is found of a block; `known` is what was found of others, by their kinds."""
+        code = Code(block)
         is_suspect = code.is_suspect
         if code.has_more and not is_suspect:
             arrival = arrival_of(number, False)
             with self._alike(number, block, range(arrival.samples)):
                 is_suspect = calls_own(self._run, number, block, arrival)
+        kind: object = number
+        if is_suspect and _is_of_kind(block, code):
+            kind = _kind_of(block, arrival_of(number, True)), number in self._overtaken
+        if kind not in known:
+            known[kind] = self._find(number, block, arrival_of, code, is_suspect=is_suspect)
+        self._suspects = self._suspects | {number} if is_suspect else self._suspects - {number}
+        self._watched[number] = Watched(block, code, is_suspect=is_suspect)
+        return known[kind]
+
+    def _find(self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, *, is_suspect: bool) -> Unlinear:
+        """Return what experiments on a block show."""
+        found = Unlinear()
         if is_suspect:
             arrival = arrival_of(number, True)
             found = why_unlinear(self._run, number, block, arrival, partial(self._alike, number, block))
@@ -309,8 +326,6 @@ class BlockBackwards:
             is_taken = not found.why or found.adds or found.is_of_each
         if is_suspect and is_taken and (unknown := code.unknown()) is not None:
             found = Unlinear(_STEERED.format(number, type(block).__name__, f"a {type(unknown).__name__}"))
-        self._suspects = self._suspects | {number} if is_suspect else self._suspects - {number}
-        self._watched[number] = Watched(block, code, is_suspect=is_suspect)
         return found
 
     def _of_others(self, number: int, block: nn.Module, arrival: Arrival) -> Unlinear:
@@ -354,3 +369,18 @@ class BlockBackwards:
 
 def _is_due(count: int) -> bool:
     return count <= _ALWAYS or not count & (count - 1)
+
+
+def _is_of_kind(block: nn.Module, code: Code) -> bool:
+    """Whether all by which a block's backward may go is in `_kind_of`, or is trained and changes in each step."""
+    weights = [*block.parameters()]
+    is_plain = all(key.startswith("_quintsched") for weight in weights for key in vars(weight))
+    is_small = all(weight.requires_grad or weight.numel() <= _FROZEN for weight in weights)
+    return is_plain and is_small and not code.hooks and not is_sharded(block)
+
+
+def _kind_of(block: nn.Module, arrival: Arrival) -> object:
+    """Return what blocks have in common that change gradients alike."""
+    given = [(name, one.tensor.shape, one.tensor.dtype) for name, one in arrival.tensors.items()]
+    frozen = [str(weight.tolist()) for weight in block.parameters() if not weight.requires_grad]
+    return content_of(block), *given, *frozen

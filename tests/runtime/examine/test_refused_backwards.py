@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
+from quintsched.runtime.examine.gradients import backwards
+from quintsched.runtime.examine.gradients.backwards import why_unlinear
 
 from .backward_blocks import INSTALLED, AddsLoss, Block, backward_of, hooked, sign
 
@@ -207,3 +209,41 @@ def test_data_that_steer_a_backward_later_are_tried(name):
 
     plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
     run_local(1, backwards)
+
+
+TURNED = backward_of(torch.neg)
+
+
+class Turning(Block):
+    def __init__(self, limit=1.0, frozen=1.0):
+        super().__init__(TURNED)
+        self.limit = limit
+        self.frozen = nn.Parameter(torch.tensor(frozen), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("others", "count"),
+    [
+        (lambda: [Turning(), Turning()], 1),
+        (lambda: [Turning(2.0), Turning(2.0)], 2),
+        (lambda: [Turning(frozen=2.0), Turning()], 2),
+        (lambda: [hooked("register_hook", lambda g: -g), hooked("register_hook", lambda g: -g)], 3),
+    ],
+)
+def test_blocks_of_one_kind_are_tried_once(others, count, monkeypatch):
+    tried = []
+
+    def why(run, number, *given, **options):
+        tried.append(number)
+        return why_unlinear(run, number, *given, **options)
+
+    monkeypatch.setattr(backwards, "why_unlinear", why)
+
+    def work(transport):
+        plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
+        engine = Engine(plan, [Turning(), *others()], F.mse_loss, torch.optim.SGD, transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        engine.step(x, x)
+
+    run_local(1, work)
+    assert len(set(tried)) == count
