@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
-    from .interchange.load_pretrained import LoadedWeights
     from .interpreter.tally import StepResult
     from .launch.stop_request import StopRequest
     from .launch.to_plan import plan_of
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         apply_tensor_parallel,
     )
+    from .saving.pretrained.load_pretrained import LoadedWeights
     from .settings.job import JobConfig, load_job
     from .splitting.split import Split, split
     from .train.drained import drained
@@ -55,7 +55,7 @@ _HOMES = {
     "settings.job": ("JobConfig", "load_job"),
     "comm.connection": ("connect_for",),
     "engine": ("Engine",),
-    "interchange.load_pretrained": ("LoadedWeights",),
+    "saving.pretrained.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.to_plan": ("plan_of",),
     "launch.stop_request": ("StopRequest",),

@@ -27,9 +27,6 @@ from .blocks.untouched import tensors_of_training
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
 from .comm.control import ControlGroup
-from .engine_weights import EngineWeights
-from .interchange.exchange import CheckpointFiles, Exchange
-from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
 from .interpreter.interpreter import PreparedStep
@@ -49,6 +46,12 @@ from .requirements import (
     require_stages,
     require_usable,
 )
+from .saving.averages import Averages
+from .saving.pretrained.tensor_names import ModelNames
+from .saving.rank_tensors import RankTensors
+from .saving.verbs.engine_saves import EngineSaves
+from .saving.verbs.engine_state import EngineState
+from .saving.verbs.engine_weights import EngineWeights
 from .settings.run_settings import RunSettings, taking_settings
 from .splitting.split import Split
 from .stage.batches.microbatches import without_samples
@@ -62,12 +65,10 @@ from .verification.bad_steps import BadSteps
 from .verification.comparison import Comparison
 from .verification.engine_checks import EngineChecks
 from .watch.start import WatchOptions
-from .weights.access import WeightAccess
-from .weights.average import Averages
 
 
 @taking_settings
-class Engine(EngineWeights, RankView, CheckpointFiles):
+class Engine(EngineState, RankView):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -143,7 +144,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         )
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
         self._bind(blocks, options, spike_dir)
-        kept, world = (self._model, self.masters, self._exchange), self._groups.world
+        kept, world = (self._model, self.masters, self._rank), self._groups.world
         self.checks = EngineChecks(self._settle, self._runner, *kept, world, used_loss, self.settings.clip)
 
     def _agree_on_settings(self, beside: Mapping[str, Any]) -> None:
@@ -188,7 +189,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             self.plan, model.pp_rank, model.stages, self._groups, model.tied, builds, bucket_bytes=bucket_bytes
         )
         model.bind_copies()
-        self._access, self._averages = WeightAccess(self._state, model.stages), Averages()
+        self._averages = Averages()
         return builds.settings
 
     def _bind(self, blocks: Blocks, options: RunOptions, spike_dir: str | Path | None) -> None:
@@ -198,8 +199,11 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             self._model, self._state, self._groups, self.transport, self.clock, options, self._recorder
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
-        self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
-        held, world, most = self._exchange.held, self._groups.world, self.settings.max_skipped
+        runner, averages = self._runner, self._averages
+        self._rank = RankTensors(self._model, self._state, self._groups, names, runner.steps, self._scale, averages)
+        self.weights = EngineWeights(self._rank)
+        self.saves = EngineSaves(self._rank, self._run_id, lambda: runner.accumulates)
+        held, world, most = self._rank.held, self._groups.world, self.settings.max_skipped
         self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, most, spike_dir)
 
     def step(
@@ -223,7 +227,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             MisfitError: a batch that cannot be cut, a replica whose ranks get others, or no samples on any replica.
             NotFiniteError: gradients of `max_skipped` steps in a row were not finite.
         """
-        self._require_steppable()
+        self.weights.require_steppable()
         plan = self._plans.training(microbatches)
         result = self._run(self._settle(plan, inputs, targets, extras, microbatches), last=last)
         if result.empty:
@@ -242,7 +246,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             raise UsageError("no_more_data follows a loop of steps, but this engine has not stepped yet")
         if self.num_replicas == 1:
             return 0
-        self._require_steppable()
+        self.weights.require_steppable()
         count = 0
         while not (result := self._run(self._settle(self.plan, *self._no_samples))).empty:
             count += 1
@@ -282,6 +286,23 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             if self._no_samples is None:
                 self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
             return self._runner.prepare(plan, batch, self._model.publish(plan, inputs, targets, extras))
+
+    @property
+    def usual_samples(self) -> int:
+        """For how many samples a loss weighs 1 that has no weight of its own: those of the largest microbatch at first.
+
+        0 before the first step; a run that goes on sets it to what it was.
+        """
+        return self._runner.usual_samples
+
+    @usual_samples.setter
+    def usual_samples(self, number: int) -> None:
+        self._runner.usual_samples = number
+
+    @property
+    def loss_is_bare(self) -> bool:
+        """Whether the loss, where this rank has found it, had no weight of its own."""
+        return self._runner.losses.loss.is_bare
 
     def save_trace(self, directory: str | Path) -> None:
         """Write down when each instruction of the traced steps ran on this rank (`quintsched render --trace`)."""

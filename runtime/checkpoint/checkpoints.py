@@ -26,11 +26,12 @@ from quintsched.files.atomic import writing
 from quintsched.files.plain import require_folder
 
 from ..engine import Engine
-from ..resharding.layout import RUN
+from ..saving.state_layout import RUN
+from ..saving.write_tensors import WrittenFile
 from ..settings.run_settings import Start
 from .host_buffer import HostBuffer
 from .joint_write import JointWrite
-from .manifest import WHAT, DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
+from .manifest import WHAT, DcpManifest, Manifest, file_name, make_manifest, read_manifest
 from .opening import OpenRun, open_run
 from .reading import LOADER, Reading, plan_digest
 from .run_folder import SavedStep
@@ -160,12 +161,12 @@ class OpenCheckpoints:
         joint = JointWrite(attempt, final, self._rank, ranks, self._patience_s, self._writer.given_up)
         digest, mesh = plan_digest(self.engine), self.engine.plan.mesh
 
-        def write(folder: Path) -> RankFile:
+        def write(folder: Path) -> WrittenFile:
             if self._rank == 0:
                 self.folder.clear(attempt)
             return write_shard(folder / file_name(self._rank), layout, blocks())
 
-        def complete(files: Sequence[RankFile]) -> None:
+        def complete(files: Sequence[WrittenFile]) -> None:
             joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress, self._settings).to_json())
             with writing(final, WHAT):
                 self.folder.complete(attempt, step, self._keep)

@@ -16,10 +16,11 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import write_whole, writing
 
 from ..engine import Engine
-from ..interchange.dcp_format import TABLE
-from ..interchange.dcp_format import file_name as dcp_file_name
+from ..saving.dcp_files import TABLE
+from ..saving.dcp_files import file_name as dcp_file_name
+from ..saving.write_tensors import WrittenFile
 from .checkpoints import Found, OpenCheckpoints
-from .manifest import MANIFEST, VERSION, WHAT, DcpManifest, RankFile, read_dcp_manifest
+from .manifest import MANIFEST, VERSION, WHAT, DcpManifest, read_dcp_manifest
 from .run_folder import SavedStep
 from .shard_file import hash_file, require_intact
 
@@ -47,7 +48,7 @@ class OpenDcpCheckpoints(OpenCheckpoints):
         engine.save_dcp(attempt, beside={} if loader is None else {_loader_of(engine): loader})
         mine = engine.everyone.together(lambda: [_written(attempt / name) for name in _names_of(rank)])
         said = engine.everyone.share_bytes(b"\n".join(file.model_dump_json().encode() for file in mine))
-        files = [RankFile.model_validate_json(line) for lines in said for line in lines.split(b"\n")]
+        files = [WrittenFile.model_validate_json(line) for lines in said for line in lines.split(b"\n")]
         manifest = DcpManifest(
             format="quintsched.dcp",
             version=VERSION,
@@ -86,7 +87,7 @@ def _names_of(rank: int) -> list[str]:
     return [dcp_file_name(rank), *([TABLE] if rank == 0 else [])]
 
 
-def _written(path: Path) -> RankFile:
+def _written(path: Path) -> WrittenFile:
     """Return what the manifest says of a file that was written."""
     try:
         return hash_file(path)

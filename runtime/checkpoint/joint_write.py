@@ -26,7 +26,8 @@ from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict
 
 from ..comm.clock import now_s
-from .manifest import MANIFEST, WHAT, RankFile, file_name
+from ..saving.write_tensors import WrittenFile
+from .manifest import MANIFEST, WHAT, file_name
 
 FAILED = "failed"
 MOST_NOTE = 2**16
@@ -37,7 +38,7 @@ class Note(BaseModel):
     """What a rank says of its part: the file, or what failed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    file: RankFile | None = None
+    file: WrittenFile | None = None
     error: str | None = None
 
 
@@ -58,7 +59,7 @@ class JointWrite:
         self._attempt, self._final, self._rank, self._ranks = attempt, final, rank, ranks
         self._waiting = partial(_Waiting, final, patience_s, given_up)
 
-    def run(self, write: Callable[[Path], RankFile], complete: Callable[[Sequence[RankFile]], None]) -> None:
+    def run(self, write: Callable[[Path], WrittenFile], complete: Callable[[Sequence[WrittenFile]], None]) -> None:
         """Write this rank's part; the first rank then calls `complete` with all of them, and the others wait for it.
 
         Raises `WriteError` on all ranks where one of them fails.
@@ -74,7 +75,7 @@ class JointWrite:
             self._report(error)
             raise
 
-    def _write_part(self, write: Callable[[Path], RankFile]) -> Note:
+    def _write_part(self, write: Callable[[Path], WrittenFile]) -> Note:
         try:
             with writing(self._final, WHAT):
                 self._attempt.mkdir(exist_ok=True)
@@ -89,7 +90,7 @@ class JointWrite:
                 (self._attempt / _note_name(rank)).unlink()
             write_whole(self._attempt / MANIFEST, content, WHAT, durable=True)
 
-    def _all_parts(self, mine: Note) -> list[RankFile]:
+    def _all_parts(self, mine: Note) -> list[WrittenFile]:
         """Return what all ranks have written, when they have; raises what the first of them to fail says."""
         notes = {0: mine}
         waiting = self._waiting()

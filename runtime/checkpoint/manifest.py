@@ -27,6 +27,8 @@ from quintsched.files.plain import read_plain, require_plain_name
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir.mesh import Mesh
 
+from ..saving.write_tensors import Digest, WrittenFile
+
 MANIFEST = "manifest.json"
 """The name of the file."""
 
@@ -38,22 +40,10 @@ MOST_BYTES = 2**25
 
 VERSION: Final = 2
 
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-"""A SHA-256 in hexadecimal digits."""
-
 RunId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 """What tells apart the runs that were saved in a folder."""
 
 _SEAL = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",')
-
-
-class RankFile(BaseModel):
-    """The file of one rank; of version 1 nobody knows how long it is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    name: Annotated[str, Field(max_length=200)]
-    bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    sha256: Digest
 
 
 class _Sealed(BaseModel):
@@ -75,7 +65,7 @@ class Manifest(_Sealed):
     step: int = Field(ge=0, lt=2**63)
     plan_sha256: Digest
     mesh: Annotated[str, Field(max_length=1000)]
-    files: list[RankFile]
+    files: list[WrittenFile]
     settings: dict[str, Any] = Field(default_factory=dict)
     progress: dict[str, Any]
 
@@ -91,7 +81,7 @@ class DcpManifest(_Sealed):
     run: RunId | None
     step: int = Field(ge=0, lt=2**63)
     replicas: int = Field(ge=1)
-    files: list[RankFile] = Field(default_factory=list)
+    files: list[WrittenFile] = Field(default_factory=list)
     settings: dict[str, Any] = Field(default_factory=dict)
     progress: dict[str, Any]
 
@@ -109,7 +99,7 @@ def make_manifest(
     step: int,
     plan_sha256: str,
     mesh: Mesh,
-    files: Sequence[RankFile],
+    files: Sequence[WrittenFile],
     progress: Mapping[str, Any],
     settings: Mapping[str, Any] | None = None,
 ) -> Manifest:

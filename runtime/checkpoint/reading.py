@@ -14,9 +14,10 @@ from pathlib import Path
 from quintsched.errors import InputError, MisfitError
 
 from ..engine import Engine
-from ..resharding.saved_state import SavedState
+from ..saving.saved_state import SavedState
+from ..saving.state_layout import StateLayout
 from .manifest import MANIFEST, Manifest
-from .shard_file import read_shard, require_intact
+from .shard_file import require_intact
 
 LOADER = "loader.state"
 """The name of where a rank's loader is, beside its tensors."""
@@ -42,11 +43,8 @@ class Reading:
         if manifest.mesh != str(engine.plan.mesh):
             fault = f"the mesh is {manifest.mesh}, but that of its plan is {engine.plan.mesh}"
             raise InputError(f"{folder / MANIFEST}: /mesh: {fault}")
-        self._state, metadata = read_shard(self._paths[rank], manifest.files[rank])
-        loader = self._state.pop(LOADER)
-        if loader is not None:
-            self._loader = loader.numpy().tobytes()
-        self._fits = engine.fits_state(self._state, metadata)
+        require_intact(self._paths[rank], manifest.files[rank])
+        self._fits = engine.saves.holds_file(self._paths[rank])
 
     def require_readable(self) -> None:
         """Raise `MisfitError` for files of another plan that do not say where their tensors lie.
@@ -55,7 +53,7 @@ class Reading:
         """
         if self._fits:
             return
-        with SavedState(self._paths) as saved:
+        with SavedState.of_files(self._paths) as saved:
             if saved.unplaced:
                 raise MisfitError(
                     f"{saved.unplaced[0]}: the checkpoint was written by another plan (mesh {self._manifest.mesh}), "
@@ -65,12 +63,11 @@ class Reading:
     def load(self) -> None:
         """Let the engine have what was saved (collective); raises `MisfitError`, before any tensor is changed."""
         engine = self._engine
-        if engine.everyone.add(float(self._fits))[0] == engine.plan.mesh.size:
-            engine.everyone.together(lambda: engine.require_loadable(self._state))
-            engine.load_state_dict(self._state)
-            return
-        engine.load_state_files(self._paths)
-        with SavedState(self._paths) as saved:
+        rank = engine.transport.rank
+        is_own = engine.everyone.add(float(self._fits))[0] == engine.plan.mesh.size
+        paths = self._paths[rank : rank + 1] if is_own else self._paths
+        engine.saves.load_state_files(paths, are_own=is_own)
+        with SavedState.of_files(paths, lambda _: StateLayout((engine.replica, engine.num_replicas))) as saved:
             loader = saved.of_replica(LOADER, engine.replica, engine.num_replicas)
         self._loader = None if loader is None else loader.numpy().tobytes()
 

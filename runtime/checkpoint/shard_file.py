@@ -29,7 +29,8 @@ from quintsched.files.plain import fill, open_plain
 from quintsched.files.strictjson import parse_strict, pointer, shorten
 
 from ..blocks.number_types import TYPES, name_of
-from .manifest import WHAT, RankFile
+from ..saving.write_tensors import WrittenFile
+from .manifest import WHAT
 
 BLOCK = 2**24
 """Bytes that are read, written and hashed at a time."""
@@ -191,7 +192,7 @@ class MappedTensors(Mapping[str, Tensor]):
         return found
 
 
-def read_shard(path: Path, file: RankFile) -> tuple[MappedTensors, Mapping[str, str]]:
+def read_shard(path: Path, file: WrittenFile) -> tuple[MappedTensors, Mapping[str, str]]:
     """Return the tensors of a file, which is what the manifest says of it, and its metadata.
 
     Its size is looked at before anything is read, its header before the rest. Raises `InputError` with the path.
@@ -218,7 +219,7 @@ def read_shard(path: Path, file: RankFile) -> tuple[MappedTensors, Mapping[str, 
     return MappedTensors(path, layout, 8 + length), layout.metadata
 
 
-def write_shard(path: Path, layout: Layout, blocks: Iterable[memoryview]) -> RankFile:
+def write_shard(path: Path, layout: Layout, blocks: Iterable[memoryview]) -> WrittenFile:
     """Write a new file, and return what the manifest says of it, when it is on the disk. Raises `OSError`."""
     digest = hashlib.sha256()
     opened = os.open(path, _FLAGS, 0o666)
@@ -234,15 +235,15 @@ def write_shard(path: Path, layout: Layout, blocks: Iterable[memoryview]) -> Ran
         raise
     finally:
         os.close(opened)
-    return RankFile(name=path.name, bytes=len(layout.header()) + layout.num_bytes, sha256=digest.hexdigest())
+    return WrittenFile(name=path.name, bytes=len(layout.header()) + layout.num_bytes, sha256=digest.hexdigest())
 
 
-def hash_file(path: Path) -> RankFile:
+def hash_file(path: Path) -> WrittenFile:
     """Return the name, the size and the SHA-256 of a file; raises `InputError`."""
     digest = hashlib.sha256()
     with open_plain(path, WHAT) as (opened, size):
         _hash_rest(digest, opened, path, size)
-    return RankFile(name=path.name, bytes=size, sha256=digest.hexdigest())
+    return WrittenFile(name=path.name, bytes=size, sha256=digest.hexdigest())
 
 
 def _hash_rest(digest: hashlib._Hash, opened: BinaryIO, path: Path, num_bytes: int) -> None:
@@ -254,18 +255,18 @@ def _hash_rest(digest: hashlib._Hash, opened: BinaryIO, path: Path, num_bytes: i
         digest.update(part)
 
 
-def require_intact(path: Path, file: RankFile) -> None:
+def require_intact(path: Path, file: WrittenFile) -> None:
     """Raise `InputError` with the path unless a file is what the manifest says of it."""
     with open_plain(path, WHAT) as (_, size):
         _require_size(path, file, size)
     _require_digest(path, file, hash_file(path).sha256)
 
 
-def _require_size(path: Path, file: RankFile, size: int) -> None:
+def _require_size(path: Path, file: WrittenFile, size: int) -> None:
     if file.bytes is not None and size != file.bytes:
         raise InputError(f"{path}: the file is damaged: it has {size} bytes, not the {file.bytes} of the manifest")
 
 
-def _require_digest(path: Path, file: RankFile, digest: str) -> None:
+def _require_digest(path: Path, file: WrittenFile, digest: str) -> None:
     if digest != file.sha256:
         raise InputError(f"{path}: the file is damaged: its SHA-256 is not that of the manifest")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -25,14 +25,13 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import InputError, MisfitError
 from quintsched.files.strictjson import parse_strict
 
-from ..blocks.dtensor import full_of, local_of
+from ..blocks.dtensor import full_of
 from ..blocks.module_state import BESIDE as MODULES
 from ..blocks.module_state import load_beside, pack_beside, saved_tensors
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import share_texts
 from ..optim.gathered import Stepper
-from ..optim.kept import KeptMemory, flat_of, kept_of
 from ..optim.own_state import BESIDE
 from ..parallel.tensor.apply import gather_full
 from ..stage.build import Stage
@@ -53,38 +52,9 @@ MARK = "@"
 """How the part of a name begins that says which stages an optimizer steps."""
 
 
-def _weights(stages: Stages, masters: Masters) -> dict[str, Tensor]:
-    """Return weights, as their masters where there are any, and buffers; of DTensors what lies on this rank."""
-    held = (named for stage in stages.values() for named in saved_tensors(stage).items())
-    kept = ((name, masters.of(tensor) if isinstance(tensor, nn.Parameter) else tensor) for name, tensor in held)
-    return {of_model(name): local_of(tensor) for name, tensor in kept if tensor is not None}
-
-
 def of_model(name: str) -> str:
     """Return the name in the whole model of a tensor of a stage."""
     return name.removeprefix("blocks.")
-
-
-def _optimizer_state(
-    stages: Stages, steppers: Steppers, masters: Masters
-) -> Iterator[tuple[str, nn.Parameter, Stepper, dict[str, object]]]:
-    for step, stepper in steppers.items():
-        for stage in step:
-            for name, parameter in stages[stage].named_weights().items():
-                master = masters.of(parameter)
-                if master is not None:
-                    yield name, master, stepper, stepper.state_of(master)
-
-
-def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, Tensor]:
-    """Return weights (float32 masters where there are any), buffers, what modules give beside, and optimizer state.
-
-    Raises `UsageError` for state of an optimizer that no file of tensors can hold.
-    """
-    state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages, masters).items()}
-    for name, _, _, kept in _optimizer_state(stages, steppers, masters):
-        state |= {f"optimizer.{name}.{key}": value.detach() for key, value in flat_of(kept, name).items()}
-    return _apart({**state, **read_beside(stages, steppers, masters)})
 
 
 def list_states(names: Iterable[str]) -> dict[str, Tensor]:
@@ -109,21 +79,6 @@ def require_states(listed: Tensor | None, names: Collection[str], where: str) ->
             f"{where} lacks {lacking[0]!r}{more}, without which the optimizer would begin anew; for the weights alone, "
             "give full tensors to engine.set_weights"
         )
-
-
-def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give tensors that have gaps, or numbers in common, a place for themselves."""
-    seen: dict[tuple[torch.device, int], list[tuple[int, int]]] = {}
-    for name, tensor in state.items():
-        if not tensor.is_contiguous():
-            state[name] = tensor.contiguous()
-        elif tensor.numel():
-            start = tensor.data_ptr()
-            spans = seen.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
-            if any(start < end and first < start + tensor.nbytes for first, end in spans):
-                state[name] = tensor.clone()
-            spans.append((start, start + tensor.nbytes))
-    return state
 
 
 def named_masters(stages: Stages, masters: Masters) -> dict[str, nn.Parameter]:
@@ -170,9 +125,11 @@ def require_beside(stages: Stages, steppers: Steppers, names: Iterable[str]) -> 
     """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
     given = dict.fromkeys(names)
     for stage in stages.values():
-        lacking = [name for name in pack_beside(stage, of_model) if is_text(name) and name not in given]
-        if lacking:
-            raise MisfitError(f"the state is of another model: {lacking[0]!r} is only on one side")
+        mine = {name for name in pack_beside(stage, of_model) if is_text(name)}
+        blocks = tuple(f"{MODULES}{number}." for number in stage.blocks)
+        odd = sorted(mine ^ {name for name in given if name.startswith(blocks) and is_text(name)})
+        if odd:
+            raise MisfitError(f"the state is of another model: {odd[0]!r} is only on one side")
     for step, stepper in steppers.items():
         stepper.require_beside(_of_step(given, step))
 
@@ -215,49 +172,6 @@ def _digest(tensor: Tensor) -> str:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
-    """Raise `MisfitError` for names, shapes or types that are not this rank's; of optimizers, for unknown weights."""
-    weights = _weights(stages, masters)
-    given = {name.removeprefix("model.") for name in state if name.startswith("model.")}
-    if given != set(weights):
-        odd = sorted(given ^ set(weights))
-        raise MisfitError(f"the state is of another model, mesh or stage: {odd[0]!r} is only on one side")
-    for name, weight in weights.items():
-        found = state[f"model.{name}"]
-        if found.shape != weight.shape or found.dtype != weight.dtype:
-            raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
-    require_states(state.get(STATES), state, "the state")
-    kept = {f"optimizer.{name}" for name, *_ in _optimizer_state(stages, steppers, masters)}
-    for name in state:
-        parts = name.split(".") if name.startswith("optimizer.") else []
-        if parts and not any(".".join(parts[:end]) in kept for end in range(2, len(parts))):
-            raise MisfitError(f"the state is of another optimizer, model or stage: {name!r} is of no weight here")
-    mine = {name for stage in stages.values() for name in pack_beside(stage, of_model) if is_text(name)}
-    odd = sorted(name for name in state if name.startswith(MODULES) and is_text(name) and name not in mine)
-    if odd:
-        raise MisfitError(f"the state is of another model: {odd[0]!r} is only on one side")
-    require_beside(stages, steppers, state)
-
-
-def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
-    """Take over a state in place; raises `MisfitError` as `require_loadable` does, before anything is changed."""
-    require_loadable(stages, steppers, masters, state)
-    load_modules_beside(stages, state)
-    for name, weight in _weights(stages, masters).items():
-        weight.detach().copy_(state[f"model.{name}"])
-    masters.publish(list(stages))
-    for name, master, stepper, kept in _optimizer_state(stages, steppers, masters):
-        prefix = f"optimizer.{name}."
-        brought = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-        memory = KeptMemory(kept, master)
-        flat = {
-            key: memory.take(key, tensor.shape, tensor.dtype, stepper.home_of(master, key)).copy_(tensor)
-            for key, tensor in brought.items()
-        }
-        kept.update(kept_of(flat, master.device))
-    load_optimizers_beside(stages, steppers, masters, state)
 
 
 def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:

@@ -35,11 +35,8 @@ from .state_dict import (
     full_weights,
     load_modules_beside,
     load_optimizers_beside,
-    load_state,
     read_beside,
     require_beside,
-    require_loadable,
-    state_of,
 )
 from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
 
@@ -59,13 +56,14 @@ class KeptState(NamedTuple):
     """What an optimizer keeps for a parameter.
 
     `handle` is what this rank steps of it, None: nothing; `is_shard` says that what has its shape is cut as it is.
-    `step_device` is where counts of steps belong.
+    `step_device` is where counts of steps belong, `group` are the settings of its group.
     """
 
     handle: nn.Parameter | None
     state: dict[str, Any]
     is_shard: bool
     step_device: torch.device = torch.device("cpu")
+    group: Mapping[str, Any] = {}
 
 
 class TrainingState:
@@ -199,29 +197,14 @@ class TrainingState:
             f"of {total} weights; the fullest steps {load:.2f} times its even share"
         )
 
-    def read(self) -> dict[str, Tensor]:
-        """Return this rank's shards: see `state_dict`."""
-        self.weights.settle()
-        return state_of(self._stages, self.steppers, self.masters)
-
-    def require_loadable(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `MisfitError` for names, shapes or types that are not those of what `read` gives."""
-        require_loadable(self._stages, self.steppers, self.masters, state)
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `read` gave (collective over replicas that hold shards)."""
-        self.weights.settle()
-        load_state(self._stages, self.steppers, self.masters, state)
-        self.weights.gather_again()
-
     def kept_for(self, stage: int, parameter: nn.Parameter) -> KeptState:
         """Return what the optimizer of a stage keeps for a parameter."""
         master = self.masters.of(parameter)
         stepper = next((stepper for stages, stepper in self.steppers.items() if stage in stages), None)
         if master is None or stepper is None:
             return KeptState(master, {}, is_shard=True)
-        home = stepper.home_of(master, "step")
-        return KeptState(master, stepper.state_of(master), is_shard=not stepper.gathers(master), step_device=home)
+        home, (_, group) = stepper.home_of(master, "step"), stepper.group_of(master) or (None, {})
+        return KeptState(master, stepper.state_of(master), not stepper.gathers(master), home, group)
 
     def replicas_of(self, parameter: nn.Parameter) -> Group:
         """Return the ranks over which the gradient of a parameter is summed."""
@@ -277,8 +260,10 @@ class TrainingState:
         """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
         require_beside(self._stages, self.steppers, names)
 
-    def load_beside(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `read_beside` gave, in `writing`; raises `MisfitError` as `require_beside` does."""
-        self.require_beside(state)
+    def load_modules_beside(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what modules gave to `read_beside`, which may write to weights: these are loaded after it."""
         load_modules_beside(self._stages, state)
+
+    def load_optimizers_beside(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what optimizers gave to `read_beside`, when the states of parameters are there."""
         load_optimizers_beside(self._stages, self.steppers, self.masters, state)

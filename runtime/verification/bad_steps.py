@@ -22,10 +22,10 @@ from quintsched.files.atomic import whole_path, write_whole
 from ..blocks.trees import tensors_of
 from ..comm import Group
 from ..comm.control import share_bytes
-from ..interchange.held import HeldTensor
 from ..interpreter.interpreter import PreparedStep
 from ..interpreter.plan_runner import PlanRunner
 from ..interpreter.tally import StepResult
+from ..saving.rank_tensors import HeldTensor
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState

@@ -14,12 +14,12 @@ from quintsched.plan import Plan
 
 from ..comm import Group
 from ..comm.control import first_said, share_texts
-from ..interchange.exchange import Exchange
 from ..interpreter.activation_memory import SavedBytes
 from ..interpreter.interpreter import PreparedStep
 from ..interpreter.plan_runner import PlanRunner
 from ..interpreter.rank_state import LossFn
 from ..interpreter.tally import StepResult
+from ..saving.rank_tensors import RankTensors
 from ..stage.rank_model import RankModel
 from ..state.master_weights import Masters
 from .comparison import Comparison, compare, from_words, joined, to_words
@@ -38,7 +38,7 @@ class EngineChecks:
     runner: PlanRunner
     model: RankModel
     masters: Masters
-    exchange: Exchange
+    rank: RankTensors
     world: Group
     loss_fn: LossFn
     clip: float | None
@@ -76,7 +76,7 @@ class EngineChecks:
         plan = self.model.plan
         whole = WholeModel(
             reference,
-            self.exchange.names.own_of(self.model.stages),
+            self.rank.names.own_of(self.model.stages),
             self.loss_fn,
             self.clip,
             self.model.num_replicas * plan.schedule.microbatches,
@@ -97,7 +97,7 @@ class EngineChecks:
     def _observer(self, recording: Recording) -> StepObserver:
         plan = self.model.plan
         program, first_unit = plan.programs[self.model.pp_rank], self.model.replica * plan.schedule.num_units
-        return StepObserver(program, first_unit, self.model.stages, self.masters, self.exchange.held, recording)
+        return StepObserver(program, first_unit, self.model.stages, self.masters, self.rank.held, recording)
 
     def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
         step = self.settle(self.model.plan, inputs, targets, extras)

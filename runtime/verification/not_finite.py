@@ -24,7 +24,7 @@ from quintsched.ir.instructions import Instruction
 from ..blocks.blocks import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
-from ..interchange.held import HeldTensor
+from ..saving.rank_tensors import HeldTensor
 from ..stage.batches.microbatches import Batch
 from ..stage.build import Stage
 

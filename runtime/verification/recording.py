@@ -24,8 +24,8 @@ from quintsched.ir.instructions import Instruction
 from ..blocks.blocks import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
-from ..interchange.held import HeldTensor
 from ..interpreter.tally import StepResult
+from ..saving.rank_tensors import HeldTensor
 from ..stage.build import Stage
 from ..state.master_weights import Masters
 

@@ -24,11 +24,12 @@ from quintsched.collectives.spelling import spelled
 from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
-from quintsched.runtime.checkpoint.manifest import DcpManifest, Manifest, RankFile, make_manifest, parse_manifest, seal
+from quintsched.runtime.checkpoint.manifest import DcpManifest, Manifest, make_manifest, parse_manifest, seal
 from quintsched.runtime.checkpoint.shard_file import Layout as ShardHeader
-from quintsched.runtime.interchange.boxes import Placement
 from quintsched.runtime.parallel.tensor.shard import Shard
-from quintsched.runtime.resharding.layout import StateLayout
+from quintsched.runtime.saving.placement import Placement
+from quintsched.runtime.saving.state_layout import StateLayout
+from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.settings.job import load_job
 from quintsched.simulation.costs import Costs
 from quintsched.stalls.report import StallReport
@@ -166,7 +167,7 @@ def read_trace(data: bytes) -> object:
 
 
 def manifest_seeds() -> list[bytes]:
-    files = [RankFile(name=f"rank-{r:05d}.safetensors", bytes=4096, sha256=f"{r:064x}") for r in range(4)]
+    files = [WrittenFile(name=f"rank-{r:05d}.safetensors", bytes=4096, sha256=f"{r:064x}") for r in range(4)]
     progress = {"epoch": 1, "history": [{"loss": 0.5, "event": "epoch"}], "totals": {"loss": None}}
     native = make_manifest("0" * 16, 3, "1" * 64, qs.Mesh(dp=2, pp=2), files, progress, {"train.seed": 0})
     dcp = DcpManifest(

@@ -15,7 +15,7 @@ from quintsched.files.terminal import shown, standard_streams, write_error, writ
 from .inspect import as_json, as_text, find_steps, newest_whole, verify
 
 if TYPE_CHECKING:
-    from ...resharding.saved_state import SavedState
+    from ...saving.saved_state import SavedState
     from ..manifest import Manifest
 
 
@@ -114,7 +114,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
     """Return the newest whole checkpoint, all of whose bytes were verified."""
-    from ...resharding.saved_state import SavedState
+    from ...saving.saved_state import SavedState
     from ..manifest import Manifest
 
     found, skipped = newest_whole(arguments.path, arguments.step)
@@ -126,7 +126,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
     fault = verify(found)
     if fault is not None:
         raise InputError(fault)
-    saved = SavedState([folder / file.name for file in manifest.files])
+    saved = SavedState.of_files([folder / file.name for file in manifest.files])
     if saved.unplaced:
         raise MisfitError(f"{saved.unplaced[0]}: the file does not say where its tensors lie; save it anew by a run")
     return manifest, saved

@@ -8,36 +8,23 @@ Weights have the type that blocks compute with; masters, or averages, are writte
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from quintsched.errors import UsageError
-from quintsched.files.atomic import sync_directory, write_whole, writing
+from quintsched.files.atomic import sync_directory, writing
 
 from ...comm.base import SelfGroup
 from ...comm.control import ControlGroup
-from ...interchange.boxes import Box
-from ...interchange.folders import replace_folder
-from ...interchange.safetensors_folder import INDEX
-from ...interchange.save_pretrained import (
-    WEIGHT_FILES,
-    FileEntry,
-    TensorFile,
-    cut_into_files,
-    weight_file_name,
-)
-from ...resharding.saved_state import AVERAGE, MODEL, SavedState
+from ...saving.pretrained.save_pretrained import WEIGHT_FILES, WEIGHTS, cut_into_files, weight_file_name, write_index
+from ...saving.replaced_folder import replace_folder
+from ...saving.saved_state import AVERAGE, MODEL, SavedState
+from ...saving.write_tensors import FileEntry, in_file_order, write_tensors
 from .new_folder import require_no_run, require_no_step
-
-WINDOW_BYTES = 2**26
-"""The most bytes of a tensor that are read at once, where it has several rows."""
 
 SUFFIX = ".safetensors"
 
@@ -66,7 +53,7 @@ def export(
     num_bytes = sum(entry.nbytes for entry in entries)
     if output.suffix == SUFFIX:
         require_no_step(output.parent)
-        _write_one(saved, output, sorted(entries, key=lambda entry: -entry.dtype.itemsize), metadata)
+        _write_one(saved, output, in_file_order(entries), metadata)
         return Exported((output,), len(entries), num_bytes, tied)
     require_no_run(output)
     files = cut_into_files(entries, max_file_bytes)
@@ -74,18 +61,13 @@ def export(
 
     def write(folder: Path) -> None:
         for name, held in zip(names, files, strict=True):
-            write_tensors(saved, folder / name, held, metadata)
-        if len(files) > 1:
-            homes = {entry.name: name for name, held in zip(names, files, strict=True) for entry in held}
-            index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(homes.items()))}
-            write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n", "the weights", durable=True)
+            _write(saved, folder / name, held, metadata)
+        write_index(
+            folder, {entry.name: name for name, held in zip(names, files, strict=True) for entry in held}, num_bytes
+        )
 
-    replace_folder(output, "the weights", _alone(), True, WEIGHT_FILES, write)
+    replace_folder(output, WEIGHTS, ControlGroup(SelfGroup(0, torch.device("cpu"))), WEIGHT_FILES, write)
     return Exported(tuple(output / name for name in names), len(entries), num_bytes, tied)
-
-
-def _alone() -> ControlGroup:
-    return ControlGroup(SelfGroup(0, torch.device("cpu")))
 
 
 def _entries(saved: SavedState, average: int | None, *, masters: bool) -> tuple[list[FileEntry], dict[str, list[str]]]:
@@ -97,9 +79,7 @@ def _entries(saved: SavedState, average: int | None, *, masters: bool) -> tuple[
         dtypes |= layout.dtypes
     averaged = {name.removeprefix(f"{AVERAGE}{average}.") for name in saved.pieces} if average is not None else set()
     if average is not None and f"{AVERAGE}{average}.updates" not in saved.pieces:
-        raise UsageError(
-            f"{saved.paths[0].parent}: the checkpoint has no average of weights {average}; leave out --ema"
-        )
+        raise UsageError(f"{saved.where}: the checkpoint has no average of weights {average}; leave out --ema")
     firsts, tied = _firsts(saved)
     entries = []
     for name in saved.pieces:
@@ -126,36 +106,16 @@ def _firsts(saved: SavedState) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 def _write_one(saved: SavedState, output: Path, entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> None:
     fresh = output.with_name(f".{output.name}.saving")
-    with writing(output, "the weights"):
+    with writing(output, WEIGHTS):
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write_tensors(saved, fresh, entries, metadata)
+            _write(saved, fresh, entries, metadata)
             os.replace(fresh, output)
             sync_directory(output.parent)
         finally:
             fresh.unlink(missing_ok=True)
 
 
-def write_tensors(
-    saved: SavedState, path: Path, entries: Sequence[FileEntry], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a safetensors file of full tensors of a saved state; raises `UsageError` where that fails."""
-    file = TensorFile(path, entries, metadata)
-    for entry in entries:
-        for raw in windows(saved, entry):
-            file.write(raw)
-    error = file.close()
-    if error is not None:
-        raise error
-
-
-def windows(saved: SavedState, entry: FileEntry) -> Iterator[Tensor]:
-    """Yield the bytes of a full tensor, some rows at a time: (bytes,), uint8."""
-    rows = entry.shape[0] if entry.shape else 1
-    step = max(WINDOW_BYTES * rows // max(entry.nbytes, 1), 1)
-    for start in range(0, rows, step):
-        sizes = (min(step, rows - start), *entry.shape[1:]) if entry.shape else ()
-        piece = torch.empty(sizes, dtype=saved.dtype(entry.held_as))
-        saved.fill(entry.held_as, [Box((start, *(0,) * len(entry.shape[1:])) if entry.shape else (), piece)])
-        if prod(sizes):
-            yield piece.to(entry.dtype).reshape(-1).view(torch.uint8)
+def _write(saved: SavedState, path: Path, entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> None:
+    parts = (window.to(entry.dtype) for entry in entries for window in saved.windows(entry.held_as))
+    write_tensors(path, entries, parts, {"format": "pt", **metadata})

@@ -12,13 +12,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
@@ -26,19 +25,17 @@ from quintsched.files.atomic import write_whole, writing
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 
-from ...interchange.boxes import Placement
-from ...interchange.folders import standing
-from ...interchange.safetensors_folder import Lying, open_folder
-from ...interchange.save_pretrained import FileEntry, TensorFile
-from ...resharding.layout import LAYOUT, StateLayout
-from ...resharding.load_saved import PROGRESS, require_of_any_mesh
-from ...resharding.saved_state import AVERAGE, MODEL, STATE, SavedState
+from ...saving.load_state import require_of_any_mesh
+from ...saving.placement import Placement
+from ...saving.pretrained.safetensors_folder import open_folder
+from ...saving.replaced_folder import standing
+from ...saving.saved_state import AVERAGE, MODEL, STATE, SavedState
+from ...saving.state_layout import LAYOUT, StateLayout
+from ...saving.write_tensors import FileEntry, WrittenFile, in_file_order, write_tensors
 from ...stage.build import cut, cut_as_planned
 from ...state.state_dict import STATES
-from ..manifest import MANIFEST, WHAT, Manifest, RankFile, file_name, make_manifest
+from ..manifest import MANIFEST, WHAT, Manifest, file_name, make_manifest
 from ..reading import LOADER
-from ..shard_file import hash_file
-from .export import WINDOW_BYTES
 from .new_folder import new_run_folder
 
 ALL = 2**31
@@ -50,13 +47,7 @@ class Share:
     """What a rank's file has of a tensor: all of it, or the numbers [start, stop) of the flat one."""
 
     name: str
-    shape: tuple[int, ...]
-    span: tuple[int, int] | None
-
-    @property
-    def placement(self) -> Placement:
-        """How it lies in the full tensor."""
-        return Placement(self.shape, self.shape, (0,) * len(self.shape), None, self.span)
+    placement: Placement
 
 
 def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> Path:
@@ -67,12 +58,12 @@ def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> 
     """
     if saved.beside:
         raise MisfitError(
-            f"{saved.paths[0].parent}: {next(iter(saved.beside))!r} is of a shard of its weight, and has no place in a "
+            f"{saved.where}: {next(iter(saved.beside))!r} is of a shard of its weight, and has no place in a "
             "whole one; resume with the tp and the ZeRO stage that wrote it"
         )
     shares = _shares(saved, plan)
 
-    def write(folder: Path) -> list[RankFile]:
+    def write(folder: Path) -> list[WrittenFile]:
         return [
             _write_rank(saved, folder / file_name(rank), plan, rank, shares[rank]) for rank in range(plan.mesh.size)
         ]
@@ -95,8 +86,8 @@ def _new_run() -> str:
 def _write_step(
     output: Path,
     step: int,
-    write: Callable[[Path], list[RankFile]],
-    manifest_of: Callable[[Sequence[RankFile]], Manifest],
+    write: Callable[[Path], list[WrittenFile]],
+    manifest_of: Callable[[Sequence[WrittenFile]], Manifest],
 ) -> Path:
     """Write a checkpoint into the folder of a new run; it counts only when all of it is on the disk.
 
@@ -124,15 +115,15 @@ def _shares(saved: SavedState, plan: Plan) -> list[list[Share]]:
         if name in (LOADER, STATES):
             continue
         shape = saved.shape(name)
-        if name.startswith(PROGRESS):
+        if name.startswith("engine."):
             require_of_any_mesh(saved, name)
         ranks, count = holders[pp_of.get(block_of(name), 0)], prod(shape)
         if not shape or count < len(ranks):
-            found[ranks[0]].append(Share(name, shape, None))
+            found[ranks[0]].append(Share(name, Placement.whole(shape)))
             continue
         for index, rank in enumerate(ranks):
             span = (index * count // len(ranks), (index + 1) * count // len(ranks))
-            found[rank].append(Share(name, shape, span if len(ranks) > 1 else None))
+            found[rank].append(Share(name, Placement.whole(shape, span if len(ranks) > 1 else None)))
     return found
 
 
@@ -160,7 +151,7 @@ def block_of(name: str) -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, shares: Sequence[Share]) -> RankFile:
+def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, shares: Sequence[Share]) -> WrittenFile:
     at, mesh = plan.mesh.coordinates(rank), plan.mesh
     replica = at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0)
     num_replicas = mesh.axis_size("dp") * mesh.axis_size("ep")
@@ -169,62 +160,23 @@ def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, shares: Se
     dtypes = {
         n: dtype for layout in saved.layouts for n, dtype in layout.dtypes.items() if n.removeprefix(MODEL) in names
     }
-    placements = {share.name: share.placement for share in shares if share.span is not None}
+    placements = {share.name: share.placement for share in shares if not share.placement.is_plain}
     layout = StateLayout((replica, num_replicas), placements, {}, dtypes, own, saved.layouts[0].same)
-    entries = [
-        FileEntry(
-            share.name,
-            share.name,
-            saved.dtype(share.name),
-            share.shape if share.span is None else (share.span[1] - share.span[0],),
-        )
-        for share in shares
-    ]
+    of = {share.name: share.placement for share in shares}
+    entries = [FileEntry(name, name, saved.dtype(name), placement.held) for name, placement in of.items()]
     loader = saved.of_replica(LOADER, replica, num_replicas)
     if loader is not None:
         entries.append(FileEntry(LOADER, LOADER, loader.dtype, tuple(loader.shape)))
-    of = {share.name: share for share in shares}
-    _write_file(
-        path,
-        entries,
-        lambda entry: (
-            [loader.reshape(-1).view(torch.uint8)]
-            if entry.name == LOADER and loader is not None
-            else _windows(saved, of[entry.name])
-        ),
-        {LAYOUT: layout.to_text()},
+
+    def parts_of(entry: FileEntry) -> Iterable[Tensor]:
+        return (
+            saved.windows(entry.name, of[entry.name].span) if entry.name in of else [] if loader is None else [loader]
+        )
+
+    entries = in_file_order(entries)
+    return write_tensors(
+        path, entries, (part for entry in entries for part in parts_of(entry)), {LAYOUT: layout.to_text()}
     )
-    return hash_file(path)
-
-
-def _write_file(
-    path: Path,
-    entries: Sequence[FileEntry],
-    raw_of: Callable[[FileEntry], Iterator[Tensor] | list[Tensor]],
-    metadata: Mapping[str, str],
-) -> None:
-    """Write a file of tensors, wide types first; raises `UsageError`."""
-    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    file = TensorFile(path, entries, metadata)
-    for entry in entries:
-        for raw in raw_of(entry):
-            file.write(raw)
-    error = file.close()
-    if error is not None:
-        raise error
-
-
-def _windows(saved: SavedState, share: Share) -> Iterator[Tensor]:
-    """Yield the bytes of a share, some numbers at a time: (bytes,), uint8."""
-    dtype = saved.dtype(share.name)
-    first, last = share.span or (0, prod(share.shape))
-    step = max(WINDOW_BYTES // dtype.itemsize, 1)
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        flat = torch.empty(stop - start, dtype=dtype)
-        part = Placement(share.shape, share.shape, (0,) * len(share.shape), None, (start, stop))
-        saved.fill(share.name, list(part.boxes(flat)))
-        yield flat.view(torch.uint8)
 
 
 def import_weights(source: Path, output: Path) -> Path:
@@ -232,42 +184,20 @@ def import_weights(source: Path, output: Path) -> Path:
 
     Raises `InputError` for a source that is damaged, `UsageError` where there is none, or nothing can be written.
     """
-    with open_folder(standing(source)) as folder:
-        if not folder.tensors:
-            raise InputError(f"{source}: there are no tensors in it")
-        entries = [
-            FileEntry(MODEL + name, name, _first_of(lying).dtype, lying.shape) for name, lying in folder.tensors.items()
-        ]
+    tensors = open_folder(standing(source)).tensors
+    if not tensors:
+        raise InputError(f"{source}: there are no tensors in it")
+    saved = SavedState(str(source))
+    for name, stored in tensors.items():
+        saved.add(MODEL + name, name, Placement.whole(stored.shape), stored)
+    entries = in_file_order(FileEntry(name, name, saved.dtype(name), saved.shape(name)) for name in saved.pieces)
 
-        def write(attempt: Path) -> list[RankFile]:
-            path = attempt / file_name(0)
-            _write_file(
-                path,
-                entries,
-                lambda entry: _rows(folder.tensors[entry.held_as], entry),
-                {LAYOUT: StateLayout().to_text()},
-            )
-            return [hash_file(path)]
+    def write(attempt: Path) -> list[WrittenFile]:
+        parts = (window for entry in entries for window in saved.windows(entry.name))
+        return [write_tensors(attempt / file_name(0), entries, parts, {LAYOUT: StateLayout().to_text()})]
 
-        nothing = hashlib.sha256(b"").hexdigest()
-        progress: dict[str, Any] = {}
-        return _write_step(
-            output, 0, write, lambda files: make_manifest(_new_run(), 0, nothing, Mesh(), files, progress)
-        )
-
-
-def _first_of(lying: Lying) -> Tensor:
-    """Return as few numbers of a tensor as can be read."""
-    return lying.read((slice(0, 1),) * len(lying.shape))
-
-
-def _rows(lying: Lying, entry: FileEntry) -> Iterator[Tensor]:
-    rows = entry.shape[0] if entry.shape else 1
-    step = max(WINDOW_BYTES * rows // max(entry.nbytes, 1), 1)
-    for start in range(0, rows if prod(entry.shape) else 0, step):
-        rest = (slice(0, size) for size in entry.shape[1:])
-        places = (slice(start, min(start + step, rows)), *rest) if entry.shape else ()
-        yield lying.read(places).contiguous().reshape(-1).view(torch.uint8)
+    nothing = hashlib.sha256(b"").hexdigest()
+    return _write_step(output, 0, write, lambda files: make_manifest(_new_run(), 0, nothing, Mesh(), files, {}))
 
 
 def plan_for(manifest: Manifest, mesh: str, **given: Any) -> Plan:

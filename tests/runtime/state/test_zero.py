@@ -20,10 +20,10 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.train.losses import cross_entropy_sum
 from tests.compiling import torch_compiles
 
-from ..interchange.test_gpt2 import OPTIONS, draw_checkpoint, make_engine, write
 from ..matrix import CASES
 from ..parallel.expert.moe_training import require_equality as require_equality_of_experts
 from ..parallel.lively import lively_gpt
+from ..saving.test_gpt2 import OPTIONS, draw_checkpoint, make_engine, write
 from ..stage.test_compiled import Mlp
 from ..test_matrix_processes import require_equal
 from ..test_matrix_processes import train as train_in_processes

@@ -23,8 +23,8 @@ from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import load_state
 
-from ..checkpoint.test_manifest import read_json, write_sealed
 from ..ranks import run_ranks
+from ..saving.test_manifest import read_json, write_sealed
 from ..toys import sgd
 from .test_trainer import data_file, figures, fit, interrupt_after, job
 

@@ -1,0 +1,250 @@
+"""An engine goes on from a saved state, of whatever mesh, format or program: each rank reads the boxes that it holds.
+
+    SavedState ──▶ weights, averages     the boxes of this rank's masters or segments
+               ──▶ optimizers' states    the same boxes where they have the weight's shape; else whole
+               ──▶ steps, loss scale, and what lies beside, if all ranks had it alike
+
+A state that has "engine.step" is that of a training, and is taken over whole; of weights alone, optimizers stay as they
+are. Averages that it lacks begin anew with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError, nearest
+
+from ..blocks.module_state import BESIDE as MODULES
+from ..blocks.plain_values import is_text
+from ..optim.kept import KeptMemory, kept_of
+from ..optim.own_state import BESIDE as OPTIMIZERS
+from ..state.state_dict import MARK, same
+from ..state.training_state import KeptState
+from .averages import DECAY
+from .placement import Placement
+from .rank_tensors import HeldTensor, RankTensors
+from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
+from .state_layout import StateLayout
+from .stored_tensors import Turned
+
+_BESIDE = (MODULES, OPTIMIZERS)
+
+
+def require_of_any_mesh(saved: SavedState, name: str) -> None:
+    """Raise `MisfitError` for what lies beside tensors of weights, if ranks, or optimizers of one, had it otherwise."""
+    saved.require_alike(name)
+    if name.startswith(f"{OPTIMIZERS}{MARK}"):
+        raise MisfitError(
+            f"{saved.where}: {name!r} differs between the optimizers of a rank, so that nobody can say what "
+            "it is on another mesh; resume on the mesh that wrote it"
+        )
+
+
+class StateLoader:
+    """One rank's reading of a state.
+
+    Args:
+        saved: the state.
+        rank: what it goes to.
+        is_part: whether it may lack weights, which then stay, and have others.
+        takes_states: whether what optimizers keep is taken over too.
+    """
+
+    def __init__(
+        self, saved: SavedState, rank: RankTensors, *, is_part: bool = False, takes_states: bool = True
+    ) -> None:
+        self._saved, self._rank, self._is_part = saved, rank, is_part
+        self._is_training = STEP in saved.pieces
+        self._takes_states = takes_states and (self._is_training or bool(saved.states))
+        self._kinds = _BESIDE if takes_states else (MODULES,)
+        own = rank.names.own or {}
+        self._called = {
+            name: list(dict.fromkeys(chain.from_iterable((one, own.get(one, one)) for one in (name, *group))))
+            for name, group in rank.names.groups().items()
+        }
+
+    def load(self, together: Callable[[Callable[[], None]], None] = lambda work: work()) -> None:
+        """Take the state over (collective where weights are sharded); by `together`, all ranks fail alike.
+
+        Raises, before anything is changed, `MisfitError` for the state of another model, or of several saves,
+        `UsageError` for averages that the engine does not keep; `InputError` for files that lack numbers.
+        """
+        beside: dict[str, Tensor] = {}
+        together(self._require)
+        together(lambda: beside.update(self._read_beside()))
+        with torch.no_grad(), self._rank.writing() as held:
+            together(lambda: self._rank.training.load_modules_beside(beside) if beside else None)
+            together(lambda: self._load(held))
+            together(lambda: self._rank.training.load_optimizers_beside(beside) if self._has_beside else None)
+
+    def _require(self) -> None:
+        """Raise where pieces are of several saves, or of another model, in names, shapes, or averages."""
+        saved, held = self._saved, self._rank.held()
+        saved.require_one_save()
+        if not self._is_part:
+            self._require_names(held)
+        for one in held:
+            names = (self._find(prefix, one.name) for prefix in (MODEL, *self._averaged()))
+            for name in filter(None, names):
+                self._require_fit(name, one)
+        decays = {n: f"{AVERAGE}{n}.{DECAY}" for n in range(len(self._rank.averages.all))}
+        found = {number: saved.whole(name) for number, name in decays.items() if name in saved.pieces}
+        kept = {name.split(".")[1] for name in saved.pieces if name.startswith(AVERAGE)}
+        self._rank.averages.require_loadable(saved.where, len(kept), found)
+
+    def _require_names(self, held: Sequence[HeldTensor]) -> None:
+        known = {called for names in self._called.values() for called in names}
+        found = {name.removeprefix(MODEL) for name in self._saved.pieces if name.startswith(MODEL)}
+        lacking = [one.name for one in held if one.numbers is not None and self._find(MODEL, one.name) is None]
+        odd = [*sorted(found - known), *lacking]
+        if odd:
+            near = nearest(odd[0], known if odd[0] in found else found)
+            raise MisfitError(
+                f"{self._saved.where}: the state is of another model: {odd[0]!r} is only on one side{near}"
+            )
+        for weight in self._saved.states.keys() - known:
+            raise MisfitError(
+                f"{self._saved.where}: the state is of another optimizer, model or stage: {STATE + weight!r} is of no "
+                "weight here"
+            )
+
+    def _require_fit(self, name: str, one: HeldTensor) -> None:
+        """Raise `MisfitError` for a tensor of another shape, or numbers of another kind, than what it is for."""
+        found, wanted, piece = self._saved.shape(name), one.placement.shape, self._saved.pieces[name][0]
+        if isinstance(piece.stored, Turned):
+            found, wanted = found[::-1], wanted[::-1]
+        if found != wanted:
+            axes = [axis for axis, (has, needs) in enumerate(zip(found, wanted, strict=False)) if has != needs]
+            fault = f"axis {axes[0]} differs" if len(found) == len(wanted) else "it has other axes"
+            raise MisfitError(f"{piece.where}: {piece.name!r} is {found}, but {one.name} needs {wanted}: {fault}")
+        if one.numbers is not None:
+            self._saved.require_kind(name, one.name, one.numbers.dtype)
+
+    def _averaged(self) -> list[str]:
+        return [f"{AVERAGE}{number}." for number in range(len(self._rank.averages.all))]
+
+    def _find(self, prefix: str, name: str) -> str | None:
+        """Return what the state calls a tensor of a weight, or of one that is tied to it; None: it has none."""
+        return next((prefix + one for one in self._called[name] if prefix + one in self._saved.pieces), None)
+
+    def _load(self, held: Sequence[HeldTensor]) -> None:
+        """Read all that this rank holds."""
+        for one in {id(one.tensor): one for one in reversed(held)}.values():
+            if one.numbers is None:
+                continue
+            numbers = one.numbers.detach()
+            self._fill(MODEL, one, numbers)
+            for prefix, average in zip(self._averaged(), self._rank.averages.all, strict=True):
+                mine = average.of(one.name)
+                if mine is not None and not self._fill(prefix, one, mine) and not self._is_part:
+                    mine.copy_(numbers)
+            kept = self._rank.kept(one) if self._takes_states else None
+            if kept is not None:
+                self._load_states(one, kept)
+        for prefix, average in zip(self._averaged(), self._rank.averages.all, strict=True):
+            if f"{prefix}updates" in self._saved.pieces:
+                average.updates = int(self._saved.whole(f"{prefix}updates"))
+
+    def _fill(self, prefix: str, one: HeldTensor, numbers: Tensor) -> bool:
+        """Read a tensor of a weight's shape; return whether the state has it."""
+        found = self._find(prefix, one.name)
+        if found is not None:
+            self._saved.fill(found, list(one.placement.boxes(numbers)))
+        return found is not None
+
+    def _load_states(self, one: HeldTensor, kept: KeptState) -> None:
+        """Read what an optimizer keeps for a weight: its keys are those of the state."""
+        assert kept.handle is not None
+        placement = one.placement if kept.is_shard else one.placement.gathered()
+        weight = next((called for called in self._called[one.name] if called in self._saved.states), "")
+        memory = KeptMemory(kept.state, kept.handle)
+        flat: dict[str, Any] = {}
+        for key in self._saved.states.get(weight, ()):
+            name, home = f"{STATE}{weight}.{key}", kept.step_device if key == "step" else kept.handle.device
+            if name in self._saved.values:
+                flat[key] = self._saved.values[name]()
+                continue
+            is_cut = name in self._saved.pieces and self._saved.shape(name) == placement.shape and placement.shape
+            if is_cut and not is_text(key):
+                flat[key] = memory.take(key, placement.held, self._saved.dtype(name), home)
+                self._saved.fill(name, list(placement.boxes(flat[key])))
+                continue
+            value = (
+                self._whole(name, key, placement) if name in self._saved.pieces else self._beside(name, key, placement)
+            )
+            flat[key] = memory.take(key, value.shape, value.dtype, home).copy_(value)
+        kept.state.update(kept_of(flat, kept.handle.device))
+
+    def _whole(self, name: str, key: str, placement: Placement) -> Tensor:
+        """Return a state that has not its weight's shape, of which a whole weight needs all."""
+        if is_text(key):
+            self._saved.require_alike(name)
+        value = self._saved.whole(name)
+        if value.dim() and not placement.is_whole and not is_text(key):
+            raise self._no_place(name, value, placement)
+        return value
+
+    def _beside(self, name: str, key: str, placement: Placement) -> Tensor:
+        """Return a state of a rank that had the same boxes of the weight, or a value that all ranks have alike."""
+        pieces = self._saved.beside[name]
+        mine = next((piece for piece in pieces if list(_places(piece.placement)) == list(_places(placement))), None)
+        values = [piece.whole() for piece in (pieces if mine is None else [mine])]
+        if mine is None and not (is_text(key) and all(same(value, values[0]) for value in values)):
+            raise self._no_place(name, values[0], placement)
+        return values[0]
+
+    def _no_place(self, name: str, value: Tensor, placement: Placement) -> MisfitError:
+        return MisfitError(
+            f"{self._saved.where}: {name!r} is {tuple(value.shape)}, and its weight {placement.shape}: nobody can say "
+            "which part belongs to a shard of the weight; resume with the tp and the ZeRO stage that wrote it, or take "
+            "the weights alone"
+        )
+
+    @property
+    def _has_beside(self) -> bool:
+        """Whether the state says what modules or optimizers keep beside: that of a training does, if only nothing."""
+        return self._is_training or any(name.startswith(self._kinds) for name in self._saved.pieces)
+
+    def _read_beside(self) -> dict[str, Tensor]:
+        """Return what modules and optimizers keep beside tensors of weights, when it fits."""
+        if not self._has_beside:
+            return {}
+        names = [name for name in self._saved.pieces if name.startswith(self._kinds)]
+        kept = self._kept_beside()
+        self._rank.training.require_beside([*names, *kept])
+        try:
+            for name in names:
+                require_of_any_mesh(self._saved, name)
+            return {**kept, **{name: self._saved.whole(name) for name in names}}
+        except MisfitError:
+            own = self._own_layout()
+            if own is None:
+                raise
+            return {**kept, **{n: p.whole() for n in names for p in self._saved.pieces[n] if p.layout is own}}
+
+    def _kept_beside(self) -> dict[str, Tensor]:
+        """Return what modules and optimizers here keep beside, of the kinds of which the state says nothing."""
+        there = {kind for kind in self._kinds if any(name.startswith(kind) for name in self._saved.pieces)}
+        stays = [kind for kind in _BESIDE if kind not in there and not (self._is_training and kind in self._kinds)]
+        mine = self._rank.training.read_beside() if stays else {}
+        return {name: kept for name, kept in mine.items() if name.startswith(tuple(stays))}
+
+    def _own_layout(self) -> StateLayout | None:
+        """Return the layout of the rank that held what this rank holds, cut alike; None: there was none."""
+        held = {MODEL + one.name for one in self._rank.held() if one.numbers is not None}
+        mine = self._rank.layout(dict.fromkeys(held, ()))
+        for layout in self._saved.layouts:
+            named = self._saved.pieces.items()
+            names = {n for n, pieces in named if n.startswith(MODEL) and any(p.layout is layout for p in pieces)}
+            if layout.replica == mine.replica and layout.holds_as(mine) and names == held:
+                return layout
+        return None
+
+
+def _places(placement: Placement) -> Iterator[tuple[tuple[int, ...], torch.Size]]:
+    return ((box.offsets, box.numbers.shape) for box in placement.boxes(torch.empty(placement.held, device="meta")))

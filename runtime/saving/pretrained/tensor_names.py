@@ -1,0 +1,132 @@
+"""What the tensors of one engine's model are called, as its blocks say, or as the checkpoint's names show."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from quintsched.errors import UsageError, nearest
+
+from ...blocks.blocks import Blocks
+from ...blocks.module_state import saved_tensors
+from ...stage.build import Stage
+from .gpt2 import gpt2_origins, is_gpt
+from .origins import Origin
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What the names of a model are found by.
+
+    Attributes:
+        outlines: all blocks, of which only names and kinds matter.
+        own: our names to the model's own, where the blocks say (`split`).
+        tied: names of ours that are one, by the name of each tie.
+        config: the configuration of the library that the model is from, or None.
+        conversions: that library's rules for names of checkpoints (`conversions`).
+        generation_config: that library's settings of generation, or None.
+        aliases: all names that the model has for a tensor, by each of them, where there are several.
+        optional: the model's names of tensors that keep their values where a checkpoint lacks them.
+    """
+
+    outlines: Sequence[nn.Module]
+    own: Mapping[str, str] | None
+    tied: Mapping[str, Sequence[str]]
+    config: Any = None
+    conversions: Sequence[Any] = ()
+    generation_config: Any = None
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    optional: Collection[str] = ()
+
+    @classmethod
+    def of(cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]) -> ModelNames:
+        """Return what blocks say of their names."""
+        said = (getattr(blocks, name, None) for name in ("own_names", "config", "conversions", "generation_config"))
+        own, config, conversions, generation_config = said
+        aliases, optional = getattr(blocks, "aliases", {}), getattr(blocks, "optional", ())
+        return cls(outlines, own, tied, config, conversions or (), generation_config, aliases, optional)
+
+    @property
+    def ours(self) -> list[str]:
+        """The names of all tensors that are saved, in the order of the blocks."""
+        return [f"{number}.{name}" for number, block in enumerate(self.outlines) for name in saved_tensors(block)]
+
+    def own_of(self, stages: Mapping[int, Stage]) -> dict[str, str]:
+        """Return what the model itself calls the weights of some stages that are trained, by our names."""
+        own = self.own or {}
+        return {name: own.get(name, name) for stage in stages.values() for name in stage.named_weights()}
+
+    def is_gpt2(self, found: Collection[str] = ()) -> bool:
+        """Whether names are GPT-2's: those of a built-in GPT, unless a checkpoint has ours."""
+        return self.own is None and is_gpt(self.outlines) and not any(name in found for name in self.ours)
+
+    def origins(self, given: Mapping[str, str] | None = None, found: Collection[str] = ()) -> dict[str, Origin]:
+        """Return where each tensor is found: as `given`, as the blocks say, in GPT-2's names, or by our name.
+
+        Raises `UsageError` for names given that are no tensor's, `MisfitError` for a GPT of another shape than GPT-2's.
+        """
+        if given is not None:
+            _require_known(given, self.ours)
+        if given is None and self.is_gpt2(found):
+            return gpt2_origins(self.outlines)
+        if given is not None:
+            return {name: Origin(given.get(name, name)) for name in self.ours}
+        return {name: Origin(names[0], alike=names[1:]) for name in self.ours for names in [self._all_own(name)]}
+
+    def _all_own(self, name: str) -> tuple[str, ...]:
+        """Return what the model calls a tensor: the name that it is found by, then all others."""
+        own = (self.own or {}).get(name, name)
+        return tuple(dict.fromkeys((own, *self.aliases.get(own, ()))))
+
+    def saved_as(self, origin: Origin) -> str:
+        """Return the name that a tensor is saved by: the first that the model has for it."""
+        return next(iter(self.aliases.get(origin.name, ())), origin.name)
+
+    def may_stay(self, fresh: Sequence[str]) -> list[str]:
+        """Return the names and patterns of what may keep its values: `fresh`, and what is optional."""
+        own = self.own or {}
+        return [*fresh, *(name for name in self.ours if own.get(name) in self.optional)]
+
+    def same(self) -> list[Sequence[str]]:
+        """Return the names of tensors that are one: tied, under several names in a block, or a buffer of several."""
+        found: dict[str, list[str]] = {}
+        for name in self.ours:
+            if self.own is not None and name in self.own:
+                found.setdefault(self.own[name], []).append(name)
+        alike = [group for group in found.values() if len(group) > 1]
+        return [*self.tied.values(), *_same_within(self.outlines), *alike]
+
+    def groups(self) -> dict[str, list[str]]:
+        """Return all names of ours that a tensor has in the whole model, by each of them."""
+        same: dict[str, list[str]] = {name: [name] for name in self.ours}
+        for group in self.same():
+            joined = list(dict.fromkeys(name for one in group for name in same[one]))
+            same.update(dict.fromkeys(joined, joined))
+        return same
+
+    def dcp_names(self) -> dict[str, tuple[str, ...]]:
+        """Return all names that a tensor has in the whole model, by our name: the model's own where blocks say so."""
+        return {
+            name: tuple(dict.fromkeys(called for other in group for called in self._all_own(other)))
+            for name, group in self.groups().items()
+        }
+
+
+def _same_within(blocks: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of tensors that a block has under several."""
+    found: list[list[str]] = []
+    for number, block in enumerate(blocks):
+        groups: dict[int, list[str]] = {}
+        for name, tensor in saved_tensors(block).items():
+            groups.setdefault(id(tensor), []).append(f"{number}.{name}")
+        found += [group for group in groups.values() if len(group) > 1]
+    return found
+
+
+def _require_known(given: Iterable[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise UsageError(f"names: the model has no tensor {name!r}{nearest(name, known)}")

@@ -1,0 +1,228 @@
+"""Tensors that a rank has from step to step, where each lies in the whole model, and who speaks for its numbers.
+
+    parameter   master (bf16: in float32), or the segment of it that this rank steps (ZeRO), or itself
+    buffer      itself
+    average     as the weight                                            "ema.<number>.<name>"
+    state of    as the weight where it has its shape, else whole, or     "optimizer.<name>.<key>"
+    optimizers  beside: of this shard of the weight alone
+
+Copies are alike, so of the ranks that hold the same numbers the first one speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..blocks.dtensor import comes_summed, counts_here, local_of
+from ..blocks.module_state import saved_tensors
+from ..blocks.plain_values import is_text
+from ..comm.control import ControlGroup
+from ..optim.kept import flat_of
+from ..optim.loss_scale import LossScale
+from ..parallel.expert.moe import mixtures
+from ..parallel.mesh_groups import MeshGroups
+from ..parallel.tensor.shard import shard_of
+from ..stage.rank_model import RankModel
+from ..state.training_state import KeptState, TrainingState
+from .averages import Averages
+from .placement import Box, Placement
+from .pretrained.tensor_names import ModelNames
+from .saved_state import AVERAGE, MODEL, STATE, Sizes, parts_of
+from .state_layout import StateLayout
+
+
+class Steps(Protocol):
+    """How many steps were made: in this run, and before it."""
+
+    before: int
+    in_run: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A weight or a buffer as a rank holds it.
+
+    Attributes:
+        name: its name in the whole model, "<block>.<name in the block>".
+        stage: the stage that it is in.
+        tensor: what the block computes with.
+        numbers: what training goes on from, of which the block's is rounded or gathered; None where this rank has none.
+        placement: where the numbers lie in the full tensor.
+        speaks: whether this rank is the one that writes them down.
+    """
+
+    name: str
+    stage: int
+    tensor: Tensor
+    numbers: Tensor | None
+    placement: Placement
+    speaks: bool
+
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes of the full tensor that this rank holds."""
+        if self.numbers is not None:
+            yield from self.placement.boxes(self.numbers.detach())
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """What one rank has, all of it; its methods wait for weights that are on their way."""
+
+    model: RankModel
+    training: TrainingState
+    groups: MeshGroups
+    names: ModelNames
+    steps: Steps
+    scale: LossScale
+    averages: Averages
+
+    @cached_property
+    def everyone(self) -> ControlGroup:
+        """All ranks."""
+        return ControlGroup(self.groups.world)
+
+    def held(self) -> list[HeldTensor]:
+        """Return the weights and buffers of this rank's stages; one that has several names by each of them."""
+        self.training.weights.settle()
+        return [
+            self._held(name.removeprefix("blocks."), number, tensor, id(tensor) in experts)
+            for number, stage in self.model.stages.items()
+            for experts in [_of_experts(stage)]
+            for name, tensor in saved_tensors(stage).items()
+        ]
+
+    def _held(self, name: str, stage: int, tensor: Tensor, is_of_experts: bool) -> HeldTensor:
+        masters, groups, span = self.training.masters, self.groups, None
+        numbers: Tensor | None = local_of(tensor)
+        if isinstance(tensor, nn.Parameter):
+            numbers, span = masters.of(tensor), masters.span_of(tensor)
+        placement = Placement.of(tensor, span)
+        if numbers is not None and tuple(numbers.shape) == placement.local:
+            placement = replace(placement, span=None)
+        replicas = groups.expert_replicas if is_of_experts else groups.replicas
+        speaks = span is not None or replicas.index == 0
+        if isinstance(tensor, DTensor):
+            comes_here = groups.tensor.index == 0 if comes_summed(tensor) else speaks
+            speaks = counts_here(tensor) and comes_here
+        else:
+            speaks = speaks and (shard_of(tensor) is not None or groups.tensor.index == 0)
+        return HeldTensor(name, stage, tensor, numbers, placement, speaks and numbers is not None)
+
+    @contextmanager
+    def writing(self) -> Iterator[list[HeldTensor]]:
+        """A context in which this rank's tensors are written; blocks have the same numbers after it (collective)."""
+        held = self.held()
+        with self.training.writing():
+            yield held
+
+    def kept(self, one: HeldTensor) -> KeptState | None:
+        """Return what an optimizer keeps for a weight; None where it is not trained, or another rank steps it."""
+        if one.name not in self._trained or not isinstance(one.tensor, nn.Parameter):
+            return None
+        kept = self.training.kept_for(one.stage, one.tensor)
+        return None if kept.handle is None else kept
+
+    @cached_property
+    def _trained(self) -> set[str]:
+        return {name for stage in self.model.stages.values() for name in stage.named_weights()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights and buffers, averages, and what optimizers keep for weights, by name, as they lie here.
+
+        Raises `UsageError` for state of an optimizer that no file of tensors can hold.
+        """
+        found: dict[str, Tensor] = {}
+        for one in self.held():
+            if one.numbers is not None:
+                found[MODEL + one.name] = one.numbers.detach()
+            kept = self.kept(one)
+            if kept is not None:
+                found |= {f"{STATE}{one.name}.{key}": value for key, value in flat_of(kept.state, one.name).items()}
+        for number, average in enumerate(self.averages.all):
+            found |= {f"{AVERAGE}{number}.{name}": tensor for name, tensor in average.state_dict().items()}
+        return found
+
+    def placements(self, sizes: Sizes) -> tuple[dict[str, Placement], dict[str, Placement]]:
+        """Return where tensors of these names and shapes lie in full ones, and of which weights those are that do not.
+
+        What is named in neither is whole.
+        """
+        held = {one.name: one for one in self.held() if one.numbers is not None}
+        found: dict[str, Placement] = {}
+        beside: dict[str, Placement] = {}
+        for name, size in sizes.items():
+            kind, weight, key = parts_of(name)
+            one = held.get(weight)
+            if one is None:
+                continue
+            placement = one.placement
+            if kind == STATE:
+                kept = self.kept(one)
+                placement = placement if kept is None or kept.is_shard else placement.gathered()
+                if not size or is_text(key) or size != placement.held:
+                    if size and not placement.is_whole:
+                        beside[name] = placement
+                    continue
+            found[name] = placement
+        return found, beside
+
+    def layout(self, sizes: Sizes) -> StateLayout:
+        """Return how what this rank saves, of these names and shapes, lies in the whole model."""
+        found, beside = self.placements(sizes)
+        own, held = self.names.own or {}, [one for one in self.held() if one.numbers is not None]
+        return StateLayout(
+            (self.model.replica, self.model.num_replicas),
+            {name: placement for name, placement in found.items() if not placement.is_plain},
+            beside,
+            {
+                MODEL + one.name: str(one.tensor.dtype).removeprefix("torch.")
+                for one in held
+                if one.numbers is not None and one.numbers.dtype != one.tensor.dtype
+            },
+            {one.name: own[one.name] for one in self.held() if own.get(one.name, one.name) != one.name},
+            [list(group) for group in self.names.same()],
+        )
+
+    def is_first_twin(self, one: HeldTensor) -> bool:
+        """Whether of the stages that hold the same part of the model, this tensor is in the first."""
+        return self.model.plan.layout.twins(one.stage)[:1] in ((), (one.stage,))
+
+
+def sizes_of(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _of_experts(stage: nn.Module) -> set[int]:
+    """Return the ids of the tensors of experts that ranks along ep do not have in common."""
+    shared_out = [layer for layer in mixtures(stage).values() if layer.group.size > 1]
+    return {id(tensor) for layer in shared_out for tensor in saved_tensors(layer.experts).values()}
+
+
+@torch.no_grad()
+def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give tensors that have gaps, or numbers in common, a place for themselves, as files have them."""
+    seen: dict[tuple[torch.device, int], list[tuple[int, int]]] = {}
+    for name, tensor in state.items():
+        state[name] = tensor = tensor.detach()
+        if not tensor.is_contiguous():
+            state[name] = tensor.contiguous()
+        elif tensor.numel():
+            start = tensor.data_ptr()
+            spans = seen.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
+            if any(start < end and first < start + tensor.nbytes for first, end in spans):
+                state[name] = tensor.clone()
+            spans.append((start, start + tensor.nbytes))
+    return state

@@ -1,0 +1,161 @@
+"""The weights of an engine between steps, wherever they lie: `engine.weights`.
+
+engine.stages[0].blocks["1"].norm.weight     ZeRO-1, 2: what is being gathered is waited for first
+engine.stages[0].state_dict()                ZeRO-3: refused, since weights are not-a-number between steps
+with engine.gathered(): …                    full weights, on every ZeRO stage
+with engine.gathered(write=True): clamp_()   and what is changed in them goes into shards and masters
+weight.clamp_() alone                        lost where masters or shards are what is stepped: found, and refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quintsched.errors import UsageError
+
+from ...blocks.module_state import saved_tensors
+from ...optim.chained import LRSchedulers
+from ...stage.build import Stage
+from ...state.master_weights import Masters
+from ...state.memory_stats import StateBytes
+from ...state.training_state import TrainingState
+from ..averages import Decay, WeightAverage
+from ..load_state import StateLoader
+from ..rank_tensors import RankTensors
+from ..saved_state import MODEL, SavedState
+
+
+class EngineWeights:
+    """What an engine has from step to step, as its users see it: weights, optimizers, averages."""
+
+    def __init__(self, rank: RankTensors) -> None:
+        self._rank, self._training = rank, rank.training
+        if self._training.weights:
+            for stage in rank.model.stages.values():
+                for block in stage.blocks.values():
+                    block.register_state_dict_pre_hook(_guard(self._training))
+
+    @property
+    def stages(self) -> Mapping[int, Stage]:
+        """This rank's stages: their blocks, as they are cut, by their numbers in the whole model.
+
+        With ZeRO-1 and 2 this waits for weights that are being gathered; with ZeRO-3 use `gathered`. Where collectives
+        are spelled out in messages, all ranks have to look at the same point.
+        """
+        self._training.weights.settle()
+        return self._rank.model.stages
+
+    @contextmanager
+    def gathered(self, *, write: bool = False) -> Iterator[Mapping[int, Stage]]:
+        """A context in which this rank's stages show full weights, with ZeRO-3 too (collective).
+
+        With `write`, what is changed in them, on all replicas alike, goes into what the optimizer works on.
+        """
+        stages = self._rank.model.stages
+        with ExitStack() as stack:
+            for number in stages:
+                stack.enter_context(self._training.weights.gathered(number))
+            yield stages
+            if write:
+                self._training.take_over()
+
+    @property
+    def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
+        """This rank's optimizers, each by the stages that it steps; several as one (`optim.chained`)."""
+        return self._training.optimizers
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """This rank's optimizer; raises `UsageError` where the plan gives it none or several (see `optimizers`)."""
+        if len(self.optimizers) != 1:
+            raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
+        return next(iter(self.optimizers.values()))
+
+    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
+        """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
+
+        schedulers = engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 1000)); then schedulers.step()
+        """
+        return LRSchedulers(make, self.optimizers.values())
+
+    @property
+    def zero_split(self) -> str | None:
+        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
+        return self._training.zero_split
+
+    @property
+    def masters(self) -> Masters:
+        """The weights that the optimizer works on, where they are not those that blocks compute with."""
+        return self._training.masters
+
+    def ema(self, decay: Decay) -> WeightAverage:
+        """Return a moving average of the weights, float32 or wider, which takes in every step from now on.
+
+        `decay` is the share that stays of it, or a function of how many steps it has taken in. See `WeightAverage`.
+        """
+        average = WeightAverage(self._training, decay)
+        self._rank.averages.all.append(average)
+        return average
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).
+
+        With ZeRO-3 the blocks themselves show them only while a step uses them.
+        """
+        return self._training.full_weights()
+
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Let weights, by their names in the whole model, be these full tensors (collective with ZeRO).
+
+        Names of other ranks' blocks are passed over; unknown ones raise `UsageError`, other shapes `MisfitError`.
+        """
+        blocks = enumerate(self._rank.model.outlines)
+        known = {f"{number}.{name}" for number, block in blocks for name in saved_tensors(block)}
+        unknown = sorted(weights.keys() - known)
+        if unknown:
+            raise UsageError(f"the model has no weight {unknown[0]!r}; names begin with the number of a block")
+        self._rank.averages.require_none_applied("set_weights")
+        saved = SavedState.of_tensors({MODEL + name: tensor for name, tensor in weights.items()})
+        StateLoader(saved, self._rank, is_part=True).load()
+
+    def state_bytes(self) -> StateBytes:
+        """Return the most bytes of weights, gradients and optimizer state on this rank since the last call."""
+        return self._training.read_bytes()
+
+    def require_steppable(self) -> None:
+        """Raise `UsageError` where a step would train nothing, or lose what was done to the weights since the last."""
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "a step is called where gradients are switched off, so that it would train nothing; call it outside of "
+                "`torch.no_grad()` and `torch.inference_mode()`, or behind `torch.set_grad_enabled(True)`"
+            )
+        self._rank.averages.require_none_applied("a step")
+        masters, weights = self._training.masters, self._training.weights
+        if masters.were_changed and (masters.has_copies or weights.are_under_way or not weights.are_resident):
+            raise UsageError(
+                "weights were changed in place since the last step, but what is stepped are float32 masters or shards "
+                "of them, so that the change would be lost; change them in `with engine.gathered(write=True):`, or by "
+                "engine.set_weights({name: tensor})"
+            )
+
+
+def _guard(training: TrainingState) -> Callable[..., None]:
+    """Return what runs before a block says its state: a function, which copies of the block have in common."""
+
+    def before(module: nn.Module, prefix: str, keep_vars: bool, *_: Any) -> None:
+        if keep_vars:
+            return
+        training.weights.settle()
+        if not training.weights.are_resident:
+            raise UsageError(
+                "with ZeRO-3 the blocks show their weights only while a step uses them; read them in `with "
+                "engine.gathered():`, or by engine.full_weights()"
+            )
+
+    return before

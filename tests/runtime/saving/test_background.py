@@ -1,0 +1,231 @@
+"""Saves that are written while training goes on: what they hold, when they are there, and what becomes of errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.runtime.checkpoint import checkpoints, shard_file
+from quintsched.runtime.checkpoint.checkpoints import Checkpoints, OpenCheckpoints
+from quintsched.runtime.checkpoint.host_buffer import HostBuffer
+from quintsched.runtime.checkpoint.joint_write import JointWrite
+from quintsched.runtime.checkpoint.manifest import read_manifest
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.clock import now_s
+from quintsched.runtime.saving.write_tensors import WrittenFile
+from quintsched.runtime.train.reporter import Reporter
+from quintsched.runtime.train.trainer import Trainer
+
+from ..train.test_trainer import data_file, figures, fit, job, plan_of
+from .test_crashes import PLAN, Counter
+
+__all__ = ["data_file"]
+
+
+class Gate:
+    """Lets saves be written only when it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        write = shard_file.write_shard
+
+        def gated(*arguments: Any) -> Any:
+            assert self.open.wait(20)
+            return write(*arguments)
+
+        monkeypatch.setattr(checkpoints, "write_shard", gated)
+
+
+def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, first = Gate(monkeypatch), torch.full((3,), 1.0)
+
+    def act(transport: Transport) -> None:
+        holder: Any = Counter(PLAN, transport, 0.0)
+        state = {"model.0.weight": first.clone(), "tied": torch.zeros(2, 2, dtype=torch.bfloat16)}
+        state |= {"same": state["model.0.weight"], "turned": torch.arange(6.0).reshape(2, 3).T, "empty": torch.empty(0)}
+        holder.state_dict = lambda: dict(state)
+        with Checkpoints(tmp_path, 2).opened(holder) as saves:
+            saves.save(1, {})
+            assert not list(tmp_path.glob("step-*"))
+            state["model.0.weight"].fill_(2.0)
+            state["turned"].zero_()
+            transport.world_group()
+            gate.open.set()
+            saves.save(2, {})
+            assert [path.name for path in tmp_path.glob("step-*")][:1] == ["step-00000001"]
+        with Checkpoints(tmp_path, 2).opened(holder, "resume") as saves:
+            assert saves.folder.steps()[-1].step == 1
+            loaded = shard_file.read_shard(tmp_path / "step-00000001" / "rank-00000.safetensors", file_of(tmp_path, 1))
+            tensors, _ = loaded
+            assert torch.equal(tensors["model.0.weight"], first)
+            assert torch.equal(tensors["same"], first)
+            assert torch.equal(tensors["turned"], torch.arange(6.0).reshape(2, 3).T)
+            assert tensors["empty"].shape == (0,)
+            assert tensors["tied"].dtype == torch.bfloat16
+
+    run_local(2, act)
+
+
+def file_of(folder: Path, step: int) -> Any:
+    return read_manifest(folder / f"step-{step:08d}" / "manifest.json", step).files[0]
+
+
+def test_the_memory_of_a_save_serves_again() -> None:
+    buffer = HostBuffer(torch.device("cpu"))
+    (_, first), (_, second) = (buffer.take({"a": torch.full((1000,), x)}, {}) for x in (1.0, 2.0))
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(second.view(torch.float32), torch.full((1000,), 2.0))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(
+    data_file: Path, tmp_path: Path, rank: int
+) -> None:
+    config = job(data_file, train={"epochs": 40}, checkpoint={"dir": str(tmp_path), "every": 4})
+    plan, write = plan_of(config), shard_file.write_shard
+    failed = threading.Event()
+
+    def full(path: Path, *arguments: Any) -> Any:
+        if path.name == f"rank-{rank:05d}.safetensors" and list(tmp_path.glob("step-*")):
+            failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *arguments)
+
+    def run(transport: Transport) -> tuple[int, str]:
+        trainer = Trainer(config, plan, transport, Reporter(None, lambda _: None))
+        with pytest.raises(qs.WriteError) as error:
+            trainer.fit()
+        return trainer.progress.step, str(error.value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "write_shard", full)
+        found = run_local(plan.mesh.size, run)
+    assert failed.is_set()
+    assert len(set(found)) == 1
+    step, words = found[0]
+    assert 8 <= step < 240
+    assert "/step-" in words
+    assert words.endswith(f"cannot write the checkpoint: {os.strerror(errno.ENOSPC)}")
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
+    assert "resumed after step 4" in fit(job(data_file, checkpoint={"dir": str(tmp_path)}), resume=True)[0][2]
+
+
+@pytest.mark.parametrize(("rank", "background"), [(0, True), (1, True), (1, False)])
+def test_a_disk_that_takes_no_note_either_is_told_of_at_once(
+    data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
+) -> None:
+    config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 4, "background": background})
+    plan, write, say = plan_of(config), shard_file.write_shard, JointWrite._say
+    full = qs.UsageError("no room for a note")
+
+    def write_shard(path: Path, *arguments: Any) -> Any:
+        if path.name == f"rank-{rank:05d}.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *arguments)
+
+    def say_nothing(joint: JointWrite, *arguments: Any) -> None:
+        if joint._rank == rank:
+            raise full
+        say(joint, *arguments)
+
+    def run(transport: Transport) -> str:
+        with pytest.raises(qs.WriteError) as error:
+            Trainer(config, plan, transport, Reporter(None, lambda _: None)).fit()
+        return str(error.value)
+
+    monkeypatch.setattr(checkpoints, "write_shard", write_shard)
+    monkeypatch.setattr(JointWrite, "_say", say_nothing)
+    began = now_s()
+    (words,) = set(run_local(plan.mesh.size, run))
+    assert now_s() - began < 60, "the patience is 300 s"
+    assert words.startswith(f"rank {rank}: {tmp_path}/step-")
+    assert words.endswith(f"cannot write the checkpoint: {os.strerror(errno.ENOSPC)}")
+
+
+def test_checkpoints_go_where_they_began_to_whatever_becomes_of_the_current_directory(
+    data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = job(data_file, checkpoint={"dir": "ck", "every": 4})
+    plan = plan_of(config)
+    (tmp_path / "elsewhere").mkdir()
+    are_made = threading.Barrier(plan.mesh.size)
+
+    def run(transport: Transport) -> None:
+        trainer = Trainer(config, plan, transport, Reporter(None, lambda _: None))
+        are_made.wait(60)
+        os.chdir(tmp_path / "elsewhere")
+        trainer.fit()
+
+    run_local(plan.mesh.size, run)
+    assert list((tmp_path / "ck").glob("step-*/manifest.json"))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event | None = None) -> None:
+    joint = JointWrite(folder / ".saving", folder / "step-00000001", rank, 2, patience_s, given_up or threading.Event())
+    joint.run(lambda attempt: WrittenFile(name="f", bytes=0, sha256="0" * 64), lambda files: None)
+
+
+def test_a_rank_that_never_writes_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    words = r"/step-00000001: the save was given up after 0\.2 s: rank 1 has not written its part"
+    with pytest.raises(qs.UsageError, match=words):
+        join(tmp_path, 0, 0.2)
+    with pytest.raises(qs.UsageError, match=words):
+        join(tmp_path, 1, 20)
+
+
+def test_a_manifest_that_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    with pytest.raises(qs.UsageError, match=r"given up after 0\.2 s: rank 0 has not written the manifest"):
+        join(tmp_path, 1, 0.2)
+
+
+def test_who_gives_up_does_not_wait(tmp_path: Path) -> None:
+    given_up = threading.Event()
+    given_up.set()
+    with pytest.raises(qs.UsageError, match="the save was given up: rank 1 has not written its part"):
+        join(tmp_path, 0, 20, given_up)
+
+
+def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
+    """A part that grows for longer than patience lasts is no stall."""
+
+    def grow() -> None:
+        for size in range(8):
+            (tmp_path / ".saving" / "rank-00001.safetensors").write_bytes(bytes(size))
+            threading.Event().wait(0.1)
+        join(tmp_path, 1, 5)
+
+    (tmp_path / ".saving").mkdir()
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(grow)
+        joint = JointWrite(tmp_path / ".saving", tmp_path / "step", 0, 2, 0.5, threading.Event())
+        file = WrittenFile(name="f", bytes=0, sha256="0" * 64)
+        joint.run(lambda attempt: file, lambda files: (tmp_path / ".saving").rename(tmp_path / "step"))  # type: ignore[func-returns-value, arg-type, return-value]
+        other.result()
+
+
+def test_saves_that_are_waited_for_are_there_at_once(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 5, "background": False})
+    there: list[bool] = []
+    save = OpenCheckpoints.save
+
+    def noted(self: OpenCheckpoints, step: int, *arguments: Any) -> None:
+        save(self, step, *arguments)
+        there.append((tmp_path / f"step-{step:08d}" / "manifest.json").exists())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenCheckpoints, "save", noted)
+        history = fit(config)[0][0]
+    assert len(there) == 16
+    assert all(there)
+    assert figures(history) == figures(fit(job(data_file))[0][0])

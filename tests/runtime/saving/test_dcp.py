@@ -1,0 +1,354 @@
+"""PyTorch's distributed checkpoints: written by any mesh, read by any other, and by PyTorch alone; and the reverse."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import quintsched as qs
+from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.saving.dcp_files import read_table
+
+from .test_safetensors import Split, batches, loss_of, plan_of
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+MESHES = [("dp=1", 0), ("pp=2", 0), ("tp=2", 0), ("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 3)]
+State = dict[str, Tensor]
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), foreach=False)
+
+
+def weighed_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return loss_of(output, targets), torch.tensor(float(len(targets)))
+
+
+def run(
+    plan: qs.Plan,
+    body: Callable[[Engine], Any],
+    blocks: Callable[[], Any] = Split,
+    optimizer: Any = adamw,
+    **more: Any,
+) -> list[Any]:
+    def start(transport: Transport) -> Any:
+        return body(Engine(plan, blocks(), weighed_loss, optimizer, transport=transport, **{"prove": "none", **more}))
+
+    return run_local(plan.mesh.size, start, timeout_s=60)
+
+
+class Plain(nn.Module):
+    """The model in one piece under its own names, as one process has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *layers, last = Split()
+        self.embed, self.layers, self.head = first, nn.ModuleList(layers), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def train(engine: Engine, first: int, last: int) -> list[float]:
+    steps = list(batches(engine, last))[first:]
+    return [engine.step(inputs, targets).loss.item() for inputs, targets in steps]
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    class Whole:
+        replica, num_replicas = 0, 1
+
+    losses = []
+    for inputs, targets in list(batches(Whole(), last))[first:]:  # type: ignore[arg-type]
+        loss = loss_of(model(inputs), targets) / len(targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Plain()
+    return model, adamw([p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[float]:
+    return train_plainly(*plain(), 0, 4)
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+def test_plain_torch_goes_on_from_any_mesh(tmp_path: Path, mesh: str, zero: int, uninterrupted: list[float]) -> None:
+    def body(engine: Engine) -> list[float]:
+        losses = train(engine, 0, 2)
+        engine.save_dcp(tmp_path / "out")
+        return losses
+
+    begun = run(plan_of(mesh, zero), body)[0]
+    model, optimizer = plain()
+    weights, states = get_state_dict(model, optimizer, options=FLAT)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=FLAT)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert begun + train_plainly(model, optimizer, 2, 4) == pytest.approx(uninterrupted, rel=1e-12)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+def test_any_mesh_goes_on_from_plain_torch(tmp_path: Path, mesh: str, zero: int, uninterrupted: list[float]) -> None:
+    model, optimizer = plain()
+    begun = train_plainly(model, optimizer, 0, 2)
+    weights, states = get_state_dict(model, optimizer, options=FLAT)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "in", no_dist=True)
+
+    def body(engine: Engine) -> list[float]:
+        engine.load_dcp(tmp_path / "in")
+        return train(engine, 2, 4)
+
+    for ended in run(plan_of(mesh, zero), body):
+        assert begun + ended == pytest.approx(uninterrupted, rel=1e-12)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("dp=2", 3), ("tp=2", 0)),
+        (("pp=2,tp=2", 0), ("dp=2", 2)),
+        (("dp=2", 1), ("pp=2", 0)),
+        (("tp=2", 0), ("dp=4", 3)),
+    ],
+)
+def test_a_run_goes_on_on_another_mesh(
+    tmp_path: Path, first: tuple[str, int], second: tuple[str, int], uninterrupted: list[float]
+) -> None:
+    def begin(engine: Engine) -> list[float]:
+        losses = train(engine, 0, 2)
+        engine.save_dcp(tmp_path / "out")
+        return losses
+
+    def end(engine: Engine) -> tuple[int, list[float]]:
+        engine.load_dcp(tmp_path / "out")
+        return int(engine.state_dict()["engine.step"]), train(engine, 2, 4)
+
+    begun = run(plan_of(*first), begin)[0]
+    other = qs.compile("1f1b", mesh=second[0], microbatches=2, zero=second[1])
+    for steps, ended in run(other, end):
+        assert steps == 2
+        assert begun + ended == pytest.approx(uninterrupted, rel=1e-12)
+
+
+def test_masters_are_saved_and_no_number_is_lost(tmp_path: Path) -> None:
+    def begin(engine: Engine) -> list[float]:
+        train(engine, 0, 2)
+        engine.save_dcp(tmp_path / "out")
+        return train(engine, 2, 4)
+
+    def end(engine: Engine) -> list[float]:
+        engine.load_dcp(tmp_path / "out")
+        return train(engine, 2, 4)
+
+    plan = plan_of("dp=2", 3)
+    assert run(plan, begin, dtype=torch.bfloat16) == run(plan, end, dtype=torch.bfloat16)
+    kind = read_table(tmp_path / "out").state_dict_metadata["model.layers.0.fc1.weight"]
+    assert kind.properties.dtype == torch.float32  # type: ignore[union-attr]
+
+
+def test_each_rank_writes_its_shards_and_nothing_twice(tmp_path: Path) -> None:
+    def body(engine: Engine) -> None:
+        train(engine, 0, 1)
+        engine.save_dcp(tmp_path / "out")
+
+    run(plan_of("dp=2,tp=2", 3), body)
+    sizes = [os.path.getsize(tmp_path / "out" / f"__{rank}_0.distcp") for rank in range(4)]
+    assert max(sizes) < 0.6 * sum(sizes)
+    table = read_table(tmp_path / "out")
+    for name, kind in table.state_dict_metadata.items():
+        if hasattr(kind, "chunks"):
+            assert sum(chunk.sizes.numel() for chunk in kind.chunks) == kind.size.numel(), name
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert found["model"].keys() == Plain().state_dict().keys()
+    assert int(found["engine"]["step"]) == 1
+
+
+class Tied(list[nn.Module]):
+    """An embedding and a head that are one weight."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)])
+        for number, block in enumerate(self):
+            torch.nn.init.normal_(block.double().weight, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), ("dp=2,pp=2", 3), ("dp=1", 0)])
+def test_tied_weights_lie_there_once_under_both_names(tmp_path: Path, mesh: str, zero: int) -> None:
+    tied = {"embedding": ("0.weight", "2.weight")}
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero, tied={"embedding": (0, 1)} if "pp" in mesh else {})
+
+    def begin(engine: Engine) -> State:
+        train(engine, 0, 2)
+        engine.save_dcp(tmp_path / "out")
+        train(engine, 2, 3)
+        return engine.full_weights()
+
+    def end(engine: Engine) -> State:
+        engine.load_dcp(tmp_path / "out")
+        train(engine, 2, 3)
+        return engine.full_weights()
+
+    expected = run(plan, begin, Tied, tied=tied)
+    for mine, theirs in zip(run(plan, end, Tied, tied=tied), expected, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    model = nn.Sequential(*Tied())
+    model[2].weight = model[0].weight
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(state["model"]["0.weight"], state["model"]["2.weight"])
+    homes = read_table(tmp_path / "out").storage_data
+    places = {
+        name: {(p.relative_path, p.offset) for i, p in homes.items() if i.fqn == name}
+        for name in ("model.0.weight", "model.2.weight")
+    }
+    assert places["model.0.weight"] == places["model.2.weight"] != set()
+
+
+def refused(path: Path, **how: Any) -> QuintschedError:
+    errors: list[QuintschedError] = []
+
+    def body(engine: Engine) -> None:
+        with pytest.raises(QuintschedError) as caught:
+            engine.load_dcp(path, **how)
+        errors.append(caught.value)
+
+    run(plan_of("pp=2", 0), body)
+    assert type(errors[0]) is type(errors[1])
+    assert str(errors[0]).partition("\non rank")[0] == str(errors[1]).partition("\non rank")[0]
+    return errors[0]
+
+
+def save_plainly(path: Path, state: State) -> None:
+    dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
+
+
+def test_what_does_not_fit_is_refused_by_all_ranks_in_the_same_words(tmp_path: Path) -> None:
+    state = Plain().state_dict()
+    save_plainly(tmp_path / "less", {name: tensor for name, tensor in state.items() if name != "head.bias"})
+    error = refused(tmp_path / "less")
+    assert isinstance(error, InputError)
+    assert "the checkpoint has no tensor 'model.head.bias'" in str(error)
+    save_plainly(tmp_path / "more", state | {"layers.3.fc1.bias": torch.zeros(2)})
+    error = refused(tmp_path / "more")
+    assert isinstance(error, MisfitError)
+    assert "the model has no weight for 'model.layers.3.fc1.bias'" in str(error)
+    save_plainly(tmp_path / "other", state | {"head.bias": torch.zeros(5)})
+    assert "'model.head.bias' is (5,), but 4.bias needs (4,)" in str(refused(tmp_path / "other"))
+    assert isinstance(refused(tmp_path / "none"), UsageError)
+    (loaded, _) = run(
+        plan_of("pp=2", 0), lambda engine: engine.load_dcp(tmp_path / "less", fresh=["head.*", "*.head.*"])
+    )
+    assert loaded.fresh == ("4.bias",)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("pwned",)
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plainly(tmp_path / "in", Plain().state_dict())
+    path = tmp_path / "in" / ".metadata"
+    table = pickle.loads(path.read_bytes())
+    table.planner_data["model.head.bias"] = Evil()
+    path.write_bytes(pickle.dumps(table))
+    assert "it names posix.mkdir" in str(refused(tmp_path / "in"))
+    table.planner_data = None
+    table.storage_data = {index: info for index, info in table.storage_data.items() if index.fqn != "model.head.bias"}
+    path.write_bytes(pickle.dumps(table))
+    assert "it does not say where 'model.head.bias' lies" in str(refused(tmp_path / "in"))
+    path.write_bytes(b"no pickle")
+    assert "not a table of torch.distributed.checkpoint" in str(refused(tmp_path / "in"))
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_files_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None:
+    save_plainly(tmp_path / "in", Plain().state_dict())
+    path = tmp_path / "in" / ".metadata"
+    table = pickle.loads(path.read_bytes())
+    data = (tmp_path / "in" / "__0_0.distcp").read_bytes()
+    (tmp_path / "in" / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    assert "is damaged, or no plain data" in str(refused(tmp_path / "in"))
+    for info in table.storage_data.values():
+        info.relative_path = "../__0_0.distcp"
+    path.write_bytes(pickle.dumps(table))
+    assert "is not the name of a plain file beside it" in str(refused(tmp_path / "in"))
+
+
+class RowsAndColumns(torch.optim.Optimizer):
+    """Keeps a mean per row, as Adafactor does: state that has not the shape of its weight."""
+
+    needs_whole_parameters = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                rows = p.grad.square().mean(-1, keepdim=True)
+                state["rows"] = state["rows"] * 0.9 + rows if "rows" in state else rows
+                state["count"] = state.get("count", 0) + 1
+                p.sub_(group["lr"] * p.grad / (state["rows"].sqrt() + 1e-3))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("first", "second"), [(("dp=2", 3), ("tp=2", 0)), (("tp=2", 0), ("dp=2", 1)), (("dp=1", 0), ("dp=2,tp=2", 2))]
+)
+def test_state_of_other_shapes_moves_where_parameters_are_whole(
+    tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    def begin(engine: Engine) -> list[float]:
+        train(engine, 0, 2)
+        engine.save_dcp(tmp_path / "out")
+        return train(engine, 2, 4)
+
+    def end(engine: Engine) -> list[float]:
+        engine.load_dcp(tmp_path / "out")
+        return train(engine, 2, 4)
+
+    expected = run(plan_of(*first), begin, optimizer=RowsAndColumns)[0]
+    for found in run(plan_of(*second), end, optimizer=RowsAndColumns):
+        assert found == pytest.approx(expected, rel=1e-12)

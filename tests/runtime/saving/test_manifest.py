@@ -1,0 +1,307 @@
+"""A manifest is whole and agrees with itself, or it is refused with one clear error, whatever was done to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+
+import quintsched as qs
+from quintsched.errors import InputError, MisfitError, QuintschedError
+from quintsched.runtime.checkpoint.checkpoints import Checkpoints, Found
+from quintsched.runtime.checkpoint.manifest import (
+    MANIFEST,
+    DcpManifest,
+    Manifest,
+    WrittenFile,
+    file_name,
+    make_manifest,
+    parse_manifest,
+    read_manifest,
+    seal,
+)
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.control import ControlGroup
+from quintsched.runtime.engine import Engine
+
+STEP = 12
+PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+DATA = save({"model.0.weight": torch.ones(2)})
+
+
+class Holder:
+    """What checkpoints ask of an engine, for ranks that all hold the same."""
+
+    def __init__(self, plan: qs.Plan, transport: Transport) -> None:
+        self.plan, self.transport = plan, transport
+        self.everyone = ControlGroup(transport.make_group([tuple(range(plan.mesh.size))]))
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"model.0.weight": torch.ones(2)}
+
+    def state_metadata(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def saves(self) -> Holder:
+        return self
+
+    replica, num_replicas = 0, 1
+
+    def holds_file(self, path: Path) -> bool:
+        return True
+
+    def load_state_files(self, paths: Sequence[Path], *, are_own: bool = False) -> None:
+        self.loaded = load_file(paths[0])
+
+
+def on_ranks(plan: qs.Plan, act: Callable[[Engine], Any]) -> list[Any]:
+    return run_local(plan.mesh.size, lambda transport: act(cast(Engine, Holder(plan, transport))))
+
+
+def saved(folder: Path, plan: qs.Plan = PLAN) -> Path:
+    """Save a checkpoint of a plan's ranks and return the path of its manifest."""
+
+    def save(engine: Engine) -> None:
+        with Checkpoints(folder, 1).opened(engine) as saves:
+            saves.save(STEP, {"epoch": 1})
+
+    on_ranks(plan, save)
+    return folder / f"step-{STEP:08d}" / MANIFEST
+
+
+def load(folder: Path, plan: qs.Plan = PLAN) -> list[Found]:
+    """Load the newest checkpoint on all ranks, and require that they got what was saved."""
+
+    def load_one(engine: Engine) -> Found | None:
+        with Checkpoints(folder, 1).opened(engine, "resume") as saves:
+            found = saves.newest_whole()
+            if found is not None:
+                found.load()
+                assert torch.equal(cast(Any, engine).loaded["model.0.weight"], torch.ones(2))
+            return found
+
+    return on_ranks(plan, load_one)
+
+
+def refusals(folder: Path, plan: qs.Plan = PLAN) -> list[Exception]:
+    """Return what each rank raises as it loads."""
+
+    def refused(engine: Engine) -> Exception:
+        with pytest.raises(QuintschedError) as error, Checkpoints(folder, 1).opened(engine, "resume") as saves:
+            saves.newest_whole()
+        return error.value
+
+    return on_ranks(plan, refused)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    manifest = read_manifest(path, STEP)
+    assert manifest.to_json() == path.read_bytes()
+    assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(4)]
+    assert [found.manifest.progress for found in load(tmp_path)] == [{"epoch": 1}] * 4
+
+
+def test_a_mesh_of_one_rank_has_no_axes(tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh=qs.Mesh(), microbatches=1)
+    alone = manifest_of(qs.Mesh())
+    path = tmp_path / MANIFEST
+    path.write_bytes(alone.to_json())
+    assert read_manifest(path, STEP) == alone
+    saved(tmp_path / "run", plan)
+    assert load(tmp_path / "run", plan)[0].manifest.progress == {"epoch": 1}
+
+
+def manifest_of(mesh: qs.Mesh) -> Manifest:
+    files = [WrittenFile(name=file_name(rank), bytes=9, sha256="0" * 64) for rank in range(mesh.size)]
+    return make_manifest("0" * 16, STEP, "0" * 64, mesh, files, {"epoch": 1})
+
+
+def read_json(path: Path) -> Any:
+    """Return what a manifest says beside its checksum."""
+    found = json.loads(path.read_text())
+    found.pop("sha256")
+    return found
+
+
+def write_sealed(path: Path, manifest: Any) -> None:
+    """Write a manifest with a checksum that is right, whatever is in it."""
+    path.write_bytes(seal(json.dumps(manifest).encode()))
+
+
+def without(key: str) -> Callable[[Any], object]:
+    return lambda manifest: manifest.pop(key)
+
+
+def put(key: str, value: object) -> Callable[[Any], object]:
+    return lambda manifest: manifest.update({key: value})
+
+
+FAULTS: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: m["files"].pop(), "/files: the mesh dp=2,pp=2 has 4 ranks, but 'rank-00003.safetensors' is missing"),
+    (lambda m: m["files"].clear(), "/files: the mesh dp=2,pp=2 has 4 ranks, but 'rank-00000.safetensors' is missing"),
+    (
+        lambda m: m["files"].pop(1),
+        "/files/1/name: the file of rank 1 must be 'rank-00001.safetensors', not 'rank-00002",
+    ),
+    (lambda m: m["files"].append(m["files"][0]), "4 ranks, so 'rank-00000.safetensors' is one file too many"),
+    (lambda m: m["files"].insert(1, m["files"][0]), "/files/1/name: the file of rank 1 must be 'rank-00001"),
+    (lambda m: m["files"].reverse(), "/files/0/name: the file of rank 0 must be 'rank-00000"),
+    (lambda m: m["files"][2].update(name="../../etc/passwd"), "/files/2/name: the file of rank 2 must be"),
+    (lambda m: m["files"][2].update(sha256="00"), "/files/2/sha256: String should match pattern"),
+    (lambda m: m["files"][2].update(sha256=7), "/files/2/sha256: Input should be a valid string"),
+    (lambda m: m["files"][2].pop("sha256"), "/files/2/sha256: Field required"),
+    (lambda m: m["files"][2].update(size=7), "/files/2/size: unknown key"),
+    (put("files", {}), "/files: Input should be a valid list"),
+    (put("files", [None] * 4), "/files/0: Input should be"),
+    (put("mesh", "dp=2,pp=3"), "/files: the mesh dp=2,pp=3 has 6 ranks, but 'rank-00004.safetensors' is missing"),
+    (put("mesh", "dp=4"), "/mesh: the mesh is dp=4, but that of its plan is dp=2,pp=2"),
+    (put("mesh", "dp=2;pp=2"), "/mesh: mesh: cannot read 'dp=2;pp=2'"),
+    (put("mesh", 4), "/mesh: Input should be a valid string"),
+    (put("step", STEP + 1), "/step: it is the manifest of step 13, but lies in the folder of step 12"),
+    (put("step", -1), "/step: Input should be at least 0"),
+    (put("step", float(STEP)), "/step: Input should be a valid integer"),
+    (put("plan_sha256", "x" * 64), "/plan_sha256: String should match pattern"),
+    (put("progress", []), "/progress: Input should be a valid dictionary"),
+    (put("version", 1), "/version: Input should be 2"),
+    (put("version", 3), "/version: 3 is newer than the 2 that"),
+    (put("version", "2"), "it is no manifest with a version"),
+    (put("run", "../../../../etc/x"), "/run: String should match pattern"),
+    (lambda m: m["files"][2].update(bytes=-1), "/files/2/bytes: Input should be at least 0"),
+    (lambda m: m["files"][2].update(bytes=True), "/files/2/bytes: Input should be a valid integer"),
+    (lambda m: m["files"][2].update(name="x" * 999), "/files/2/name: String should have at most 200 characters"),
+    (put("format", "quintsched.plan"), "/format: Input should be 'quintsched.checkpoint'"),
+    (put("notes", ""), "/notes: unknown key"),
+    (without("version"), "it is no manifest with a version"),
+    *(
+        (without(key), f"/{key}: Field required")
+        for key in ("format", "run", "step", "plan_sha256", "mesh", "files", "progress")
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), FAULTS, ids=[message[:40] for _, message in FAULTS])
+def test_every_fault_is_said_with_its_place(spoil: Callable[[Any], object], message: str, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    manifest = read_json(path)
+    spoil(manifest)
+    write_sealed(path, manifest)
+    for refused in refusals(tmp_path):
+        assert isinstance(refused, InputError)
+        assert str(refused).startswith(f"{path}: ")
+        assert message in str(refused)
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    content = saved(tmp_path).read_bytes()
+    assert parse_manifest(Manifest, content, STEP).progress == {"epoch": 1}
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(InputError):
+            parse_manifest(Manifest, bytes(changed), STEP)
+
+
+@pytest.mark.parametrize("name", ["../step-00000002/.metadata", "/etc/passwd", "..", "", "a/b"])
+def test_a_file_of_the_distributed_format_lies_in_the_folder(name: str) -> None:
+    file = WrittenFile(name=name, bytes=1, sha256="0" * 64)
+    made = DcpManifest(
+        format="quintsched.dcp", version=2, run=None, step=STEP, replicas=1, files=[file], settings={}, progress={}
+    )
+    with pytest.raises(InputError, match=r"^/files/0/name: '.*' is not the name of a file in the folder"):
+        parse_manifest(DcpManifest, made.to_json(), STEP)
+
+
+def test_a_manifest_of_version_1_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    manifest = read_json(path)
+    for file in manifest["files"]:
+        del file["bytes"]
+    old = {key: value for key, value in manifest.items() if key not in ("run", "settings")} | {"version": 1}
+    path.write_text(json.dumps(old, indent=1))
+    assert [found.manifest.run for found in load(tmp_path)] == [None] * 4
+    path.write_text(json.dumps(manifest, indent=1))
+    for refused in refusals(tmp_path):
+        assert "the file is damaged: its first line is not a checksum" in str(refused)
+
+
+def test_a_checkpoint_of_another_plan_does_not_fit(tmp_path: Path) -> None:
+    saved(tmp_path)
+    other = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=2)
+    for refused in refusals(tmp_path, other):
+        assert isinstance(refused, MisfitError)
+        assert "written by another plan" in str(refused)
+
+
+@pytest.mark.parametrize("data", [None, b"", DATA[:-1]])
+def test_a_file_that_is_gone_or_cut_short_is_named(data: bytes | None, tmp_path: Path) -> None:
+    path = saved(tmp_path).with_name(file_name(2))
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    for refused in refusals(tmp_path):
+        assert isinstance(refused, InputError)
+        assert re.search(r"rank-00002\.safetensors: (cannot read|the file is damaged)", str(refused))
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from(["dp=4", "one rank"]),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Return (container, key) of everything in a JSON value."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in ((value, key), *places(value[key]))]
+
+
+@given(st.data())
+def test_whatever_is_changed_the_manifest_is_good_or_refused(data: st.DataObject) -> None:
+    broken = json.loads(manifest_of(PLAN.mesh).to_json())
+    broken.pop("sha256")
+    for _ in range(data.draw(st.integers(1, 3))):
+        container, key = data.draw(st.sampled_from(places(broken)))
+        match data.draw(st.sampled_from(["remove", "change", "double"])):
+            case "remove":
+                container.pop(key)
+            case "change":
+                container[key] = data.draw(VALUES)
+            case _ if isinstance(container, list):
+                container.insert(key, container[key])
+    text = json.dumps(broken).encode()
+    text = seal(text) if data.draw(st.booleans()) else text
+    text = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) else text
+    accept_or_refuse(text, STEP)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_of_any_kind_are_refused(content: bytes) -> None:
+    accept_or_refuse(content, STEP)
+
+
+def accept_or_refuse(content: bytes, step: int) -> None:
+    """Read a manifest: it says one thing about each of four ranks, or one line says what is wrong with it."""
+    try:
+        manifest = parse_manifest(Manifest, content, step)
+    except InputError:
+        return
+    assert manifest.step == step
+    assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(len(manifest.files))]
+    assert len(manifest.files) == (1 if manifest.mesh == "one rank" else qs.Mesh.parse(manifest.mesh).size)

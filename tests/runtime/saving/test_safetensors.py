@@ -1,0 +1,316 @@
+"""Folders of safetensors under names of whatever kind: read on every mesh, written from every mesh, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.saving.pretrained import save_pretrained
+from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
+
+from ..toys import adam
+
+WIDTH = 16
+Weights = dict[str, Tensor]
+
+
+class Attention(nn.Module):
+    """A fused product of queries, keys and values, which tp cuts in three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, WIDTH // 4
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        out: Tensor = self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        out: Tensor = x * self.scale * self.frozen + self.fc2(torch.relu(self.fc1(x)))
+        return out
+
+
+class Split(list[nn.Module]):
+    """Blocks that know what a library calls their tensors."""
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__([nn.Linear(8, WIDTH), *(Layer() for _ in range(3)), nn.Linear(WIDTH, 4)])
+        for number, block in enumerate(self):
+            block.to(torch.float64)
+            random = torch.Generator().manual_seed(number)
+            for tensor in block.state_dict().values():
+                tensor.copy_(torch.randn(tensor.shape, generator=random, dtype=torch.float64) / 4)
+        self.config = {"model_type": "toy"}
+        self.own_names: Mapping[str, str] = {
+            f"{number}.{name}": prefix + self._own(number, name)
+            for number, block in enumerate(self)
+            for name in block.state_dict()
+        }
+
+    def _own(self, number: int, name: str) -> str:
+        return {0: f"embed.{name}", len(self) - 1: f"head.{name}"}.get(number, f"layers.{number - 1}.{name}")
+
+
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    return (output.flatten(1).mean(1) - targets).square().sum()
+
+
+def run(
+    plan: qs.Plan, blocks: Callable[[], Sequence[nn.Module]], body: Callable[[Engine], Any], **more: Any
+) -> list[Any]:
+    def start(transport: Transport) -> Any:
+        engine = Engine(plan, blocks(), loss_of, adam, transport=transport, **{"prove": "none", **more})
+        return body(engine)
+
+    return run_local(plan.mesh.size, start, timeout_s=60)
+
+
+def batches(engine: Engine, steps: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(9)
+    for _ in range(steps):
+        inputs = torch.randn(8, 5, 8, generator=random, dtype=torch.float64)
+        targets = torch.randn(8, generator=random, dtype=torch.float64)
+        mine = slice(engine.replica * 8 // engine.num_replicas, (engine.replica + 1) * 8 // engine.num_replicas)
+        yield inputs[mine], targets[mine]
+
+
+def own_state(blocks: Split) -> Weights:
+    held = nn.Sequential(*blocks).state_dict()
+    return {own: held[ours].clone() for ours, own in blocks.own_names.items()}
+
+
+MESHES = [
+    ("dp=1", 0),
+    ("pp=2", 0),
+    ("tp=2", 0),
+    ("dp=2", 1),
+    ("dp=2", 2),
+    ("dp=2", 3),
+    ("dp=2,tp=2", 3),
+    ("pp=2,tp=2", 0),
+]
+
+
+def plan_of(mesh: str, zero: int) -> qs.Plan:
+    return qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+def test_what_was_loaded_and_trained_is_saved_as_the_engine_has_it(tmp_path: Path, mesh: str, zero: int) -> None:
+    weights = {name: tensor + 1 for name, tensor in own_state(Split()).items()}
+    (tmp_path / "in").mkdir()
+    save_file(weights, tmp_path / "in" / "model.safetensors")
+
+    def body(engine: Engine) -> Weights:
+        assert engine.load_pretrained(tmp_path / "in") == LoadedWeights()
+        engine.save_pretrained(tmp_path / "untrained")
+        for inputs, targets in batches(engine):
+            engine.step(inputs, targets)
+        engine.save_pretrained(tmp_path / "out", max_file_bytes=6000)
+        return engine.full_weights()
+
+    plan = plan_of(mesh, zero)
+    trained = {name: tensor for rank in run(plan, Split, body) for name, tensor in rank.items()}
+    own = Split().own_names
+    assert read_folder(tmp_path / "untrained").keys() == weights.keys()
+    for name, tensor in read_folder(tmp_path / "untrained").items():
+        assert torch.equal(tensor, weights[name]), name
+    found = read_folder(tmp_path / "out")
+    assert found.keys() == weights.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(found[own[name]], tensor), name
+    assert not torch.equal(found["layers.1.attention.qkv.weight"], weights["layers.1.attention.qkv.weight"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "toy", "dtype": "float64"}
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 3
+
+
+def read_folder(folder: Path) -> Weights:
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) > 1:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert {file.name for file in files} == set(index["weight_map"].values())
+        for file in files:
+            for name in load_file(file):
+                assert index["weight_map"][name] == file.name
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 0), ("dp=2", 2), ("dp=2", 3), ("pp=2", 0)])
+def test_short_types_are_saved_as_blocks_compute_or_as_their_masters(tmp_path: Path, mesh: str, zero: int) -> None:
+    def body(engine: Engine) -> tuple[Weights, Weights]:
+        for inputs, targets in batches(engine):
+            engine.step(inputs, targets)
+        engine.save_pretrained(tmp_path / "short")
+        engine.save_pretrained(tmp_path / "long", dtype=torch.float32)
+        return engine.full_weights(), engine.state_dict()
+
+    found = run(plan_of(mesh, zero), Split, body, dtype=torch.bfloat16)
+    short, long, own = read_folder(tmp_path / "short"), read_folder(tmp_path / "long"), Split().own_names
+    for weights, _ in found:
+        for name, tensor in weights.items():
+            assert torch.equal(short[own[name]], tensor), name
+    key = "1.fc1.weight"
+    masters = torch.cat([state[f"model.{key}"].flatten() for _, state in found if f"model.{key}" in state])
+    assert long[own[key]].dtype == torch.float32
+    assert torch.equal(long[own[key]].flatten(), masters[: long[own[key]].numel()])
+    assert not torch.equal(long[own[key]], short[own[key]].float())
+
+
+@pytest.mark.parametrize(("stored", "needed"), [("", "model."), ("model.", ""), ("bert.", "bert.")])
+def test_a_first_part_of_names_may_be_there_or_not(tmp_path: Path, stored: str, needed: str) -> None:
+    weights = own_state(Split(stored))
+    save_file(weights, tmp_path / "model.safetensors")
+
+    def body(engine: Engine) -> Weights:
+        engine.load_pretrained(tmp_path)
+        return engine.full_weights()
+
+    (found,) = run(plan_of("dp=1", 0), lambda: Split(needed), body)
+    assert all(torch.equal(found[ours], weights[own]) for ours, own in Split(stored).own_names.items())
+
+
+def refused(folder: Path, mesh: str = "pp=2", **how: Any) -> list[tuple[type[BaseException], str]]:
+    def body(engine: Engine) -> tuple[type[BaseException], str]:
+        with pytest.raises((InputError, MisfitError, UsageError)) as caught:
+            engine.load_pretrained(folder, **how)
+        return type(caught.value), str(caught.value).removesuffix(f"\non rank {engine.transport.rank} of 2")
+
+    return run(plan_of(mesh, 0), Split, body)
+
+
+@pytest.mark.parametrize("lost", ["embed.weight", "head.bias", "layers.2.scale"])
+def test_all_ranks_refuse_what_is_missing_in_the_same_words(tmp_path: Path, lost: str) -> None:
+    weights = own_state(Split())
+    weights[lost.replace("e", "3")] = weights.pop(lost)
+    save_file(weights, tmp_path / "model.safetensors")
+    (first, second) = refused(tmp_path)
+    assert first == second
+    assert first[0] is InputError
+    assert f"the checkpoint has no tensor '{lost}'" in first[1]
+    assert f"did you mean '{lost.replace('e', '3')}'?" in first[1]
+    assert f"fresh=['{lost}']" in first[1]
+
+
+def test_what_the_model_has_no_weight_for_is_refused_unless_said(tmp_path: Path) -> None:
+    weights = own_state(Split()) | {"layers.3.fc1.weight": torch.zeros(2), "rotary_emb.inv_freq": torch.zeros(2)}
+    del weights["head.weight"], weights["head.bias"]
+    save_file(weights, tmp_path / "model.safetensors")
+    first, second = refused(tmp_path, fresh=["head.*"])
+    assert first == second
+    assert "the model has no weight for 'layers.3.fc1.weight' of the checkpoint; did you mean" in first[1]
+
+    def body(engine: Engine) -> tuple[LoadedWeights, Weights]:
+        return engine.load_pretrained(tmp_path, fresh=["head.*"], strict=False), engine.full_weights()
+
+    for loaded, held in run(plan_of("pp=2", 0), Split, body):
+        assert loaded == LoadedWeights(fresh=("4.weight", "4.bias"), unused=("layers.3.fc1.weight",))
+        initial = own_state(Split())
+        assert all(torch.equal(held[name], initial["head.weight"]) for name in held if name == "4.weight")
+
+
+def test_a_shape_on_another_rank_is_everybodys_fault(tmp_path: Path) -> None:
+    save_file(own_state(Split()) | {"head.weight": torch.zeros(5, WIDTH)}, tmp_path / "model.safetensors")
+    first, second = refused(tmp_path)
+    assert first == second
+    assert "'head.weight' is (5, 16), but 4.weight needs (4, 16): axis 0 differs" in first[1]
+
+
+def test_names_may_be_given(tmp_path: Path) -> None:
+    own = Split().own_names
+    save_file(own_state(Split()), tmp_path / "model.safetensors")
+
+    def body(engine: Engine) -> Weights:
+        engine.load_pretrained(tmp_path, names=own)
+        return engine.full_weights()
+
+    def shuffled() -> list[nn.Module]:
+        return [
+            nn.Linear(8, WIDTH, dtype=torch.float64),
+            *(Layer().double() for _ in range(3)),
+            nn.Linear(16, 4).double(),
+        ]
+
+    (found,) = run(plan_of("dp=1", 0), shuffled, body)
+    assert all(torch.equal(found[ours], tensor) for ours, tensor in nn.Sequential(*Split()).state_dict().items())
+    with pytest.raises(UsageError, match=r"the model has no tensor '4\.wieght'; did you mean '4\.weight'"):
+        run(plan_of("dp=1", 0), shuffled, lambda engine: engine.load_pretrained(tmp_path, names={"4.wieght": "x"}))
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_blocks_of_ones_own_go_by_our_names(tmp_path: Path, mesh: str) -> None:
+    plan = plan_of(mesh, 0)
+    run(plan, lambda: [*Split()], lambda engine: engine.save_pretrained(tmp_path / "out"))
+    found = read_folder(tmp_path / "out")
+    expected = nn.Sequential(*Split()).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+    def body(engine: Engine) -> Weights:
+        engine.load_pretrained(tmp_path / "out")
+        return engine.full_weights()
+
+    fresh = [nn.Linear(8, WIDTH).double(), *(Layer().double() for _ in range(3)), nn.Linear(16, 4).double()]
+    (loaded,) = run(plan_of("dp=1", 0), lambda: fresh, body)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_folder_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plan = plan_of("pp=2", 0)
+    run(plan, Split, lambda engine: engine.save_pretrained(out))
+    (out / "tokenizer.json").write_text("{}")
+    run(plan_of("dp=1", 0), Split, lambda engine: engine.save_pretrained(out))
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failure_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    plan = plan_of("pp=2", 0)
+    run(plan, Split, lambda engine: engine.save_pretrained(out))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    write = save_pretrained.write_tensors
+
+    def refuse(path: Path, *arguments: Any) -> Any:
+        if path.name == "model-00002-of-00002.safetensors":
+            raise OSError(28, "No space left on device")
+        return write(path, *arguments)
+
+    def body(engine: Engine) -> str:
+        for inputs, targets in batches(engine, 1):
+            engine.step(inputs, targets)
+        with pytest.raises(UsageError) as caught:
+            engine.save_pretrained(out)
+        return str(caught.value)
+
+    monkeypatch.setattr(save_pretrained, "write_tensors", refuse)
+    first, second = run(plan, Split, body)
+    assert "No space left on device" in first
+    assert "No space left on device" in second
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,264 @@
+"""Averages, full states and changes of weights are those of one process, on every mesh and ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+from ..optim.optimizers import adafactor, muon
+from ..toys import CLASSES, Outcome, adam, difference, ids_task, share, tiny_gpt
+
+LENGTH, SAMPLES, DECAY = 8, 8, 0.8
+MESHES = [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,tp=2", 2), ("dp=2,pp=2", 3), ("dp=2,tp=2", 3)]
+
+
+def make(
+    transport: Transport, mesh: str, zero: int, optimizer: Any = adam, *, blocks: Blocks | None = None, **more: Any
+) -> Engine:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
+    blocks = tiny_gpt(LENGTH, depth=2) if blocks is None else blocks
+    more = {"dtype": torch.float64, "bucket_mb": 0.004, "clip": 1.0, "transport": transport} | more
+    return Engine(plan, blocks, cross_entropy_sum, optimizer, **more)
+
+
+def train(engine: Engine, steps: Sequence[int]) -> list[float]:
+    task = ids_task(4, SAMPLES, LENGTH)
+    return [engine.step(*share(engine, task.inputs[s], task.targets[s])).loss.item() for s in steps]
+
+
+@cache
+def alone() -> tuple[dict[str, Tensor], float]:
+    """Return the average of the weights of one process after three steps, and its loss on the fourth batch."""
+    task, model = ids_task(4, SAMPLES, LENGTH), build_model(tiny_gpt(LENGTH, depth=2), 0, torch.float64)
+    stepper = adam(list(model.parameters()))
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(step: int) -> Tensor:
+        targets = task.targets[step].flatten()
+        logits = model(task.inputs[step]).flatten(0, -2)
+        summed = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        return summed / (targets != -100).sum()
+
+    for step in range(3):
+        stepper.zero_grad()
+        loss(step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepper.step()
+        for name, p in model.named_parameters():
+            averages[name] = DECAY * averages[name] + (1 - DECAY) * p.detach()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(averages[name])
+        return averages, float(loss(3))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
+    task = ids_task(4, SAMPLES, LENGTH)
+
+    def run(transport: Transport) -> tuple[dict[str, Tensor], float]:
+        engine = make(transport, mesh, zero)
+        ema = engine.ema(DECAY)
+        train(engine, [0, 1, 2])
+        before = engine.full_weights()
+        with ema.applied():
+            loss = engine.evaluate(*share(engine, task.inputs[3], task.targets[3])).loss.item()
+            with pytest.raises(UsageError, match=r"inside of `with ema\.applied"):
+                engine.step(None, None)
+        after = engine.full_weights()
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        train(engine, [3])
+        engine.load_state_dict(state)
+        return ema.full_weights(), loss
+
+    expected, loss = alone()
+    for weights, found in run_local(4, run, timeout_s=60):
+        assert abs(found - loss) <= 1e-12
+        assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-12
+
+
+def joined(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for state in states for name, tensor in state.items()}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("optimizer"), [adam, adafactor, muon])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(("dp=2,pp=2", 1), ("dp=2,tp=2", 0)), (("dp=2,tp=2", 3), ("pp=2", 0)), (("tp=2", 0), ("dp=4", 2))],
+)
+def test_a_full_state_goes_to_any_mesh(source: tuple[str, int], target: tuple[str, int], optimizer: Any) -> None:
+    def begin(transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor], Outcome]:
+        engine = make(transport, *source, optimizer)
+        engine.ema(DECAY)
+        train(engine, [0, 1])
+        mine, whole = engine.full_state_dict(), engine.full_state_dict(all_blocks=True)
+        losses = train(engine, [2, 3])
+        return mine, whole, Outcome(losses, engine.full_state_dict(all_blocks=True))
+
+    began = run_local(qs.Mesh.parse(source[0]).size, begin, timeout_s=60)
+    state = joined([mine for mine, _, _ in began])
+    for _, whole, _ in began:
+        assert whole.keys() == state.keys()
+        assert all(torch.equal(whole[name], tensor) for name, tensor in state.items())
+
+    def go_on(transport: Transport) -> Outcome:
+        engine = make(transport, *target, optimizer)
+        engine.ema(DECAY)
+        engine.load_full_state_dict(state)
+        assert all(torch.equal(state[name], tensor) for name, tensor in engine.full_state_dict().items())
+        return Outcome(train(engine, [2, 3]), engine.full_state_dict(all_blocks=True))
+
+    expected = began[0][2]
+    for found in run_local(qs.Mesh.parse(target[0]).size, go_on, timeout_s=60):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+        assert found.weights.keys() == expected.weights.keys()
+        assert max(difference(tensor, expected.weights[name]) for name, tensor in found.weights.items()) <= 1e-9
+
+
+def test_a_full_state_has_masters_and_ties() -> None:
+    options = GPTOptions(hidden=16, depth=2, tied=True)
+    blocks = gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), options)
+
+    def run(transport: Transport, mesh: str, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        pp = qs.Mesh.parse(mesh).axis_size("pp")
+        tied = {"embedding": (0, pp - 1)} if pp > 1 else {}
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=2, tied=tied, zero=1 if "dp" in mesh else 0)
+        engine = Engine(
+            plan,
+            blocks,
+            cross_entropy_sum,
+            adam,
+            dtype=torch.bfloat16,
+            tied=gpt_tied(options),
+            transport=transport,
+        )
+        if state is not None:
+            engine.load_full_state_dict(state)
+        else:
+            train(engine, [0, 1])
+        return engine.full_state_dict(all_blocks=True)
+
+    first = run_local(1, lambda transport: run(transport, "pp=1", None))[0]
+    assert first["model.0.tokens.weight"].dtype == torch.float32
+    for found in run_local(4, lambda transport: run(transport, "dp=2,pp=2", first)):
+        assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 2)])
+def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dtype: torch.dtype) -> None:
+    plain = torch.optim.SGD
+
+    def run(transport: Transport) -> None:
+        engine = make(transport, mesh, zero, lambda p: plain(p, lr=0.0), dtype=dtype)
+        train(engine, [0])
+        with engine.gathered(write=True) as stages:
+            for stage in stages.values():
+                for parameter in stage.parameters():
+                    parameter.data.clamp_(-0.01, 0.01)
+        train(engine, [1])
+        weights = engine.full_weights()
+        assert max(float(weight.abs().max()) for weight in weights.values()) <= 0.0101
+        name = "1.norm1.weight" if "1.norm1.weight" in weights else sorted(weights)[0]
+        engine.set_weights({name: torch.full_like(weights[name], 0.5)})
+        train(engine, [2])
+        assert bool((engine.full_weights()[name] == 0.5).all())
+        with pytest.raises(UsageError, match="no weight 'nobody'"):
+            engine.set_weights({"nobody": torch.zeros(1)})
+        with pytest.raises(MisfitError, match=r"but .* needs"):
+            engine.set_weights({name: torch.zeros(1, 2, 3)})
+
+    run_local(qs.Mesh.parse(mesh).size, run, timeout_s=60)
+
+
+def test_changes_that_would_be_lost_are_refused() -> None:
+    def run(transport: Transport) -> None:
+        engine = make(transport, "dp=2", 0, dtype=torch.bfloat16)
+        train(engine, [0])
+        with torch.no_grad():
+            next(engine.stages[0].parameters()).clamp_(-0.1, 0.1)
+        with pytest.raises(UsageError, match=r"engine\.gathered\(write=True\)"):
+            train(engine, [1])
+
+    run_local(2, run)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_readers_between_steps_see_fresh_weights(zero: int) -> None:
+    def run(transport: Transport) -> None:
+        engine = make(transport, "dp=2", zero)
+        block = engine.stages[0].blocks["1"]
+        for step in range(3):
+            train(engine, [step])
+            if zero < 3:
+                seen = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+                named = {name: p.detach().clone() for name, p in engine.stages[0].blocks["1"].named_parameters()}
+            else:
+                with pytest.raises(UsageError, match=r"engine\.gathered"):
+                    block.state_dict()
+                with engine.gathered() as stages:
+                    seen = {name: t.clone() for name, t in stages[0].blocks["1"].state_dict(keep_vars=True).items()}
+                    named = seen
+            full = engine.full_weights()
+            assert all(torch.equal(full[f"1.{name}"], tensor) for name, tensor in (seen | named).items())
+
+    run_local(2, run)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_modules_that_a_loop_holds_have_fresh_weights_behind_a_step(zero: int) -> None:
+    def run(transport: Transport) -> None:
+        modules = [build_block(block, number) for number, block in enumerate(tiny_gpt(LENGTH, depth=2))]
+        engine = make(transport, "dp=2", zero, blocks=modules)
+        for step in range(3):
+            train(engine, [step])
+            seen = {
+                f"{n}.{name}": p.detach().clone() for n, m in enumerate(modules) for name, p in m.named_parameters()
+            }
+            full = engine.full_weights()
+            assert all(torch.equal(full[name], tensor) for name, tensor in seen.items())
+
+    run_local(2, run)
+
+
+def test_averages_in_another_order_are_refused(tmp_path: Path) -> None:
+    def body(transport: Transport) -> None:
+        engines = [make(transport, "pp=1", 0) for _ in range(3)]
+        for engine, decays in zip(engines, [(0.5, 0.9), (0.9, 0.5), (0.5, 0.99)], strict=True):
+            for decay in decays:
+                engine.ema(decay)
+        saved, swapped, changed = engines
+        train(saved, [0])
+        state, full = saved.state_dict(), saved.full_state_dict()
+        save_file(state, tmp_path / "0", metadata=saved.state_metadata())
+        loads: list[Callable[[Engine], None]] = [
+            lambda engine: engine.load_state_dict(state),
+            lambda engine: engine.load_full_state_dict(full),
+            lambda engine: engine.load_state_files([tmp_path / "0"]),
+        ]
+        for load in loads:
+            with pytest.raises(MisfitError, match=r"average 0 of the state has a decay of 0\.5, .* 0\.9"):
+                load(swapped)
+            load(changed)
+
+    run_local(1, body)
