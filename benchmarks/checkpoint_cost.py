@@ -31,9 +31,9 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, connect
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
 
 RANKS, CLASSES, SEQUENCE, MICROBATCHES = 2, 256, 64, 4
 LIMIT, LEAST_STEP_S = 1.02, 0.05
@@ -75,7 +75,7 @@ def measure(rank: int, hidden: int, depth: int, samples: int, rounds: int, every
     with ExitStack() as stack:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         opened = {
-            name: stack.enter_context(Checkpoints(Path(folder) / name, 2, name == BACKGROUND).opened(engine))
+            name: stack.enter_context(Checkpoints(Path(folder) / name, 2, name == BACKGROUND).opened(engine.saves))
             for name in (BACKGROUND, WAITED)
         }
         rivals = {name: Saving(step, opened.get(name), every) for name in (NONE, BACKGROUND, WAITED)}

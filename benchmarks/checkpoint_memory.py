@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, Format, OpenCheckpoints
 
 THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 WIDTH = 2048
@@ -61,17 +61,14 @@ def risen(work: Callable[[], object]) -> int:
     return status("VmHWM") - before
 
 
-def measure(blocks: int, folder: Path, format: str) -> tuple[int, dict[str, int]]:
+def measure(blocks: int, folder: Path, format: Format) -> tuple[int, dict[str, int]]:
     """Return the bytes that a rank holds, and the rise of each kind."""
-    from quintsched.runtime.checkpoint.dcp_checkpoints import OpenDcpCheckpoints
-
-    kind = OpenDcpCheckpoints if format == "dcp" else OpenCheckpoints
     found: dict[str, int] = {}
 
     def save(transport: Transport) -> int:
         engine = engine_of(transport, blocks, 1)
         for name, background in (("saved and waited for", False), ("saved in the background", True)):
-            with Checkpoints(folder / name, 1, background, kind=kind).opened(engine) as saves:
+            with Checkpoints(folder / name, 1, background, format=format).opened(engine.saves) as saves:
 
                 def write(saves: OpenCheckpoints = saves) -> None:
                     saves.save(1, {})
@@ -82,7 +79,7 @@ def measure(blocks: int, folder: Path, format: str) -> tuple[int, dict[str, int]
 
     def load(transport: Transport, microbatches: int, name: str) -> None:
         engine = engine_of(transport, blocks, microbatches)
-        with Checkpoints(folder / "saved and waited for", 1, kind=kind).opened(engine, "resume") as saves:
+        with Checkpoints(folder / "saved and waited for", 1, format=format).opened(engine.saves, "resume") as saves:
 
             def read() -> None:
                 newest = saves.newest_whole()

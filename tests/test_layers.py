@@ -35,7 +35,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "launch",
         "calibrate",
         "train",
-        "checkpoint",
         "engine",
         "requirements",
         "verification",

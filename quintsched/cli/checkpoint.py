@@ -98,7 +98,7 @@ def _call(command: str, path: Path, step: int | None, as_json: bool, *more: str)
         raise UsageError("checkpoints need torch; pip install 'quintsched[runtime]'")
     arguments = [command, str(path), *more, *(["--step", str(step)] if step is not None else [])]
     arguments += ["--json"] if as_json else []
-    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.checkpoint.offline", *arguments]))
+    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.saving.offline", *arguments]))
 
 
 COMMANDS = (show, verify, reshard, export, import_)

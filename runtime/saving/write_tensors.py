@@ -68,6 +68,14 @@ def in_file_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
+def entries_of(state: Mapping[str, Tensor]) -> list[FileEntry]:
+    """Return tensors in the order of a file; raises `UsageError` for a type that safetensors does not have."""
+    entries = [FileEntry(name, name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(state.items())]
+    for entry in entries:
+        name_of(entry.dtype, entry.name)
+    return in_file_order(entries)
+
+
 def header_of(entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> bytes:
     """Return what stands before the memory, its length included.
 

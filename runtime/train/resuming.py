@@ -15,9 +15,9 @@ from quintsched.errors import MisfitError
 from ..agreement.kept_settings import require_kept
 from ..agreement.records import is_within
 from ..agreement.sections import Plain
-from ..checkpoint.checkpoints import Found
 from ..data.loaders import Say
 from ..engine import Engine
+from ..saving.checkpoints.checkpoints import Found
 from ..stage.batches.microbatches import most_rows
 from .feed import Feed
 from .training_progress import Progress, Weighing, progress_of
@@ -53,7 +53,7 @@ def _restore(found: Found, engine: Engine, feed: Feed, progress: Progress, say: 
         said.append(words)
         say(words)
 
-    engine.everyone.together(lambda: feed.restore(found.loader(), progress.epoch, progress.batch, note))
+    engine.everyone.together(lambda: feed.restore(found.loader, progress.epoch, progress.batch, note))
     shared = [words for rank in engine.everyone.share_bytes(json.dumps(said).encode()) for words in json.loads(rank)]
     for words in dict.fromkeys(shared):
         if words not in said:

@@ -23,14 +23,14 @@ from quintsched.plan import Plan
 from ..agreement.records import agree_on_start, agreed_settings
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
-from ..checkpoint.checkpoints import OpenCheckpoints
-from ..checkpoint.of_job import checkpoints_of, remembered_costs
 from ..comm import Transport
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
+from ..saving.checkpoints.checkpoints import OpenCheckpoints
+from ..saving.checkpoints.job_checkpoints import checkpoints_of, remembered_costs
 from ..settings.job import JobConfig
 from ..settings.run_settings import Start
 from ..splitting.split import Split
@@ -169,7 +169,7 @@ class Trainer:
         if self._checkpoints is None:
             yield
             return
-        with self._checkpoints.opened(self.engine, start, self.settings) as self._saves:
+        with self._checkpoints.opened(self.engine.saves, start, self.settings) as self._saves:
             if self.engine.transport.rank == 0:
                 self.engine.transport.begin_run()
             if self._saves.moved:

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from quintsched.errors import InputError, MisfitError
 from quintsched.files.strictjson import describe_faults
 
-from ..checkpoint.checkpoints import Found
+from ..saving.checkpoints.checkpoints import Found
 from .reporter import Record
 
 

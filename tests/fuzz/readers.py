@@ -24,12 +24,12 @@ from quintsched.collectives.spelling import spelled
 from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
-from quintsched.runtime.checkpoint.manifest import DcpManifest, Manifest, make_manifest, parse_manifest, seal
-from quintsched.runtime.checkpoint.shard_file import Layout as ShardHeader
 from quintsched.runtime.parallel.tensor.shard import Shard
+from quintsched.runtime.saving.checkpoints.manifest import DcpManifest, make_manifest, parse_manifest, seal
 from quintsched.runtime.saving.placement import Placement
+from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.state_layout import StateLayout
-from quintsched.runtime.saving.write_tensors import WrittenFile
+from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
 from quintsched.runtime.settings.job import load_job
 from quintsched.simulation.costs import Costs
 from quintsched.stalls.report import StallReport
@@ -178,12 +178,11 @@ def manifest_seeds() -> list[bytes]:
 
 def read_manifest(data: bytes) -> object:
     """Read as it is, and as one whose checksum is right."""
-    kind = DcpManifest if b"quintsched.dcp" in data else Manifest
     found: list[object] = []
     line, _, rest = data.partition(b",")
     for content in (data, seal(b"{" + rest) if line.startswith(b'{\n "sha256"') else b""):
         try:
-            found.append(parse_manifest(kind, content, 3))
+            found.append(parse_manifest(content, 3))
         except InputError as error:
             found.append(error)
     for one in found:
@@ -241,8 +240,11 @@ def read_layout(data: bytes) -> object:
 
 def shard_seeds() -> list[bytes]:
     state = {"model.0.weight": torch.ones(2, 3), "model.0.bias": torch.ones(3, dtype=torch.bfloat16)}
-    layout = ShardHeader.of(state, {"quintsched.layout": StateLayout().to_text()})
-    return [layout.header()[8:]]
+    entries, metadata = entries_of(state), {"quintsched.layout": StateLayout().to_text()}
+    path = folder() / "seed.safetensors"
+    path.unlink(missing_ok=True)
+    write_tensors(path, entries, (state[entry.name] for entry in entries), metadata)
+    return [path.read_bytes()]
 
 
 def description_seeds(find: Callable[[str], Any], names: Sequence[str]) -> list[bytes]:
@@ -278,7 +280,7 @@ READERS: dict[str, Reader] = {
     "stall": Reader(stall_seeds, read_stall),
     "certificate": Reader(certificate_seeds, by_path(load_certificate, "certificate.json")),
     "layout": Reader(layout_seeds, read_layout),
-    "shard": Reader(shard_seeds, lambda data: ShardHeader.parse(data, 30)),
+    "shard": Reader(shard_seeds, by_path(lambda path: SavedState.of_files([path]), "shard.safetensors")),
     "model": Reader(lambda: description_seeds(find_model, model_names()), by_path(find_model, "model.json")),
     "hardware": Reader(
         lambda: description_seeds(find_hardware, hardware_names()), by_path(find_hardware, "hardware.json")

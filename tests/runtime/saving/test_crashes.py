@@ -14,10 +14,11 @@ import torch
 import quintsched as qs
 from quintsched.files import folders
 from quintsched.files.folders import exchange
-from quintsched.runtime.checkpoint.checkpoints import COSTS, Checkpoints
-from quintsched.runtime.checkpoint.run_lock import LOCK
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
+from quintsched.runtime.saving.checkpoints.opening import COSTS
+from quintsched.runtime.saving.checkpoints.run_lock import LOCK
 
 from .crash import Killed, crashing
 from .test_manifest import Holder
@@ -40,7 +41,7 @@ class Counter(Holder):
 def save(folder: Path, step: int, number: float, keep: int = 1, *, background: bool = False) -> None:
     def act(transport: Transport) -> None:
         engine = cast(Engine, Counter(PLAN, transport, number))
-        with Checkpoints(folder, keep, background).opened(engine, "resume") as saves:
+        with Checkpoints(folder, keep, background).opened(engine.saves, "resume") as saves:
             saves.save(step, {"number": number})
 
     run_local(PLAN.mesh.size, act)
@@ -51,7 +52,7 @@ def load(folder: Path) -> tuple[int, float] | None:
 
     def act(transport: Transport) -> tuple[int, float] | None:
         holder = Counter(PLAN, transport, 0.0)
-        with Checkpoints(folder, 1).opened(cast(Engine, holder), "resume") as saves:
+        with Checkpoints(folder, 1).opened(cast(Any, holder), "resume") as saves:
             found = saves.newest_whole()
             if found is None:
                 return None
@@ -171,7 +172,7 @@ def test_an_old_run_that_is_moved_away_is_never_lost(tmp_path: Path) -> None:
 
 def open_fresh(folder: Path) -> None:
     def act(transport: Transport) -> None:
-        with Checkpoints(folder, 1).opened(cast(Engine, Counter(PLAN, transport, 0.0)), "fresh"):
+        with Checkpoints(folder, 1).opened(cast(Any, Counter(PLAN, transport, 0.0)), "fresh"):
             pass
 
     run_local(PLAN.mesh.size, act)

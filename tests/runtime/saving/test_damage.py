@@ -25,10 +25,9 @@ import torch
 import quintsched as qs
 from quintsched.errors import InputError
 from quintsched.runtime import Engine
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints, OpenCheckpoints
-from quintsched.runtime.checkpoint.dcp_checkpoints import OpenDcpCheckpoints
-from quintsched.runtime.checkpoint.manifest import MANIFEST, seal
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
+from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, seal
 
 from ..toys import adam, ids_task, share, tiny_gpt
 from .test_crashes import PLAN, Counter, save
@@ -211,7 +210,7 @@ WATCH = Watch()
 def load(folder: Path) -> list[tuple[int, float, tuple[tuple[int, str], ...]]]:
     def act(transport: Transport) -> tuple[int, float, tuple[tuple[int, str], ...]]:
         holder = Counter(PLAN, transport, 0.0)
-        with Checkpoints(folder, 1).opened(cast(Engine, holder), "resume") as saves:
+        with Checkpoints(folder, 1).opened(cast(Any, holder), "resume") as saves:
             found = saves.newest_whole()
             assert found is not None
             found.load()
@@ -290,8 +289,8 @@ def dcp_engine(transport: Transport) -> Engine:
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_distributed_format_is_verified_whole(count: int, tmp_path: Path) -> None:
     def act(transport: Transport, folder: Path, what: Callable[[OpenCheckpoints], Any]) -> Any:
-        checkpoints = Checkpoints(folder, 2, kind=OpenDcpCheckpoints)
-        with checkpoints.opened(dcp_engine(transport), "resume") as saves:
+        checkpoints = Checkpoints(folder, 2, format="dcp")
+        with checkpoints.opened(dcp_engine(transport).saves, "resume") as saves:
             return what(saves)
 
     def both(saves: OpenCheckpoints) -> None:
@@ -349,12 +348,12 @@ def test_files_of_another_mesh_are_verified_before_any_is_opened(act: Damage, tm
         return Engine(plan, tiny_gpt(8, depth=1), sum_loss, adam, transport=transport)
 
     def begin(transport: Transport) -> None:
-        with Checkpoints(tmp_path / "run", 2).opened(engine(transport, "tp=2")) as saves:
+        with Checkpoints(tmp_path / "run", 2).opened(engine(transport, "tp=2").saves) as saves:
             saves.save(2, {})
             saves.save(4, {})
 
     def go_on(transport: Transport) -> int:
-        with Checkpoints(tmp_path / "run", 2).opened(engine(transport, "dp=2"), "resume") as saves:
+        with Checkpoints(tmp_path / "run", 2).opened(engine(transport, "dp=2").saves, "resume") as saves:
             found = saves.newest_whole()
             assert found is not None
             found.load()

@@ -16,8 +16,11 @@ from safetensors.torch import load_file, save
 
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints, Found
-from quintsched.runtime.checkpoint.manifest import (
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.control import ControlGroup
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, Found
+from quintsched.runtime.saving.checkpoints.manifest import (
     MANIFEST,
     DcpManifest,
     Manifest,
@@ -28,9 +31,6 @@ from quintsched.runtime.checkpoint.manifest import (
     read_manifest,
     seal,
 )
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.control import ControlGroup
-from quintsched.runtime.engine import Engine
 
 STEP = 12
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
@@ -55,7 +55,15 @@ class Holder:
     def saves(self) -> Holder:
         return self
 
-    replica, num_replicas = 0, 1
+    replicas = (0, 1)
+
+    @property
+    def rank_number(self) -> int:
+        return self.transport.rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.transport.device
 
     def holds_file(self, path: Path) -> bool:
         return True
@@ -72,7 +80,7 @@ def saved(folder: Path, plan: qs.Plan = PLAN) -> Path:
     """Save a checkpoint of a plan's ranks and return the path of its manifest."""
 
     def save(engine: Engine) -> None:
-        with Checkpoints(folder, 1).opened(engine) as saves:
+        with Checkpoints(folder, 1).opened(engine.saves) as saves:
             saves.save(STEP, {"epoch": 1})
 
     on_ranks(plan, save)
@@ -83,7 +91,7 @@ def load(folder: Path, plan: qs.Plan = PLAN) -> list[Found]:
     """Load the newest checkpoint on all ranks, and require that they got what was saved."""
 
     def load_one(engine: Engine) -> Found | None:
-        with Checkpoints(folder, 1).opened(engine, "resume") as saves:
+        with Checkpoints(folder, 1).opened(engine.saves, "resume") as saves:
             found = saves.newest_whole()
             if found is not None:
                 found.load()
@@ -97,7 +105,7 @@ def refusals(folder: Path, plan: qs.Plan = PLAN) -> list[Exception]:
     """Return what each rank raises as it loads."""
 
     def refused(engine: Engine) -> Exception:
-        with pytest.raises(QuintschedError) as error, Checkpoints(folder, 1).opened(engine, "resume") as saves:
+        with pytest.raises(QuintschedError) as error, Checkpoints(folder, 1).opened(engine.saves, "resume") as saves:
             saves.newest_whole()
         return error.value
 
@@ -204,12 +212,12 @@ def test_every_fault_is_said_with_its_place(spoil: Callable[[Any], object], mess
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     content = saved(tmp_path).read_bytes()
-    assert parse_manifest(Manifest, content, STEP).progress == {"epoch": 1}
+    assert parse_manifest(content, STEP).progress == {"epoch": 1}
     for bit in range(8 * len(content)):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(InputError):
-            parse_manifest(Manifest, bytes(changed), STEP)
+            parse_manifest(bytes(changed), STEP)
 
 
 @pytest.mark.parametrize("name", ["../step-00000002/.metadata", "/etc/passwd", "..", "", "a/b"])
@@ -219,7 +227,7 @@ def test_a_file_of_the_distributed_format_lies_in_the_folder(name: str) -> None:
         format="quintsched.dcp", version=2, run=None, step=STEP, replicas=1, files=[file], settings={}, progress={}
     )
     with pytest.raises(InputError, match=r"^/files/0/name: '.*' is not the name of a file in the folder"):
-        parse_manifest(DcpManifest, made.to_json(), STEP)
+        parse_manifest(made.to_json(), STEP)
 
 
 def test_a_manifest_of_version_1_is_read(tmp_path: Path) -> None:
@@ -299,7 +307,7 @@ def test_bytes_of_any_kind_are_refused(content: bytes) -> None:
 def accept_or_refuse(content: bytes, step: int) -> None:
     """Read a manifest: it says one thing about each of four ranks, or one line says what is wrong with it."""
     try:
-        manifest = parse_manifest(Manifest, content, step)
+        manifest = parse_manifest(content, step)
     except InputError:
         return
     assert manifest.step == step

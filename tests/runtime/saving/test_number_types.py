@@ -17,9 +17,9 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.number_types import TYPES
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints
-from quintsched.runtime.checkpoint.offline.__main__ import main
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
+from quintsched.runtime.saving.offline.__main__ import main
 
 INPUTS, TARGETS = torch.ones(4, 6), torch.ones(4, 6)
 
@@ -54,7 +54,7 @@ def save(folder: Path, size: int = 1) -> dict[str, Tensor]:
     def body(transport: Transport) -> dict[str, Tensor]:
         engine = engine_of(transport, size=size)
         engine.step(INPUTS, TARGETS)
-        with Checkpoints(folder, 2).opened(engine) as saves:
+        with Checkpoints(folder, 2).opened(engine.saves) as saves:
             saves.save(1, {"epoch": 1, "batch": 1})
         return engine.full_state_dict(all_blocks=True)
 
@@ -64,7 +64,7 @@ def save(folder: Path, size: int = 1) -> dict[str, Tensor]:
 def resume(folder: Path, size: int = 1) -> dict[str, Tensor]:
     def body(transport: Transport) -> dict[str, Tensor]:
         engine = engine_of(transport, size=size)
-        with Checkpoints(folder, 2).opened(engine, "resume") as saves:
+        with Checkpoints(folder, 2).opened(engine.saves, "resume") as saves:
             found = saves.newest_whole()
             assert found is not None
             found.load()

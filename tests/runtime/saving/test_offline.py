@@ -20,16 +20,16 @@ import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks, build_model
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints
-from quintsched.runtime.checkpoint.manifest import MANIFEST, read_manifest
-from quintsched.runtime.checkpoint.offline import reshard as resharding
-from quintsched.runtime.checkpoint.offline.__main__ import main
-from quintsched.runtime.checkpoint.run_lock import lock_folder
-from quintsched.runtime.checkpoint.shard_file import hash_file
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.saving import saved_state
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
+from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
+from quintsched.runtime.saving.checkpoints.run_lock import lock_folder
+from quintsched.runtime.saving.offline import reshard as resharding
+from quintsched.runtime.saving.offline.__main__ import main
+from quintsched.runtime.saving.write_tensors import hash_file
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..toys import CLASSES, adam, ids_task, share, tiny_gpt
@@ -61,7 +61,7 @@ def save(folder: Path, mesh: str = "dp=2,tp=2", zero: int = 2, **more: Any) -> d
     def body(engine: Engine) -> dict[str, Tensor]:
         engine.ema(0.5)
         train(engine, 0, 2)
-        with Checkpoints(folder, 2).opened(engine) as saves:
+        with Checkpoints(folder, 2).opened(engine.saves) as saves:
             saves.save(2, {"epoch": 1, "batch": 3})
         return engine.full_state_dict(all_blocks=True)
 
@@ -72,7 +72,7 @@ def save(folder: Path, mesh: str = "dp=2,tp=2", zero: int = 2, **more: Any) -> d
 def resume(folder: Path, mesh: str, zero: int = 0, **more: Any) -> dict[str, Tensor]:
     def body(engine: Engine) -> dict[str, Tensor]:
         engine.ema(0.5)
-        with Checkpoints(folder, 2).opened(engine, "resume") as saves:
+        with Checkpoints(folder, 2).opened(engine.saves, "resume") as saves:
             found = saves.newest_whole()
             assert found is not None
             found.load()
@@ -224,7 +224,7 @@ def test_a_model_that_was_split_has_its_own_names(tmp_path: Path, capsys: pytest
         mesh = "pp=2" if start == "new" else "tp=2"
         plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
         engine = Engine(plan, Split(), loss_of, adam, transport=transport)
-        with Checkpoints(folder, 2).opened(engine, start) as saves:  # type: ignore[arg-type]
+        with Checkpoints(folder, 2).opened(engine.saves, start) as saves:  # type: ignore[arg-type]
             if start == "new":
                 saves.save(0, {})
             else:

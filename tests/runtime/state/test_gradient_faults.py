@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..interpreter.test_refused_plans import WIDTH, alone, batch, linear, squared_sum, train
@@ -82,9 +82,9 @@ def test_weights_tied_inside_a_stage_are_saved_and_come_back(tmp_path: Path) -> 
 
     trained, resumed = engine(0), engine(1)
     trained.step(task.inputs[0], task.targets[0])
-    with checkpoints.opened(trained) as saves:
+    with checkpoints.opened(trained.saves) as saves:
         saves.save(1, {})
-    with checkpoints.opened(resumed, "resume") as saves:
+    with checkpoints.opened(resumed.saves, "resume") as saves:
         found = saves.newest_whole()
         assert found is not None
         found.load()

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.runtime.checkpoint.manifest import MANIFEST, file_name, read_manifest
-from quintsched.runtime.checkpoint.shard_file import hash_file
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, file_name, read_manifest
+from quintsched.runtime.saving.write_tensors import hash_file
 from quintsched.runtime.settings.job import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.reporter import Reporter

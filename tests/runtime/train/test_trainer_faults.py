@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.checkpoint.manifest import MANIFEST
-from quintsched.runtime.checkpoint.run_folder import RunFolder, saved_steps
 from quintsched.runtime.comm import Transport, connect, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interpreter.clock import Clock
 from quintsched.runtime.optim.gathered import Stepper
+from quintsched.runtime.saving.checkpoints.manifest import MANIFEST
+from quintsched.runtime.saving.checkpoints.run_folder import RunFolder, saved_steps
 from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import load_state

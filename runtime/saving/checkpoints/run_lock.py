@@ -20,7 +20,7 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict, shorten
 
-from ..comm.clock import now_s
+from ...comm.clock import now_s
 
 LOCK = "run.lock"
 MOST_BYTES = 4096

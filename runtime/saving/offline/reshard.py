@@ -25,17 +25,17 @@ from quintsched.files.atomic import write_whole, writing
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 
-from ...saving.load_state import require_of_any_mesh
-from ...saving.placement import Placement
-from ...saving.pretrained.safetensors_folder import open_folder
-from ...saving.replaced_folder import standing
-from ...saving.saved_state import AVERAGE, MODEL, STATE, SavedState
-from ...saving.state_layout import LAYOUT, StateLayout
-from ...saving.write_tensors import FileEntry, WrittenFile, in_file_order, write_tensors
 from ...stage.build import cut, cut_as_planned
 from ...state.state_dict import STATES
-from ..manifest import MANIFEST, WHAT, Manifest, file_name, make_manifest
-from ..reading import LOADER
+from ..checkpoints.checkpoints import LOADER
+from ..checkpoints.manifest import MANIFEST, Manifest, file_name, make_manifest
+from ..load_state import require_of_any_mesh
+from ..placement import Placement
+from ..pretrained.safetensors_folder import open_folder
+from ..replaced_folder import standing
+from ..saved_state import AVERAGE, MODEL, STATE, SavedState
+from ..state_layout import LAYOUT, StateLayout
+from ..write_tensors import WHAT, FileEntry, WrittenFile, in_file_order, write_tensors
 from .new_folder import new_run_folder
 
 ALL = 2**31

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from quintsched.errors import InputError, QuintschedError, UsageError, printable
-from quintsched.files.plain import open_plain, read_plain, reading, require_folder
+from quintsched.files.plain import open_plain, reading, require_folder
 
-from ..manifest import MANIFEST, MOST_BYTES, WHAT, DcpManifest, Manifest, parse_manifest
-from ..run_folder import SavedStep, saved_steps
-from ..shard_file import require_intact
-
-_OF_DCP = re.compile(rb'"format": *"quintsched[.]dcp"')
+from ..checkpoints.manifest import MANIFEST, DcpManifest, Manifest, read_manifest
+from ..checkpoints.run_folder import SavedStep, saved_steps
+from ..write_tensors import WHAT, require_intact
 
 
 class InterruptedSave(InputError):
@@ -103,13 +100,7 @@ def read_any(saved: SavedStep) -> Manifest | DcpManifest:
         names = os.listdir(saved.folder)
     if MANIFEST not in names:
         raise InterruptedSave(f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}")
-    content = read_plain(saved.manifest, WHAT, MOST_BYTES)
-    try:
-        if _OF_DCP.search(content):
-            return parse_manifest(DcpManifest, content, saved.step)
-        return parse_manifest(Manifest, content, saved.step)
-    except InputError as error:
-        raise InputError(f"{saved.manifest}: {error}") from None
+    return read_manifest(saved.manifest, saved.step)
 
 
 def _fault_of_sizes(folder: Path, manifest: Manifest | DcpManifest) -> str | None:

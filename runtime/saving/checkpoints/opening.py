@@ -19,11 +19,15 @@ from pathlib import Path
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import writing
 
-from ..comm.control import ControlGroup
-from ..settings.run_settings import Start
-from .manifest import WHAT, run_of
+from ...comm.control import ControlGroup
+from ...settings.run_settings import Start
+from ..write_tensors import WHAT
+from .manifest import read_manifest
 from .run_folder import RunFolder, SavedStep
 from .run_lock import RunLock, lock_folder, sees_lock
+
+COSTS = "block_costs.json"
+"""The file of what blocks cost, which a run that is resumed needs; see `job_checkpoints`."""
 
 LOCK_PATIENCE_S = 5.0
 """How long a run waits for another one that is about to end, and for a file system to show what was written."""
@@ -46,18 +50,18 @@ class OpenRun:
     lock: RunLock | None
 
 
-def open_run(directory: Path, start: Start, everyone: ControlGroup, rank: int, beside: Sequence[str] = ()) -> OpenRun:
+def open_run(directory: Path, start: Start, everyone: ControlGroup, beside: Sequence[str] = ()) -> OpenRun:
     """Take possession of a folder; all ranks call this. `beside` are files that an old run takes with it, as copies.
 
     Raises, on all ranks alike, `UsageError` where another run lives or was saved there, or where it cannot be written,
     `InputError` where it cannot be read.
     """
-    launch = everyone.share_bytes(os.urandom(8).hex().encode() if rank == 0 else b"")[0].decode()
+    launch = everyone.share_bytes(os.urandom(8).hex().encode() if everyone.is_first else b"")[0].decode()
     folder = RunFolder(directory, launch)
-    lock = everyone.together(lambda: _lock(directory, launch) if rank == 0 else None)
+    lock = everyone.together(lambda: _lock(directory, launch) if everyone.is_first else None)
     try:
         everyone.together(lambda: _require_common(directory, launch))
-        run, words = everyone.together(lambda: _begin(folder, start, launch, beside) if rank == 0 else ("", ""))
+        run, words = everyone.together(lambda: _begin(folder, start, launch, beside) if everyone.is_first else ("", ""))
         run, _, words = everyone.share_bytes(f"{run}\n{words}".encode())[0].decode().partition("\n")
     except BaseException:
         if lock is not None:
@@ -113,6 +117,6 @@ def _only_run(directory: Path, steps: Sequence[SavedStep], runs: dict[Path, str]
 
 def _run_of(saved: SavedStep) -> str | None:
     try:
-        return run_of(saved.manifest, saved.step)
+        return read_manifest(saved.manifest, saved.step).run
     except InputError:
         return None

@@ -15,9 +15,10 @@ from pathlib import Path
 from quintsched.errors import UsageError
 from quintsched.files.atomic import writing
 
-from ..manifest import MANIFEST, WHAT
-from ..run_folder import RunFolder, saved_steps
-from ..run_lock import LOCK, lock_folder
+from ..checkpoints.manifest import MANIFEST
+from ..checkpoints.run_folder import RunFolder, saved_steps
+from ..checkpoints.run_lock import LOCK, lock_folder
+from ..write_tensors import WHAT
 
 ELSEWHERE = "give -o another folder"
 

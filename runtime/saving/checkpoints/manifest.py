@@ -18,7 +18,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,13 +27,10 @@ from quintsched.files.plain import read_plain, require_plain_name
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir.mesh import Mesh
 
-from ..saving.write_tensors import Digest, WrittenFile
+from ..write_tensors import WHAT, Digest, WrittenFile
 
 MANIFEST = "manifest.json"
 """The name of the file."""
-
-WHAT = "the checkpoint"
-"""What messages call it."""
 
 MOST_BYTES = 2**25
 """The longest manifest that is read: a hundred thousand ranks have a shorter one."""
@@ -86,9 +83,6 @@ class DcpManifest(_Sealed):
     progress: dict[str, Any]
 
 
-AnyManifest = TypeVar("AnyManifest", Manifest, DcpManifest)
-
-
 def file_name(rank: int) -> str:
     """Return the name of a rank's file in the folder of a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
@@ -123,30 +117,24 @@ def seal(text: bytes) -> bytes:
     return b'{\n "sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
-def read_manifest(path: Path, step: int) -> Manifest:
-    """Read the manifest at `path`, which is that of `step`.
+def read_manifest(path: Path, step: int) -> Manifest | DcpManifest:
+    """Read the manifest at `path`, of either format, which is that of `step`.
 
     Raises `InputError` that names the file and the first fault, by its JSON pointer.
     """
-    return _read(Manifest, path, step)
-
-
-def read_dcp_manifest(path: Path, step: int) -> DcpManifest:
-    """Read the manifest at `path`, which is that of `step`; raises `InputError`."""
-    return _read(DcpManifest, path, step)
-
-
-def run_of(path: Path, step: int) -> str | None:
-    """Return of which run the manifest at `path` is, of whatever format; None: it does not say. Raises `InputError`."""
-    found = _without_seal(read_plain(path, WHAT, MOST_BYTES))
-    is_dcp = isinstance(found, dict) and found.get("format") == "quintsched.dcp"
-    return read_dcp_manifest(path, step).run if is_dcp else read_manifest(path, step).run
-
-
-def parse_manifest(kind: type[AnyManifest], content: bytes, step: int) -> AnyManifest:
-    """Return the manifest of `step` with this content; raises `InputError` that says the first fault."""
+    content = read_plain(path, WHAT, MOST_BYTES)
     try:
-        manifest = kind.model_validate(_without_seal(content))
+        return parse_manifest(content, step)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def parse_manifest(content: bytes, step: int) -> Manifest | DcpManifest:
+    """Return the manifest of `step` with this content; raises `InputError` that says the first fault."""
+    found = _without_seal(content)
+    kind = DcpManifest if found.get("format") == "quintsched.dcp" else Manifest
+    try:
+        manifest = kind.model_validate(found)
     except ValidationError as error:
         raise InputError(describe_faults(error)) from None
     if manifest.step != step:
@@ -158,15 +146,7 @@ def parse_manifest(kind: type[AnyManifest], content: bytes, step: int) -> AnyMan
     return manifest
 
 
-def _read(kind: type[AnyManifest], path: Path, step: int) -> AnyManifest:
-    content = read_plain(path, WHAT, MOST_BYTES)
-    try:
-        return parse_manifest(kind, content, step)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def _without_seal(content: bytes) -> object:
+def _without_seal(content: bytes) -> dict[str, Any]:
     """Return the JSON of a manifest without its checksum; raises `InputError` where that is not right."""
     sealed = _SEAL.match(content)
     if sealed and hashlib.sha256(content[sealed.end() :]).hexdigest().encode() != sealed[1]:

@@ -11,10 +11,10 @@ from quintsched.files.atomic import whole_path, write_whole, writing
 from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict
 
-from ..settings.job import CheckpointConfig
-from .checkpoints import COSTS, Checkpoints, OpenCheckpoints
-from .dcp_checkpoints import OpenDcpCheckpoints
-from .manifest import WHAT
+from ...settings.job import CheckpointConfig
+from ..write_tensors import WHAT
+from .checkpoints import Checkpoints
+from .opening import COSTS
 
 MOST_COSTS = 2**20
 """The longest file of costs that is read, in bytes."""
@@ -27,8 +27,7 @@ def checkpoints_of(config: CheckpointConfig, patience_s: float) -> Checkpoints |
     """
     if config.dir is None:
         return None
-    kind = OpenDcpCheckpoints if config.format == "dcp" else OpenCheckpoints
-    return Checkpoints(whole_path(config.dir), config.keep, config.background, patience_s, kind)
+    return Checkpoints(whole_path(config.dir), config.keep, config.background, patience_s, config.format)
 
 
 def remembered_costs(directory: Path, blocks: int, measure: Callable[[], list[float]]) -> list[float]:

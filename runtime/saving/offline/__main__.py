@@ -1,4 +1,4 @@
-"""`python -m quintsched.runtime.checkpoint.offline show DIR`: what `quintsched checkpoint` calls."""
+"""`python -m quintsched.runtime.saving.offline show DIR`: what `quintsched checkpoint` calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quintsched.files.terminal import shown, standard_streams, write_error, writ
 from .inspect import as_json, as_text, find_steps, newest_whole, verify
 
 if TYPE_CHECKING:
-    from ...saving.saved_state import SavedState
-    from ..manifest import Manifest
+    from ..checkpoints.manifest import Manifest
+    from ..saved_state import SavedState
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime.checkpoint.offline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime.saving.offline", description=__doc__)
     commands = parser.add_subparsers(required=True)
     for run in (_show, _verify, _reshard, _export, _import):
         command = commands.add_parser(run.__name__.removeprefix("_"))
@@ -114,8 +114,8 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
     """Return the newest whole checkpoint, all of whose bytes were verified."""
-    from ...saving.saved_state import SavedState
-    from ..manifest import Manifest
+    from ..checkpoints.manifest import Manifest
+    from ..saved_state import SavedState
 
     found, skipped = newest_whole(arguments.path, arguments.step)
     manifest, folder = found.manifest, found.saved.folder

@@ -1,0 +1,298 @@
+"""Checkpoints of a run: a safetensors file per rank, or PyTorch's distributed format; a manifest that is written last.
+
+    with Checkpoints(DIR, keep=2).opened(engine.saves, "resume") as run:    DIR is this run's alone
+        found = run.newest_whole()         all ranks: sizes and hashes right? else the step before, together
+        found.load()                       only now a tensor is touched
+        run.save(step, progress)           a copy in the host's memory; a thread writes it
+        run.finish()                       it is on the disk, or the error of whoever could not write
+
+A rank reads its own file, whole, where all ranks cut their weights as those that saved; else what it holds of all.
+In PyTorch's format, ranks write before training goes on: what they say to each other for its table are collectives.
+Nothing in a checkpoint is ever resolved to code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.files.atomic import write_whole, writing
+from quintsched.files.plain import require_folder
+
+from ...settings.run_settings import Start
+from ..dcp_files import TABLE
+from ..dcp_files import file_name as dcp_file_name
+from ..saved_state import SavedState
+from ..state_layout import RUN, StateLayout
+from ..verbs.engine_saves import EngineSaves
+from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
+from .background import HostBuffer, JointWrite, Writer
+from .manifest import MANIFEST, VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
+from .opening import COSTS, OpenRun, open_run
+from .run_folder import SavedStep
+
+Format = Literal["native", "dcp"]
+
+LOADER = "loader.state"
+"""The name of where a rank's loader is, beside its tensors."""
+
+LOADERS = "loader.replica"
+"""How names begin of where the loaders of replicas are, in PyTorch's format."""
+
+MOST_WORDS = 1000
+
+
+def plan_digest(saves: EngineSaves) -> str:
+    """Return what tells apart the plans that wrote checkpoints."""
+    return hashlib.sha256(saves.plan.to_json().encode()).hexdigest()
+
+
+class Found:
+    """A checkpoint of which all that this rank reads is whole; raises `InputError` where it is not.
+
+    Attributes:
+        step: after which it was saved.
+        folder: where it lies.
+        manifest: what it says of itself.
+        skipped: later steps that are not whole, each with the reason.
+        loader: where the loader of this replica was, when all is loaded; None: there was none, or not as many replicas.
+    """
+
+    def __init__(self, saves: EngineSaves, saved: SavedStep) -> None:
+        self._saves, self.step, self.folder = saves, saved.step, saved.folder
+        self.skipped: tuple[tuple[int, str], ...] = ()
+        self.loader: bytes | None = None
+        self.manifest = manifest = read_manifest(saved.manifest, saved.step)
+        self._paths = [saved.folder / file.name for file in manifest.files]
+        rank, files = saves.rank_number, manifest.files
+        self._fits = isinstance(manifest, Manifest) and manifest.plan_sha256 == plan_digest(saves)
+        for number in [rank] if self._fits else range(rank, len(files), saves.plan.mesh.size):
+            if isinstance(manifest, Manifest) and self._fits and manifest.mesh != str(saves.plan.mesh):
+                fault = f"the mesh is {manifest.mesh}, but that of its plan is {saves.plan.mesh}"
+                raise InputError(f"{saved.manifest}: /mesh: {fault}")
+            require_intact(self._paths[number], files[number])
+        self._fits = self._fits and saves.holds_file(self._paths[rank])
+
+    def require_readable(self) -> None:
+        """Raise `MisfitError` for files of another plan that do not say where their tensors lie.
+
+        All ranks have verified their share of the files before one of them calls this.
+        """
+        if self._fits or isinstance(self.manifest, DcpManifest):
+            return
+        with SavedState.of_files(self._paths) as saved:
+            if saved.unplaced:
+                raise MisfitError(
+                    f"{saved.unplaced[0]}: the checkpoint was written by another plan (mesh {self.manifest.mesh}), "
+                    "and does not say where its tensors lie; resume with the plan and mesh that wrote it"
+                )
+
+    def load(self) -> None:
+        """Let the engine have what was saved (collective); raises `MisfitError`, before any tensor is changed."""
+        saves, replicas = self._saves, self._saves.replicas
+        if isinstance(self.manifest, DcpManifest):
+            name = f"{LOADERS}{replicas[0]}"
+            state = saves.load_dcp(self.folder, beside=[name]).beside[name]
+            self.loader = state if isinstance(state, bytes) and self.manifest.replicas == replicas[1] else None
+            return
+        are_own = saves.everyone.add(float(self._fits))[0] == saves.plan.mesh.size
+        paths = self._paths[saves.rank_number : saves.rank_number + 1] if are_own else self._paths
+        saves.load_state_files(paths, are_own=are_own)
+        with SavedState.of_files(paths, lambda _: StateLayout(replicas)) as saved:
+            loader = saved.of_replica(LOADER, *replicas)
+        self.loader = None if loader is None else loader.numpy().tobytes()
+
+
+class OpenCheckpoints:
+    """The checkpoints of a run, in a folder that it has to itself; all ranks make the same calls.
+
+    Args:
+        saves: the state of the engine that is saved and loaded.
+        opened: the folder.
+        how: how many stay, in which format, and how they are written.
+        settings: what the run was started with, which its manifests keep.
+    """
+
+    def __init__(self, saves: EngineSaves, opened: OpenRun, how: Checkpoints, settings: Mapping[str, Any]) -> None:
+        self._saves, self._how, self._settings = saves, how, dict(settings)
+        self.folder, self.run, self.moved = opened.folder, opened.run, opened.words
+        self._writer, self._buffer = Writer(), HostBuffer(saves.device)
+
+    def newest_whole(self) -> Found | None:
+        """Return the newest checkpoint that is whole on all ranks, or None where there is none at all.
+
+        Raises, on all ranks alike, `InputError` where there are some but none is whole, `MisfitError` for one of
+        another plan.
+        """
+        skipped: list[tuple[int, str]] = []
+        for saved in self._steps():
+            found, words = self._examined(saved)
+            if found is not None:
+                self._saves.everyone.together(found.require_readable)
+                found.skipped = tuple(skipped)
+                return found
+            skipped.append((saved.step, words))
+        if len(skipped) == 1:
+            raise InputError(skipped[0][1])
+        if skipped:
+            faults = "\n  ".join(f"step {step}: {words}" for step, words in skipped)
+            raise InputError(f"{self.folder.directory}: no checkpoint there is whole:\n  {faults}")
+        return None
+
+    def save(self, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
+        """Save every rank's state after `step`, and where its loader is; the save before has ended then.
+
+        Raises `UsageError` on all ranks where one could not write, in the background that of the save before.
+        """
+        self.finish()
+        begin = self._save_dcp if self._how.format == "dcp" else self._begin_save
+        begin(step, progress, loader)
+        if not self._how.background:
+            self.finish()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save that is under way has failed here; `finish` then raises on all ranks."""
+        return self._writer.has_failed
+
+    def finish(self) -> None:
+        """Return when the last save is on the disk; raises `UsageError` on all ranks where one could not write."""
+        if self._writer.is_under_way:
+            self._writer.finish(self._saves.everyone)
+
+    def give_up(self) -> None:
+        """End because the run fails: a save that is under way counts if all ranks have written their parts."""
+        self._writer.give_up()
+
+    def _begin_save(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
+        saves, attempt = self._saves, self.folder.next_attempt()
+        state = saves.state_dict()
+        if loader is not None:
+            state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
+        metadata = {key: text for key, text in saves.state_metadata().items() if key != RUN}  # the manifest has the run
+        entries = entries_of(state)
+        if self._how.background:
+            state = self._buffer.take(state)
+        final, mesh, digest = self.folder.step_folder(step), saves.plan.mesh, plan_digest(saves)
+        patience_s, given_up = self._how.patience_s, self._writer.given_up
+        joint = JointWrite(attempt, final, saves.rank_number, mesh.size, patience_s, given_up)
+
+        def write(folder: Path, state: Mapping[str, Tensor] = state) -> WrittenFile:
+            if saves.rank_number == 0:
+                self.folder.clear(attempt)
+            parts = (state[entry.name] for entry in entries)
+            return write_tensors(folder / file_name(saves.rank_number), entries, parts, metadata)
+
+        def complete(files: Sequence[WrittenFile]) -> None:
+            manifest = make_manifest(self.run, step, digest, mesh, files, progress, self._settings)
+            self._complete(attempt, manifest)
+
+        self._writer.start(partial(joint.run, write, complete))
+
+    def _save_dcp(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
+        saves, everyone, attempt = self._saves, self._saves.everyone, self.folder.next_attempt()
+        replica, num_replicas = saves.replicas
+
+        def clear() -> None:
+            with writing(attempt, WHAT):
+                self.folder.clear(attempt)
+
+        everyone.together(lambda: clear() if everyone.is_first else None)
+        saves.save_dcp(attempt, beside={} if loader is None else {f"{LOADERS}{replica}": loader})
+        names = [dcp_file_name(saves.rank_number), *([TABLE] if everyone.is_first else [])]
+        mine = everyone.together(lambda: [_written(attempt / name) for name in names])
+        said = everyone.share_bytes(b"\n".join(file.model_dump_json().encode() for file in mine))
+        manifest = DcpManifest(
+            format="quintsched.dcp",
+            version=VERSION,
+            run=self.run,
+            step=step,
+            replicas=num_replicas,
+            files=[WrittenFile.model_validate_json(line) for lines in said for line in lines.split(b"\n")],
+            settings=self._settings,
+            progress=dict(progress),
+        )
+        everyone.together(lambda: self._complete(attempt, manifest) if everyone.is_first else None)
+
+    def _complete(self, attempt: Path, manifest: Manifest | DcpManifest) -> None:
+        """Write the manifest, and let the save be the checkpoint of its step."""
+        with writing(self.folder.step_folder(manifest.step), WHAT):
+            write_whole(attempt / MANIFEST, manifest.to_json(), WHAT, durable=True)
+            self.folder.complete(attempt, manifest.step, self._how.keep)
+
+    def _steps(self) -> list[SavedStep]:
+        """Return the checkpoints that the first rank sees, the newest first."""
+        everyone, folder = self._saves.everyone, self.folder
+        mine = everyone.together(lambda: folder.steps() if everyone.is_first else [])
+        names = json.dumps([[one.step, one.is_newer, one.folder.name] for one in mine]).encode()
+        seen = json.loads(everyone.share_bytes(names)[0])
+        return [SavedStep(step, is_newer, folder.directory / name) for step, is_newer, name in seen]
+
+    def _examined(self, saved: SavedStep) -> tuple[Found | None, str]:
+        """Return a checkpoint, if it is whole on all ranks, or what the first rank says that finds it is not."""
+
+        def examine() -> tuple[Found | None, str]:
+            try:
+                require_folder(saved.folder, WHAT)
+                return Found(self._saves, saved), ""
+            except InputError as error:
+                return None, str(error)
+
+        found, words = self._saves.everyone.together(examine)
+        said = self._saves.everyone.share_bytes(words.encode()[:MOST_WORDS])
+        first = next((words for words in said if words), b"").decode(errors="ignore")
+        return (None, first) if first else (found, "")
+
+
+def _written(path: Path) -> WrittenFile:
+    """Return what the manifest says of a file that was written."""
+    try:
+        return hash_file(path)
+    except InputError as error:
+        raise UsageError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where and how a run is saved: the latest `keep` checkpoints stay.
+
+    `patience_s` is how long nothing may happen while ranks wait for the parts of others.
+    """
+
+    directory: Path
+    keep: int
+    background: bool = True
+    patience_s: float = 300.0
+    format: Format = "native"
+
+    @contextmanager
+    def opened(
+        self, saves: EngineSaves, start: Start = "new", settings: Mapping[str, Any] | None = None
+    ) -> Iterator[OpenCheckpoints]:
+        """A context in which the folder is this run's alone; all ranks enter it. Manifests keep the settings.
+
+        The last save has ended when it is left. Raises, on all ranks alike, `UsageError` where another run lives or was
+        saved there; see `opening`.
+        """
+        opened = open_run(self.directory, start, saves.everyone, [COSTS])
+        run = OpenCheckpoints(saves, opened, self, settings or {})
+        try:
+            try:
+                yield run
+            except BaseException:
+                run.give_up()
+                raise
+            run.finish()
+        finally:
+            if opened.lock is not None:
+                opened.lock.release()
