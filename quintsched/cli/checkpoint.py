@@ -10,6 +10,7 @@ quintsched checkpoint import model.safetensors -o begin      a checkpoint to beg
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the checkpoints of a run: steps, meshes, sizes, and whether they are whole."""
-    _call("show", directory, step, as_json)
+    _call("show", directory, as_json, step=step)
 
 
 def verify(
@@ -39,7 +40,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a run's checkpoints; exit code 1 where a file is not what its manifest says."""
-    _call("verify", directory, step, as_json)
+    _call("verify", directory, as_json, step=step)
 
 
 def reshard(
@@ -57,9 +58,8 @@ def reshard(
 
     `quintsched run --resume` goes on from a checkpoint of any mesh without it; this makes each rank's reading local.
     """
-    given = {"--zero": zero, "--schedule": schedule, "--microbatches": microbatches, "--chunks": chunks}
-    more = [text for name, value in given.items() if value is not None for text in (name, str(value))]
-    _call("reshard", directory, step, as_json, "--mesh", mesh, "--output", str(output), *more)
+    given = {"schedule": schedule, "zero": zero, "microbatches": microbatches, "chunks": chunks}
+    _call("reshard", directory, as_json, step=step, mesh=mesh, output=str(output), **given)
 
 
 def export(
@@ -78,9 +78,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors, under the model's own names."""
-    more = [*(["--ema", str(ema)] if ema is not None else []), *(["--masters"] if masters else [])]
-    more += ["--max-file-bytes", str(max_file_bytes)]
-    _call("export", directory, step, as_json, "--output", str(output), *more)
+    how = {"ema": ema, "masters": masters, "max_file_bytes": max_file_bytes}
+    _call("export", directory, as_json, step=step, output=str(output), **how)
 
 
 def import_(
@@ -89,16 +88,15 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of step 0 of a model's weights, from which `quintsched run --resume` begins on any mesh."""
-    _call("import", source, None, as_json, "--output", str(output))
+    _call("import", source, as_json, output=str(output))
 
 
-def _call(command: str, path: Path, step: int | None, as_json: bool, *more: str) -> None:
+def _call(command: str, path: Path, as_json: bool, **given: object) -> None:
     """Do it in a process of its own, and exit with its code."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError("checkpoints need torch; pip install 'quintsched[runtime]'")
-    arguments = [command, str(path), *more, *(["--step", str(step)] if step is not None else [])]
-    arguments += ["--json"] if as_json else []
-    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.saving.offline", *arguments]))
+    arguments = json.dumps({"path": str(path), "json": as_json, **given})
+    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.saving.offline", command, arguments]))
 
 
 COMMANDS = (show, verify, reshard, export, import_)

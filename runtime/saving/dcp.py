@@ -32,7 +32,7 @@ from ..blocks.plain_values import is_text, quoted
 from ..optim.kept import SCALARS, flat_of
 from ..state.state_dict import require_alike
 from ..state.training_state import KeptState
-from .dcp_files import DcpChunk, DcpReader, DcpWriter, Entry, file_name, read_table, write_table
+from .dcp_files import DcpReader, DcpWriter, Entry, chunk_of, file_name, read_table, write_table
 from .load_state import StateLoader
 from .placement import Placement
 from .pretrained.load_pretrained import LoadedWeights
@@ -170,5 +170,5 @@ def load_dcp(
 def _add_chunks(saved: SavedState, called: str, name: str, kind: TensorStorageMetadata, reader: DcpReader) -> None:
     for chunk in kind.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        stored = DcpChunk(reader, name, offsets, sizes, kind.properties.dtype)
+        stored = chunk_of(reader, name, offsets, sizes, kind.properties.dtype)
         saved.add(called, name, Placement(tuple(kind.size), sizes, offsets), stored)

@@ -37,6 +37,7 @@ from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole, write_whole
 
 from .placement import Box
+from .stored_tensors import StoredTensor
 
 TABLE = ".metadata"
 MOST_BYTES = 2**30
@@ -211,21 +212,15 @@ class DcpReader:
         return found
 
 
-@dataclass(frozen=True)
-class DcpChunk:
-    """A chunk of a tensor, which is loaded as a whole."""
+def chunk_of(
+    reader: DcpReader, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
+) -> StoredTensor:
+    """Return a chunk of a tensor, which is loaded as a whole."""
 
-    reader: DcpReader
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, places: tuple[slice, ...]) -> Tensor:
-        """Return the numbers at these places of it."""
-        found = self.reader.read(MetadataIndex(self.name, self.offsets))
-        if not isinstance(found, Tensor) or tuple(found.shape) != self.shape:
-            raise InputError(
-                f"{self.reader.folder}: the chunk of {self.name!r} at {self.offsets} is not what {TABLE} says"
-            )
+    def read(places: tuple[slice, ...]) -> Tensor:
+        found = reader.read(MetadataIndex(name, offsets))
+        if not isinstance(found, Tensor) or tuple(found.shape) != sizes:
+            raise InputError(f"{reader.folder}: the chunk of {name!r} at {offsets} is not what {TABLE} says")
         return found[places]
+
+    return StoredTensor(lambda: (sizes, dtype), read)

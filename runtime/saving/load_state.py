@@ -30,7 +30,6 @@ from .placement import Placement
 from .rank_tensors import HeldTensor, RankTensors
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
 from .state_layout import StateLayout
-from .stored_tensors import Turned
 
 _BESIDE = (MODULES, OPTIMIZERS)
 
@@ -116,7 +115,7 @@ class StateLoader:
     def _require_fit(self, name: str, one: HeldTensor) -> None:
         """Raise `MisfitError` for a tensor of another shape, or numbers of another kind, than what it is for."""
         found, wanted, piece = self._saved.shape(name), one.placement.shape, self._saved.pieces[name][0]
-        if isinstance(piece.stored, Turned):
+        if piece.stored.is_turned:
             found, wanted = found[::-1], wanted[::-1]
         if found != wanted:
             axes = [axis for axis, (has, needs) in enumerate(zip(found, wanted, strict=False)) if has != needs]

@@ -26,7 +26,7 @@ from ..optim.loss_scale import SCALE
 from ..state.state_dict import STATES, require_states, same
 from .placement import Box, Placement, Range
 from .state_layout import RUN, StateLayout
-from .stored_tensors import MappedFile, MemoryTensor, StoredTensor
+from .stored_tensors import MappedFile, StoredTensor, of_memory
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
 """How names begin: of weights and buffers, of what optimizers keep, of averages ("ema.0.<name>")."""
@@ -70,9 +70,8 @@ class SavedPiece:
 
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes of the full tensor that it fills; of files, only the places of their numbers are known."""
-        if isinstance(self.stored, MemoryTensor):
-            return self.placement.boxes(self.stored.tensor.detach())
-        return self.placement.boxes(torch.empty(self.placement.held, device="meta"))
+        memory = self.stored.memory
+        return self.placement.boxes(torch.empty(self.placement.held, device="meta") if memory is None else memory)
 
     def read(self, part: Tensor) -> Tensor:
         """Return the numbers of a part of one of its boxes."""
@@ -146,7 +145,7 @@ class SavedState:
         """
         saved = cls("the state")
         try:
-            saved._add_rank({n: MemoryTensor(t) for n, t in tensors.items()}, layout or StateLayout(), "the state")
+            saved._add_rank({n: of_memory(t) for n, t in tensors.items()}, layout or StateLayout(), "the state")
         except InputError as error:
             raise MisfitError(str(error)) from None
         return saved

@@ -1,20 +1,21 @@
 """Tensors that lie somewhere, of which any piece is read without the rest.
 
-    MemoryTensor    in this process
-    FileTensor      in a file of safetensors, which is mapped anew now and then: little of it stays resident
-    Joined, Part    several that are one in the model, or one that is several
-    Turned          transposed
-    Alike           under several names, which have to have the same numbers
+    of_memory         in this process
+    MappedFile        in a file of safetensors, which is mapped anew now and then: little of it stays resident
+    joined, part_of   several that are one in the model, or one that is several
+    turned            transposed
+    alike             under several names, which have to have the same numbers
 
 Nothing in a file is ever resolved to code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,49 +29,52 @@ MOST_MAPPED = 2**25
 """How many bytes of a file are read before it is mapped anew: what was read would stay resident."""
 
 Places = tuple[slice, ...]
+Outline = tuple[tuple[int, ...], torch.dtype]
+"""A shape, and the type of numbers."""
 
 
-class StoredTensor(Protocol):
-    """A tensor that is read by pieces."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is read by pieces.
+
+    Attributes:
+        find_outline: finds its full shape and its type, when they are asked for.
+        read: returns the numbers at places, one for each dimension.
+        memory: the tensor itself, if it is one of this process.
+        is_turned: whether it is stored transposed.
+    """
+
+    find_outline: Callable[[], Outline]
+    read: Callable[[Places], Tensor]
+    memory: Tensor | None = None
+    is_turned: bool = False
+
+    @cached_property
+    def _outline(self) -> Outline:
+        return self.find_outline()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its full shape."""
+        return self._outline[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-
-    def read(self, places: Places) -> Tensor:
-        """Return the numbers at these places, one for each dimension."""
+        """The type of its numbers; raises `InputError` for one that cannot be read."""
+        return self._outline[1]
 
 
-@dataclass(frozen=True)
-class MemoryTensor:
-    """A tensor of this process."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return self.tensor.dtype
-
-    def read(self, places: Places) -> Tensor:
-        """Return the numbers at these places."""
-        return self.tensor.detach()[places]
+def of_memory(tensor: Tensor) -> StoredTensor:
+    """Return a tensor of this process."""
+    memory = tensor.detach()
+    return StoredTensor(lambda: (tuple(memory.shape), memory.dtype), memory.__getitem__, memory)
 
 
 class MappedFile:
     """A safetensors file, which is opened when something of it is read; raises `InputError` then for what is none."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._read = path, 0
+        self.path, self._num_read = path, 0
         self._opened: Any = None
 
     @property
@@ -85,156 +89,89 @@ class MappedFile:
                 raise InputError(f"{self.path}: not a safetensors file: {error}") from error
         return self._opened
 
-    def tensors(self) -> dict[str, FileTensor]:
+    def tensors(self) -> dict[str, StoredTensor]:
         """Return the tensors of the file, by name."""
-        return {name: FileTensor(name, self) for name in self.opened.keys()}  # noqa: SIM118
+        return {name: self.tensor(name) for name in self.opened.keys()}  # noqa: SIM118
 
-    def slice_of(self, name: str) -> Any:
-        """Return what reads places of a tensor."""
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor of the file; its type is found to be none that can be read when it is asked for."""
+
+        def outline() -> tuple[tuple[int, ...], torch.dtype]:
+            found = self._slice_of(name)
+            return tuple(found.get_shape()), type_of(found.get_dtype(), f"{self.path}: {name!r}")
+
+        return StoredTensor(outline, lambda places: self._read_places(name, places))
+
+    def _slice_of(self, name: str) -> Any:
         try:
             return self.opened.get_slice(name)
         except SafetensorError as error:
             raise InputError(f"{self.path}: it has no tensor {name!r}, although the index says so") from error
 
-    def read(self, name: str, places: Places) -> Tensor:
+    def _read_places(self, name: str, places: Places) -> Tensor:
         """Return numbers of a tensor as a copy: a view would keep all of the file mapped."""
-        found: Tensor = self.slice_of(name)[places] if places else self.opened.get_tensor(name).clone()
-        self._read += found.nbytes
-        if self._read > MOST_MAPPED:
-            self._opened, self._read = None, 0
+        found: Tensor = self._slice_of(name)[places] if places else self.opened.get_tensor(name).clone()
+        self._num_read += found.nbytes
+        if self._num_read > MOST_MAPPED:
+            self._opened, self._num_read = None, 0
         return found
 
 
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a safetensors file."""
+def joined(parts: Sequence[StoredTensor], dim: int, *, stacks: bool = False) -> StoredTensor:
+    """Return tensors as one: joined along `dim`, or stacked along a new one; parts are read that have some of it."""
 
-    name: str
-    file: MappedFile
+    def outline() -> Outline:
+        first = parts[0].shape
+        size = len(parts) if stacks else sum(part.shape[dim] for part in parts)
+        return (*first[:dim], size, *first[dim if stacks else dim + 1 :]), parts[0].dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its full shape."""
-        return tuple(self.file.slice_of(self.name).get_shape())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers; raises `InputError` for one that cannot be read."""
-        return type_of(self.file.slice_of(self.name).get_dtype(), f"{self.file.path}: {self.name!r}")
-
-    def read(self, places: Places) -> Tensor:
-        """Return the numbers at these places; no others are read."""
-        return self.file.read(self.name, places)
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Tensors that are one in the model: joined along `dim`, or stacked along a new one."""
-
-    parts: tuple[StoredTensor, ...]
-    dim: int
-    stacks: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its full shape."""
-        first = list(self.parts[0].shape)
-        if self.stacks:
-            return (*first[: self.dim], len(self.parts), *first[self.dim :])
-        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return self.parts[0].dtype
-
-    def read(self, places: Places) -> Tensor:
-        """Return the numbers at these places, of no more parts than have some."""
-        dim, place = self.dim, places[self.dim]
-        if self.stacks:
-            rest = (*places[:dim], *places[dim + 1 :])
-            return torch.stack([part.read(rest) for part in self.parts[place]], dim)
+    def read(places: Places) -> Tensor:
+        place, before, behind = places[dim], places[:dim], places[dim + 1 :]
+        if stacks:
+            return torch.stack([part.read((*before, *behind)) for part in parts[place]], dim)
         found, start = [], 0
-        for part in self.parts:
+        for part in parts:
             size = part.shape[dim]
             low, high = max(place.start - start, 0), min(place.stop - start, size)
             if low < high:
-                found.append(part.read((*places[:dim], slice(low, high), *places[dim + 1 :])))
+                found.append(part.read((*before, slice(low, high), *behind)))
             start += size
         return torch.cat(found, dim)
 
-
-@dataclass(frozen=True)
-class Part:
-    """One of several equal pieces of a tensor along `dim`."""
-
-    whole: StoredTensor
-    dim: int
-    index: int
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its full shape."""
-        full = self.whole.shape
-        return (*full[: self.dim], full[self.dim] // self.count, *full[self.dim + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return self.whole.dtype
-
-    def read(self, places: Places) -> Tensor:
-        """Return the numbers at these places."""
-        start, place = self.index * self.shape[self.dim], places[self.dim]
-        moved = slice(start + place.start, start + place.stop)
-        return self.whole.read((*places[: self.dim], moved, *places[self.dim + 1 :]))
+    return StoredTensor(outline, read)
 
 
-@dataclass(frozen=True)
-class Turned:
-    """A matrix that is transposed in the model."""
+def part_of(whole: StoredTensor, dim: int, index: int, count: int) -> StoredTensor:
+    """Return one of several equal pieces of a tensor along `dim`."""
 
-    stored: StoredTensor
+    def outline() -> Outline:
+        return (*whole.shape[:dim], whole.shape[dim] // count, *whole.shape[dim + 1 :]), whole.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape in the model."""
-        return self.stored.shape[::-1]
+    def read(places: Places) -> Tensor:
+        first = index * (whole.shape[dim] // count)
+        moved = slice(first + places[dim].start, first + places[dim].stop)
+        return whole.read((*places[:dim], moved, *places[dim + 1 :]))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return self.stored.dtype
-
-    def read(self, places: Places) -> Tensor:
-        """Return the numbers at these places."""
-        return self.stored.read(places[::-1]).t()
+    return StoredTensor(outline, read)
 
 
-@dataclass(frozen=True)
-class Alike:
-    """A tensor that is stored under several names; reading raises `MisfitError` where its numbers differ."""
+def turned(stored: StoredTensor) -> StoredTensor:
+    """Return a matrix transposed."""
+    return StoredTensor(
+        lambda: (stored.shape[::-1], stored.dtype), lambda places: stored.read(places[::-1]).t(), is_turned=True
+    )
 
-    named: Mapping[str, StoredTensor]
-    where: Path
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its full shape."""
-        return next(iter(self.named.values())).shape
+def alike(named: Mapping[str, StoredTensor], where: Path) -> StoredTensor:
+    """Return a tensor that is stored under several names; reading raises `MisfitError` where its numbers differ."""
+    (first, stored), *others = named.items()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return next(iter(self.named.values())).dtype
-
-    def read(self, places: Places) -> Tensor:
-        """Return the numbers at these places."""
-        (first, stored), *others = self.named.items()
+    def read(places: Places) -> Tensor:
         found = stored.read(places)
         for name, other in others:
             if other.shape != stored.shape or not torch.equal(found, other.read(places)):
                 both = " and ".join(sorted(map(repr, (first, name))))
-                raise MisfitError(f"{self.where}: {both} differ, but the model ties them; build it untied")
+                raise MisfitError(f"{where}: {both} differ, but the model ties them; build it untied")
         return found
+
+    return StoredTensor(lambda: (stored.shape, stored.dtype), read)

@@ -1,11 +1,13 @@
-"""`python -m quintsched.runtime.saving.offline show DIR`: what `quintsched checkpoint` calls."""
+"""`python -m quintsched.runtime.saving.offline show '{"path": "DIR"}'`: what `quintsched checkpoint` calls.
+
+Arguments are those of the command, as JSON; `json` prints for programs.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as json_text
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,105 +21,78 @@ if TYPE_CHECKING:
     from ..saved_state import SavedState
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    command, given = argv
     try:
-        code: int = arguments.run(arguments)
+        return COMMANDS[command](**json_text.loads(given))
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
-    return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime.saving.offline", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    for run in (_show, _verify, _reshard, _export, _import):
-        command = commands.add_parser(run.__name__.removeprefix("_"))
-        command.set_defaults(run=run)
-        command.add_argument("path", type=Path)
-        command.add_argument("--json", action="store_true")
-        if run is not _import:
-            command.add_argument("--step", type=int)
-        if run in (_reshard, _export, _import):
-            command.add_argument("--output", type=Path, required=True)
-        if run is _reshard:
-            command.add_argument("--mesh", required=True)
-            command.add_argument("--schedule")
-            for name in ("--zero", "--microbatches", "--chunks"):
-                command.add_argument(name, type=int)
-        if run is _export:
-            command.add_argument("--ema", type=int)
-            command.add_argument("--masters", action="store_true")
-            command.add_argument("--max-file-bytes", type=int, default=5 * 10**9)
-    return parser
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    found = find_steps(arguments.path, arguments.step)
-    sys.stdout.write(as_json(found) if arguments.json else shown(as_text(found)))
+def _show(path: str, step: int | None = None, json: bool = False) -> int:
+    found = find_steps(Path(path), step)
+    sys.stdout.write(as_json(found) if json else shown(as_text(found)))
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    faults = {str(one.saved.folder): verify(one) for one in find_steps(arguments.path, arguments.step)}
+def _verify(path: str, step: int | None = None, json: bool = False) -> int:
+    faults = {str(one.saved.folder): verify(one) for one in find_steps(Path(path), step)}
     for folder, fault in faults.items():
         if fault is not None:
             write_error(fault)
-        elif not arguments.json:
+        elif not json:
             sys.stdout.write(shown(f"{folder}: whole") + "\n")
-    if arguments.json:
-        sys.stdout.write(json.dumps([{"folder": f, "whole": x is None, "fault": x} for f, x in faults.items()]) + "\n")
+    if json:
+        rows = [{"folder": folder, "whole": fault is None, "fault": fault} for folder, fault in faults.items()]
+        sys.stdout.write(json_text.dumps(rows) + "\n")
     return int(any(faults.values()))
 
 
-def _reshard(arguments: argparse.Namespace) -> int:
+def _reshard(path: str, mesh: str, output: str, step: int | None = None, json: bool = False, **given: Any) -> int:
     from .reshard import plan_for, reshard
 
-    manifest, saved = _opened(arguments)
+    manifest, saved = _opened(path, step)
     with saved:
-        given = {name: getattr(arguments, name) for name in ("schedule", "zero", "microbatches", "chunks")}
-        plan = plan_for(manifest, arguments.mesh, **given)
-        made = reshard(saved, manifest, plan, arguments.output)
-    return _say(arguments, f"{made}: step {manifest.step} for mesh {plan.mesh}", folder=str(made), mesh=str(plan.mesh))
+        plan = plan_for(manifest, mesh, **given)
+        made = reshard(saved, manifest, plan, Path(output))
+    words = f"{made}: step {manifest.step} for mesh {plan.mesh}"
+    return _say(json, words, folder=str(made), mesh=str(plan.mesh))
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(
+    path: str,
+    output: str,
+    step: int | None = None,
+    json: bool = False,
+    ema: int | None = None,
+    masters: bool = False,
+    max_file_bytes: int = 5 * 10**9,
+) -> int:
     from .export import export
 
-    _, saved = _opened(arguments)
+    _, saved = _opened(path, step)
     with saved:
-        made = export(
-            saved,
-            arguments.output,
-            average=arguments.ema,
-            masters=arguments.masters,
-            max_file_bytes=arguments.max_file_bytes,
-        )
-    return _say(
-        arguments,
-        f"{arguments.output}: {made.tensors} tensors, {made.num_bytes} bytes, in {len(made.files)} files",
-        files=[str(path) for path in made.files],
-        tensors=made.tensors,
-        bytes=made.num_bytes,
-        tied=dict(made.tied),
-    )
+        made = export(saved, Path(output), average=ema, masters=masters, max_file_bytes=max_file_bytes)
+    words = f"{output}: {made.tensors} tensors, {made.num_bytes} bytes, in {len(made.files)} files"
+    files = [str(file) for file in made.files]
+    return _say(json, words, files=files, tensors=made.tensors, bytes=made.num_bytes, tied=dict(made.tied))
 
 
-def _import(arguments: argparse.Namespace) -> int:
+def _import(path: str, output: str, json: bool = False) -> int:
     from .reshard import import_weights
 
-    made = import_weights(arguments.path, arguments.output)
-    return _say(arguments, f"{made}: weights to begin with; `quintsched run job.yaml --resume`", folder=str(made))
+    made = import_weights(Path(path), Path(output))
+    return _say(json, f"{made}: weights to begin with; `quintsched run job.yaml --resume`", folder=str(made))
 
 
-def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
+def _opened(path: str, step: int | None) -> tuple[Manifest, SavedState]:
     """Return the newest whole checkpoint, all of whose bytes were verified."""
     from ..checkpoints.manifest import Manifest
     from ..saved_state import SavedState
 
-    found, skipped = newest_whole(arguments.path, arguments.step)
+    found, skipped = newest_whole(Path(path), step)
     manifest, folder = found.manifest, found.saved.folder
     for one in skipped:
         write_line(f"step {one.saved.step} is not whole, step {found.saved.step} is taken: {one.fault}")
@@ -132,12 +107,19 @@ def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
     return manifest, saved
 
 
-def _say(arguments: argparse.Namespace, words: str, **found: Any) -> int:
-    values: Mapping[str, Any] = found
-    sys.stdout.write((json.dumps(values) if arguments.json else shown(words)) + "\n")
+def _say(json: bool, words: str, **values: Any) -> int:
+    sys.stdout.write((json_text.dumps(values) if json else shown(words)) + "\n")
     return 0
 
 
+COMMANDS: dict[str, Callable[..., int]] = {
+    "show": _show,
+    "verify": _verify,
+    "reshard": _reshard,
+    "export": _export,
+    "import": _import,
+}
+
 if __name__ == "__main__":
     with standard_streams():
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ from typing import Any
 
 from quintsched.errors import MisfitError
 
-from ..stored_tensors import Joined, Part, StoredTensor
+from ..stored_tensors import StoredTensor, joined, part_of
 from .origins import find_prefix
 from .safetensors_folder import Folder
 from .tensor_names import ModelNames
@@ -71,13 +71,13 @@ def _carried_out(folder: Folder, name: str, group: _Group) -> Mapping[str, Store
         kind = type(operation).__name__
         if kind == "MergeModulelist":
             stacks = [group.sources[pattern] for pattern in patterns if pattern in group.sources]
-            made = {name: [Joined(tuple(stack), operation.dim, stacks=True) for stack in stacks]}
+            made = {name: [joined(stack, operation.dim, stacks=True) for stack in stacks]}
         elif kind == "Concatenate":
-            made = {name: [Joined(tuple(made[name]), operation.dim)]}
+            made = {name: [joined(made[name], operation.dim)]}
         elif kind == "Chunk" and len(made[name]) == 1:
             whole, count = made.pop(name)[0], len(targets)
             made = {
-                name.replace(targets[0], target): [Part(whole, operation.dim, index, count)]
+                name.replace(targets[0], target): [part_of(whole, operation.dim, index, count)]
                 for index, target in enumerate(targets)
             }
         else:

@@ -19,7 +19,7 @@ from ..placement import Placement
 from ..rank_tensors import RankTensors
 from ..replaced_folder import standing
 from ..saved_state import MODEL, SavedState
-from ..stored_tensors import Alike, StoredTensor, Turned
+from ..stored_tensors import StoredTensor, alike, turned
 from .conversions import in_model_names
 from .gpt2 import require_gpt2
 from .origins import OLD_BUFFERS, Origin, Prefix, find_prefix, join_tied, require_names
@@ -85,5 +85,5 @@ def _origins(folder: Folder, names: ModelNames, given: Mapping[str, str] | None)
 
 def _in_model(folder: Folder, origin: Origin, stored: Mapping[str, StoredTensor]) -> StoredTensor:
     """Return a tensor as the model has it."""
-    alike = Alike(stored, folder.path) if len(stored) > 1 else next(iter(stored.values()))
-    return Turned(alike) if origin.transposed else alike
+    tensor = alike(stored, folder.path)
+    return turned(tensor) if origin.transposed else tensor

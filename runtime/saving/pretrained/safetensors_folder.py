@@ -20,7 +20,7 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 
-from ..stored_tensors import FileTensor, MappedFile, StoredTensor
+from ..stored_tensors import MappedFile, StoredTensor
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -60,7 +60,7 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
-def _read_index(path: Path) -> dict[str, FileTensor]:
+def _read_index(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of files that all lie beside their index."""
     try:
         homes = _Index.model_validate(_read_json(path)).weight_map
@@ -70,7 +70,7 @@ def _read_index(path: Path) -> dict[str, FileTensor]:
     for name in files:
         if Path(name).name != name:
             raise InputError(f"{path}: {name!r} is not the name of a file beside it")
-    return {tensor: FileTensor(tensor, files[home]) for tensor, home in homes.items()}
+    return {tensor: files[home].tensor(tensor) for tensor, home in homes.items()}
 
 
 def _read_json(path: Path) -> object:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
-
-from ...optim.chained import LRSchedulers
-from ...stage.build import Stage
-from ...state.master_weights import Masters
-from ...state.memory_stats import StateBytes
-from ..averages import Decay, WeightAverage
-from ..pretrained.load_pretrained import LoadedWeights
 from .engine_saves import EngineSaves
 from .engine_weights import EngineWeights
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+Owner = TypeVar("Owner")
+
+
+def _passed(
+    method: Callable[Concatenate[Owner, Given], Found], owner: Callable[[EngineState], Owner]
+) -> Callable[Concatenate[EngineState, Given], Found]:
+    """Return a method of an engine that is one of its object's; it has the same description."""
+
+    def passed(engine: EngineState, /, *given: Given.args, **named: Given.kwargs) -> Found:
+        return method(owner(engine), *given, **named)
+
+    update_wrapper(passed, method)
+    return passed
+
+
+def _weights(engine: EngineState) -> EngineWeights:
+    return engine.weights
+
+
+def _saves(engine: EngineState) -> EngineSaves:
+    return engine.saves
+
+
+def _shown(read: Callable[[EngineWeights], Found]) -> Found:
+    return cast(Found, property(lambda engine: read(engine.weights)))
 
 
 class EngineState:
@@ -27,108 +44,25 @@ class EngineState:
     weights: EngineWeights
     saves: EngineSaves
 
-    @property
-    def stages(self) -> Mapping[int, Stage]:
-        """See `EngineWeights.stages`."""
-        return self.weights.stages
+    stages = _shown(lambda weights: weights.stages)
+    optimizers = _shown(lambda weights: weights.optimizers)
+    optimizer = _shown(lambda weights: weights.optimizer)
+    zero_split = _shown(lambda weights: weights.zero_split)
+    masters = _shown(lambda weights: weights.masters)
+    gathered = _passed(EngineWeights.gathered, _weights)
+    lr_schedulers = _passed(EngineWeights.lr_schedulers, _weights)
+    ema = _passed(EngineWeights.ema, _weights)
+    full_weights = _passed(EngineWeights.full_weights, _weights)
+    set_weights = _passed(EngineWeights.set_weights, _weights)
+    state_bytes = _passed(EngineWeights.state_bytes, _weights)
 
-    def gathered(self, *, write: bool = False) -> AbstractContextManager[Mapping[int, Stage]]:
-        """See `EngineWeights.gathered`."""
-        return self.weights.gathered(write=write)
-
-    @property
-    def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
-        """See `EngineWeights.optimizers`."""
-        return self.weights.optimizers
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """See `EngineWeights.optimizer`."""
-        return self.weights.optimizer
-
-    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
-        """See `EngineWeights.lr_schedulers`."""
-        return self.weights.lr_schedulers(make)
-
-    @property
-    def zero_split(self) -> str | None:
-        """See `EngineWeights.zero_split`."""
-        return self.weights.zero_split
-
-    @property
-    def masters(self) -> Masters:
-        """See `EngineWeights.masters`."""
-        return self.weights.masters
-
-    def ema(self, decay: Decay) -> WeightAverage:
-        """See `EngineWeights.ema`."""
-        return self.weights.ema(decay)
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """See `EngineWeights.full_weights`."""
-        return self.weights.full_weights()
-
-    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See `EngineWeights.set_weights`."""
-        self.weights.set_weights(weights)
-
-    def state_bytes(self) -> StateBytes:
-        """See `EngineWeights.state_bytes`."""
-        return self.weights.state_bytes()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """See `EngineSaves.state_dict`."""
-        return self.saves.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `EngineSaves.load_state_dict`."""
-        self.saves.load_state_dict(state)
-
-    def state_metadata(self) -> dict[str, str]:
-        """See `EngineSaves.state_metadata`."""
-        return self.saves.state_metadata()
-
-    def load_state_files(self, paths: Sequence[str | Path]) -> None:
-        """See `EngineSaves.load_state_files`."""
-        self.saves.load_state_files(paths)
-
-    def full_state_dict(self, *, all_blocks: bool = False) -> dict[str, Tensor]:
-        """See `EngineSaves.full_state_dict`."""
-        return self.saves.full_state_dict(all_blocks=all_blocks)
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `EngineSaves.load_full_state_dict`."""
-        self.saves.load_full_state_dict(state)
-
-    def load_pretrained(
-        self,
-        path: str | Path,
-        *,
-        names: Mapping[str, str] | None = None,
-        fresh: Sequence[str] = (),
-        strict: bool = True,
-    ) -> LoadedWeights:
-        """See `EngineSaves.load_pretrained`."""
-        return self.saves.load_pretrained(path, names=names, fresh=fresh, strict=strict)
-
-    def save_pretrained(
-        self, path: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
-    ) -> None:
-        """See `EngineSaves.save_pretrained`."""
-        self.saves.save_pretrained(path, dtype=dtype, max_file_bytes=max_file_bytes)
-
-    def save_dcp(self, path: str | Path, *, beside: Mapping[str, object] | None = None) -> None:
-        """See `EngineSaves.save_dcp`."""
-        self.saves.save_dcp(path, beside=beside)
-
-    def load_dcp(
-        self,
-        path: str | Path,
-        *,
-        fresh: Sequence[str] = (),
-        strict: bool = True,
-        optimizer: bool = True,
-        beside: Sequence[str] = (),
-    ) -> LoadedWeights:
-        """See `EngineSaves.load_dcp`."""
-        return self.saves.load_dcp(path, fresh=fresh, strict=strict, optimizer=optimizer, beside=beside)
+    state_dict = _passed(EngineSaves.state_dict, _saves)
+    load_state_dict = _passed(EngineSaves.load_state_dict, _saves)
+    state_metadata = _passed(EngineSaves.state_metadata, _saves)
+    load_state_files = _passed(EngineSaves.load_state_files, _saves)
+    full_state_dict = _passed(EngineSaves.full_state_dict, _saves)
+    load_full_state_dict = _passed(EngineSaves.load_full_state_dict, _saves)
+    load_pretrained = _passed(EngineSaves.load_pretrained, _saves)
+    save_pretrained = _passed(EngineSaves.save_pretrained, _saves)
+    save_dcp = _passed(EngineSaves.save_dcp, _saves)
+    load_dcp = _passed(EngineSaves.load_dcp, _saves)

@@ -19,7 +19,8 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.number_types import TYPES
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
-from quintsched.runtime.saving.offline.__main__ import main
+
+from .test_offline import main
 
 INPUTS, TARGETS = torch.ones(4, 6), torch.ones(4, 6)
 

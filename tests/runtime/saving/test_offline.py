@@ -27,8 +27,8 @@ from quintsched.runtime.saving import saved_state
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
 from quintsched.runtime.saving.checkpoints.run_lock import lock_folder
+from quintsched.runtime.saving.offline import __main__ as offline
 from quintsched.runtime.saving.offline import reshard as resharding
-from quintsched.runtime.saving.offline.__main__ import main
 from quintsched.runtime.saving.write_tensors import hash_file
 from quintsched.runtime.train.losses import cross_entropy_sum
 
@@ -89,6 +89,18 @@ def weights_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def main(words: list[str]) -> int:
+    """Run a command as the command line gives it: path, then flags."""
+    command, path, *rest = words
+    given: dict[str, Any] = {"path": path}
+    for place, word in enumerate(rest):
+        if word.startswith("--"):
+            value = rest[place + 1] if place + 1 < len(rest) and not rest[place + 1].startswith("--") else True
+            is_number = isinstance(value, str) and value.isdecimal()
+            given[word[2:].replace("-", "_")] = int(value) if is_number else value
+    return offline.main([command, json.dumps(given)])
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
