@@ -120,11 +120,11 @@ class OpenCheckpoints:
         saves: the state of the engine that is saved and loaded.
         opened: the folder.
         how: how many stay, in which format, and how they are written.
-        settings: what the run was started with, which its manifests keep.
+        settings: what the run was started with, as it is when a manifest keeps it.
     """
 
     def __init__(self, saves: EngineSaves, opened: OpenRun, how: Checkpoints, settings: Mapping[str, Any]) -> None:
-        self._saves, self._how, self._settings = saves, how, dict(settings)
+        self._saves, self._how, self._settings = saves, how, settings
         self.folder, self.run, self.moved = opened.folder, opened.run, opened.words
         self._writer, self._buffer = Writer(), HostBuffer(saves.device)
 
@@ -219,7 +219,7 @@ class OpenCheckpoints:
             step=step,
             replicas=num_replicas,
             files=[WrittenFile.model_validate_json(line) for lines in said for line in lines.split(b"\n")],
-            settings=self._settings,
+            settings=dict(self._settings),
             progress=dict(progress),
         )
         everyone.together(lambda: self._complete(attempt, manifest) if everyone.is_first else None)
