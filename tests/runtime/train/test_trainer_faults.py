@@ -19,9 +19,6 @@ from quintsched.runtime.interpreter.clock import Clock
 from quintsched.runtime.optim.gathered import Stepper
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder, saved_steps
-from quintsched.runtime.stage.build import Stage
-from quintsched.runtime.state.master_weights import Masters
-from quintsched.runtime.state.state_dict import load_state
 
 from ..ranks import run_ranks
 from ..saving.test_manifest import read_json, write_sealed
@@ -118,15 +115,10 @@ def test_a_state_from_before_the_first_step_takes_the_momentum_away() -> None:
 
 
 def test_loaded_optimizer_state_lies_beside_its_parameter() -> None:
-    stages = {0: Stage(0, {0: nn.Linear(2, 2, bias=False, device="meta")})}
-    optimizer = torch.optim.Adam(stages[0].parameters())
-    state = {"model.0.weight": torch.ones(2, 2), "optimizer.0.weight.exp_avg": torch.ones(2, 2)}
-    load_state(
-        stages, {(0,): Stepper(optimizer, [])}, Masters(stages), state | {"optimizer.0.weight.step": torch.tensor(1.0)}
-    )
-    kept = optimizer.state[stages[0].get_parameter("blocks.0.weight")]
-    assert kept["exp_avg"].is_meta
-    assert not kept["step"].is_meta
+    weight = nn.Linear(2, 2, bias=False, device="meta").weight
+    stepper = Stepper(torch.optim.Adam([weight]), [])
+    assert stepper.home_of(weight, "exp_avg").type == "meta"
+    assert stepper.home_of(weight, "step").type == "cpu"
 
 
 def test_a_gpu_clock_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
