@@ -45,8 +45,8 @@ from .spaces import (
 )
 from .user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of
 
-_MOST, _MOST_BYTES = 100_000, 1 << 24
-"""No more things than so many are looked into, nor larger arrays."""
+_MOST, _MOST_NEAR, _MOST_BYTES = 100_000, 2000, 1 << 24
+"""No more things than so many are looked into, fewer where libraries' objects are too, nor larger arrays."""
 
 
 class Change(NamedTuple):
@@ -85,7 +85,7 @@ class Snapshot:
     Args:
         roots: modules, functions and others, by what they are called in messages.
         numbers: whether those of tensors are noted; else nothing can be asked but who holds what.
-        of_libraries: whether objects of libraries are looked into that are no modules.
+        of_libraries: whether objects of libraries are looked into that are no modules, as far as they are near.
 
     Attributes:
         plain: numbers, strings and flags among it, the nearer ones first.
@@ -94,6 +94,7 @@ class Snapshot:
     def __init__(self, roots: Mapping[str, Any], *, numbers: bool = True, of_libraries: bool = False) -> None:
         self._numbers = numbers
         self._looked_into: Any = object if of_libraries else SimpleNamespace | UserDict
+        self._most = _MOST_NEAR if of_libraries else _MOST
         self.plain: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._held: list[_Held] = []
@@ -166,7 +167,7 @@ class Snapshot:
         """Look into something, once."""
         if isinstance(thing, PLAIN):
             self.plain.append(thing)
-        elif id(thing) not in self._seen and len(self._seen) < _MOST:
+        elif id(thing) not in self._seen and len(self._seen) < self._most:
             self._seen[id(thing)] = thing
             self._waiting.append((name, thing))
 
