@@ -25,7 +25,7 @@ from .agreement.sections import Section
 from .blocks.blocks import Blocks
 from .blocks.untouched import tensors_of_training
 from .comm import Transport
-from .comm.connection import connect_for, patience_s
+from .comm.connection import connect_for, watch_by
 from .comm.control import ControlGroup
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
@@ -64,7 +64,6 @@ from .steps.plans import StepPlans
 from .verification.bad_steps import BadSteps
 from .verification.comparison import Comparison
 from .verification.engine_checks import EngineChecks
-from .watch.start import WatchOptions
 
 
 @taking_settings
@@ -356,6 +355,5 @@ def _as_split(settings: RunSettings, blocks: Split) -> RunSettings:
 
 
 def _connect(plan: Plan, settings: RunSettings) -> Transport:
-    timeout_s = patience_s(settings.timeout_s, compiled=settings.compiled)
-    watch = WatchOptions(timeout_s, settings.stall_after, settings.compiled)
-    return connect_for(plan, timeout_s, watch=watch)
+    watch = watch_by(settings)
+    return connect_for(plan, watch.timeout_s, watch=watch)

@@ -8,10 +8,11 @@ one process                                        the transport of this process
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from quintsched.plan import Plan
 
-from ..settings.run_settings import Rules, WireName
+from ..settings.run_settings import Rules, RunSettings, WireName
 from ..watch.rendezvous.parent import end_with_launcher
 from ..watch.start import WatchOptions
 from . import LocalTransport, LocalWorld, Transport, connect
@@ -44,12 +45,15 @@ def connect_for(
     return LocalTransport(LocalWorld(1, kind, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
 
 
-def patience_s(timeout_s: float, *, compiled: bool) -> float:
-    """Return how long a wait may take: half an hour at least where ranks compile, which is no stall.
+def watch_by(settings: RunSettings, folder: Path | None = None) -> WatchOptions:
+    """Return what the watch is told by the settings of a run; a verdict is written into `folder`.
 
-    A rank that dies is noticed all the same, when its connection closes.
+    A wait may take half an hour at least where ranks compile, which is no stall. A rank that dies is noticed all the
+    same, when its connection closes.
     """
-    return max(timeout_s, COMPILING_S) if compiled else timeout_s
+    timeout_s = max(settings.timeout_s, COMPILING_S) if settings.compiled else settings.timeout_s
+    report = str((folder or Path()) / WatchOptions.report)
+    return WatchOptions(timeout_s, settings.stall_after, settings.compiled, report)
 
 
 def choose_library() -> str:

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
     from ..comm import Transport
     from ..settings.job import JobConfig
     from ..settings.run_settings import Start
-    from ..watch.start import WatchOptions
 
-REPORT = "stall.json"
 MOST_LETTERS = 20_000
 """How much of an error's message is said, and of each line of its traceback."""
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
@@ -112,13 +109,14 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
 def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for; `how` goes to `train`."""
     from ..comm import LocalTransport, run_local
+    from ..comm.connection import watch_by
     from ..watch.rendezvous.attempt import meet_alone
 
     if job.runtime.transport != "local":
         with connected(job, plan) as transport:
             train(job, plan, transport, "resume" if transport.goes_on else start, **how)
         return
-    timeout_s = watch_options(job).timeout_s
+    timeout_s = watch_by(job.run).timeout_s
     attempt = meet_alone(timeout_s)
     start = "resume" if attempt is not None and attempt.goes_on else start
 
@@ -133,11 +131,11 @@ def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
 @contextmanager
 def connected(job: JobConfig, plan: Plan) -> Iterator[Transport]:
     """Give this process's transport; what is raised within hangs up, and is a stall where a peer was lost."""
-    from ..comm.connection import connect_for
+    from ..comm.connection import connect_for, watch_by
     from ..comm.failures import as_stall
 
     assert job.runtime.transport != "local"
-    watch = watch_options(job)
+    watch = watch_by(job.run, job.folder)
     transport = connect_for(plan, watch.timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
         yield transport
@@ -162,16 +160,6 @@ def _abort(transport: Transport, error: BaseException) -> None:
     except BaseException as another:
         transport.publisher.fail(another)
         raise
-
-
-def watch_options(job: JobConfig) -> WatchOptions:
-    """Return what the watch over a job's ranks is told."""
-    from ..comm.connection import patience_s
-    from ..watch.start import WatchOptions
-
-    run = job.run
-    timeout_s = patience_s(run.timeout_s, compiled=run.compiled)
-    return WatchOptions(timeout_s, run.stall_after, run.compiled, str((job.folder or Path()) / REPORT))
 
 
 def train(

@@ -278,8 +278,9 @@ class JobConfig(Settings):
     @property
     def folder(self) -> Path | None:
         """Where reports go of a run that goes wrong: beside the log, or the checkpoints."""
-        beside = self.log.path or self.checkpoint.dir
-        return None if beside is None else Path(beside).parent if beside == self.log.path else Path(beside)
+        if self.log.path is not None:
+            return Path(self.log.path).parent
+        return None if self.checkpoint.dir is None else Path(self.checkpoint.dir)
 
     @property
     def run(self) -> RunSettings:
