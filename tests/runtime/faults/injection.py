@@ -130,15 +130,15 @@ class Injection:
         return ODD[self.step % len(ODD)]
 
     def _install_in_job(self, folder: Path) -> None:
-        from quintsched.runtime.job import jobfile
+        from quintsched.runtime.launch import request
 
-        loads = jobfile.load_job
+        loads = request.load_job
 
         def load(path: str | Path, settings: Sequence[str] = ()) -> Any:
             (folder / "fired").write_text(str(time.time()))
             return loads(path, [*settings, self.odd])
 
-        jobfile.load_job = load
+        request.load_job = load
 
     def _install_in_program(self, folder: Path) -> None:
         from quintsched.runtime.interpreter.interpreter import Interpreter
