@@ -191,7 +191,7 @@ def test_a_rule_that_says_the_wrong_layout_is_refused() -> None:
     ],
 )
 def test_rules_that_say_nothing_that_there_is(rule: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"tensor-parallel rule '*.qkv': {words}")):
+    with pytest.raises(UsageError, match=re.escape(f"rules.*.qkv: {words}")):
         train("tp=2", [Timm], rules={"*.qkv": rule})
 
 
