@@ -37,7 +37,7 @@ from .load_state import StateLoader
 from .placement import Placement
 from .pretrained.load_pretrained import LoadedWeights
 from .pretrained.origins import find_prefix, require_names
-from .rank_tensors import HeldTensor, RankTensors
+from .rank_tensors import HeldTensor, RankTensors, sizes_of, state_placement
 from .replaced_folder import replace_folder, standing
 from .saved_state import MODEL, STEP, SavedState
 from .saved_state import STATE as OURS
@@ -77,21 +77,15 @@ def _first_held(rank: RankTensors) -> list[HeldTensor]:
     ]
 
 
-def _kept_placement(one: HeldTensor, kept: KeptState) -> Placement:
-    return one.placement if kept.is_shard else one.placement.gathered()
-
-
 def _require_places(rank: RankTensors) -> None:
     """Raise `MisfitError` for state of which nobody can say where it lies in the whole."""
-    for one in _first_held(rank):
-        kept = rank.kept(one)
-        placement = one.placement if kept is None else _kept_placement(one, kept)
-        for key, value in {} if kept is None or placement.is_whole else flat_of(kept.state, one.name).items():
-            if value.dim() and tuple(value.shape) != placement.held and not is_text(key):
-                raise MisfitError(
-                    f"the optimizer's {key!r} of {one.name} is {tuple(value.shape)}, its weight here {placement.held}: "
-                    "a shard of such a state has no place in a whole one; save with checkpoint.format: native"
-                )
+    sizes = sizes_of(rank.tensors())
+    for name, placement in rank.placements(sizes)[1].items():
+        if not is_text(name):
+            raise MisfitError(
+                f"{name!r} is {sizes[name]}, its weight here {placement.held}: a shard of such a state has no place in "
+                "a whole one; save with checkpoint.format: native"
+            )
 
 
 def _write_file(path: Path, rank: RankTensors, values: Mapping[str, object]) -> list[Entry]:
@@ -114,7 +108,7 @@ def _write_file(path: Path, rank: RankTensors, values: Mapping[str, object]) -> 
 
 def _write_kept(writer: DcpWriter, names: Sequence[str], one: HeldTensor, kept: KeptState) -> None:
     """Write what an optimizer keeps for a weight; a number or a string as it is, which PyTorch takes back so."""
-    placement = _kept_placement(one, kept)
+    placement = state_placement(one, kept)
     plain = {quoted(key): value for key, value in kept.state.items() if type(key) is str and type(value) in SCALARS}
     others = {key: value for key, value in kept.state.items() if type(key) is not str or type(value) not in SCALARS}
     for key, value in {**plain, **flat_of(others, one.name)}.items():
@@ -162,7 +156,7 @@ def load_dcp(
         path, [name for name in tensors if name.startswith(MODEL)], ours.keys(), lacking, fresh, strict=strict
     )
     StateLoader(saved, rank, is_part=True, takes_states=optimizer).load(everyone.together)
-    rank.steps.before = (int(saved.whole(STEP)) if STEP in saved.pieces else 0) - rank.steps.in_run
+    rank.take_progress(saved)
     values = everyone.together(lambda: {name: saved.values[name]() for name in beside if name in saved.values})
     return LoadedWeights(tuple(lacking.values()), unused, {**dict.fromkeys(beside), **values})
 

@@ -27,7 +27,7 @@ from ..state.state_dict import MARK, same
 from ..state.training_state import KeptState
 from .averages import DECAY
 from .placement import Placement
-from .rank_tensors import HeldTensor, RankTensors
+from .rank_tensors import HeldTensor, RankTensors, state_placement
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
 from .state_layout import StateLayout
 
@@ -159,7 +159,7 @@ class StateLoader:
     def _load_states(self, one: HeldTensor, kept: KeptState) -> None:
         """Read what an optimizer keeps for a weight: its keys are those of the state."""
         assert kept.handle is not None
-        placement = one.placement if kept.is_shard else one.placement.gathered()
+        placement = state_placement(one, kept)
         weight = next((called for called in self._called[one.name] if called in self._saved.states), "")
         memory = KeptMemory(kept.state, kept.handle)
         flat: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from ..blocks.module_state import saved_tensors
 from ..blocks.plain_values import is_text
 from ..comm.control import ControlGroup
 from ..optim.kept import flat_of
-from ..optim.loss_scale import LossScale
+from ..optim.loss_scale import SCALE, LossScale
 from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import shard_of
@@ -35,7 +35,7 @@ from ..state.training_state import KeptState, TrainingState
 from .averages import Averages
 from .placement import Box, Placement
 from .pretrained.tensor_names import ModelNames
-from .saved_state import AVERAGE, MODEL, STATE, Sizes, parts_of
+from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, Sizes, parts_of
 from .state_layout import StateLayout
 
 
@@ -170,7 +170,7 @@ class RankTensors:
             placement = one.placement
             if kind == STATE:
                 kept = self.kept(one)
-                placement = placement if kept is None or kept.is_shard else placement.gathered()
+                placement = placement if kept is None else state_placement(one, kept)
                 if not size or is_text(key) or size != placement.held:
                     if size and not placement.is_whole:
                         beside[name] = placement
@@ -195,9 +195,20 @@ class RankTensors:
             [list(group) for group in self.names.same()],
         )
 
+    def take_progress(self, saved: SavedState) -> None:
+        """Let the number of steps and the scale of losses be those of a state; without such, no step was made."""
+        self.steps.before = (int(saved.whole(STEP)) if STEP in saved.pieces else 0) - self.steps.in_run
+        if SCALE in saved.pieces:
+            self.scale.load_state_dict({SCALE: saved.whole(SCALE)})
+
     def is_first_twin(self, one: HeldTensor) -> bool:
         """Whether of the stages that hold the same part of the model, this tensor is in the first."""
         return self.model.plan.layout.twins(one.stage)[:1] in ((), (one.stage,))
+
+
+def state_placement(one: HeldTensor, kept: KeptState) -> Placement:
+    """Return where a state of a weight lies that has its shape: whole where tp gathers the weight for its steps."""
+    return one.placement if kept.is_shard else one.placement.gathered()
 
 
 def sizes_of(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from ..blocks.number_types import require_kind
 from ..optim.loss_scale import SCALE
 from ..state.state_dict import STATES, require_states, same
 from .placement import Box, Placement, Range
-from .state_layout import RUN, StateLayout
+from .state_layout import LAYOUT, RUN, StateLayout
 from .stored_tensors import MappedFile, StoredTensor, of_memory
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
@@ -124,7 +124,7 @@ class SavedState:
             file = MappedFile(path)
             metadata, tensors = file.opened.metadata() or {}, file.tensors()
             try:
-                layout = StateLayout.of_metadata(metadata)
+                layout = StateLayout.from_text(metadata[LAYOUT]) if LAYOUT in metadata else None
             except InputError as error:
                 raise InputError(f"{path}: {error}") from None
             if layout is None and layout_of is not None:
@@ -193,14 +193,10 @@ class SavedState:
                 found.setdefault(weight, {})[key] = None
         return {weight: list(keys) for weight, keys in found.items()}
 
-    def has_alike(self, name: str) -> bool:
-        """Whether all ranks have kept the same numbers of what is not cut."""
-        pieces = [piece for piece in self.pieces.get(name, ()) if piece.placement.is_plain]
-        return len(pieces) < 2 or all(same(piece.whole(), pieces[0].whole()) for piece in pieces[1:])
-
     def require_alike(self, name: str) -> None:
         """Raise `MisfitError` where ranks have kept other numbers of what is not cut."""
-        if not self.has_alike(name):
+        pieces = [piece for piece in self.pieces.get(name, ()) if piece.placement.is_plain]
+        if any(not same(piece.whole(), pieces[0].whole()) for piece in pieces[1:]):
             raise MisfitError(
                 f"{self.where}: {name!r} is not the same on all ranks that saved it, so that nobody can say "
                 "what it is on another mesh; resume on the mesh that wrote it"

@@ -52,7 +52,7 @@ class StateLayout:
 
     def to_text(self) -> str:
         """Return the JSON text of it."""
-        used = {one: number for number, one in enumerate({**self._of(self.placements), **self._of(self.beside)})}
+        used = {one: n for n, one in enumerate(dict.fromkeys([*self.placements.values(), *self.beside.values()]))}
         return _Written(
             version=1,
             replica=self.replica,
@@ -64,21 +64,10 @@ class StateLayout:
             same=[list(names) for names in self.same],
         ).model_dump_json(exclude_none=True)
 
-    @staticmethod
-    def _of(placements: Mapping[str, Placement]) -> dict[Placement, None]:
-        return dict.fromkeys(placements.values())
-
     def holds_as(self, other: StateLayout) -> bool:
         """Whether two ranks have cut their weights alike; what is kept beside a weight is cut as it is."""
-        return self._of_weights() == other._of_weights()
-
-    def _of_weights(self) -> dict[str, Placement]:
-        return {name: placement for name, placement in self.placements.items() if name.startswith("model.")}
-
-    @classmethod
-    def of_metadata(cls, metadata: Mapping[str, str]) -> StateLayout | None:
-        """Return what the metadata of a file say; None where they say nothing. Raises as `from_text`."""
-        return cls.from_text(metadata[LAYOUT]) if LAYOUT in metadata else None
+        mine, theirs = ({n: p for n, p in one.placements.items() if n.startswith("model.")} for one in (self, other))
+        return mine == theirs
 
     @classmethod
     def from_text(cls, text: str) -> StateLayout:

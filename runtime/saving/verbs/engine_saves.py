@@ -149,9 +149,7 @@ class EngineSaves:
             loader.load(self.rank.everyone.together)
         else:
             loader.load()
-        steps, found = self.rank.steps, saved.pieces
-        steps.before = (int(saved.whole(STEP)) if STEP in found else 0) - steps.in_run
-        self.rank.scale.load_state_dict({n: saved.whole(n) for n in found if n.startswith("engine.loss")})
+        self.rank.take_progress(saved)
 
     def _progress(self) -> dict[str, Tensor]:
         """Return what belongs to a state beside tensors of weights; raises `UsageError` where that is not all."""
