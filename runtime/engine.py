@@ -276,6 +276,8 @@ class Engine(EngineState, RankView):
             raise UsageError("this engine was closed; make a new one")
         with tensors_of_training() if torch.is_inference_mode_enabled() else nullcontext():
             try:
+                if plan.mode == "train":
+                    self.weights.require_unchanged()
                 self._model.follow_model()
                 prepared = None if targets is None else self._prepare(targets)
                 batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)

@@ -1,7 +1,8 @@
-"""Weights of other stages that a loss or a metric reads: on this rank they stay as they were when the model was built.
+"""Weights that a loss or a metric reads, and that this rank has not whole: it would go by other numbers, unseen.
 
     lambda output, targets: mse(output, targets) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
-                                                         on the last stage only its own p are trained: refused
+        of other stages     stay as they were when the model was built                                         refused
+        cut over tp, ep     its shards, of which each rank has others; with ZeRO-3 resident only in a block    refused
 
 What tells only of shapes and devices, and frozen weights, may be read anywhere.
 """
@@ -19,38 +20,76 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
+from ..parallel.expert.moe import expert_weights
+from ..parallel.tensor.shard import shard_of
+
 _PLAIN = (Tensor, nn.Parameter)
+
+_ELSEWHERE = (
+    "which other ranks train: here it stays as it was at the start; let the block that has the weight return a loss of "
+    "it, (output, loss)"
+)
+_OVER_TP = "of which tp gives this rank a shard; keep the layers of its block whole, rules={{'{}.*': 'replicate'}}"
+_OVER_EP = "of an expert that other ranks of ep do not have; let the block that has it return a loss of it"
+_BY_ZERO = (
+    "and with ZeRO-3 a loss or a metric cannot read weights, which are resident only while blocks use them; compile "
+    "the plan with zero=2, or let the block that has the weight return a loss of it, (output, loss)"
+)
+_INSTEAD = "let the optimizer decay weights (weight_decay=…), or take engine.full_weights() between steps"
+
+Places = dict[int, list[tuple[int, int, str]]]
+"""By where memory begins: from where to where a weight lies in it, and what is to be said of it."""
 
 
 class WeightsElsewhere:
-    """The weights of a model that are trained by other ranks alone.
+    """The weights of a model that are trained by other ranks alone, or of which this rank has a shard.
 
     Args:
-        blocks: the whole model; of what is not built yet nobody can read weights.
-        here: the modules that this rank trains.
+        blocks: the whole model, before it is cut; of what is not built yet nobody can read weights.
     """
 
-    def __init__(self, blocks: Sequence[Any], here: Iterable[nn.Module]) -> None:
-        own = [*here]
-        self._own = {module for stage in own for module in stage.modules()}
-        built = {number: b for number, b in enumerate(blocks) if isinstance(b, nn.Module) and b not in self._own}
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        built = {number: block for number, block in enumerate(blocks) if isinstance(block, nn.Module)}
         self._weights = [
             (f"{number}.{name}", ref(parameter))
             for number, block in built.items()
             for name, parameter in block.named_parameters()
             if parameter.requires_grad and type(parameter) in _PLAIN
         ]
+        self._own: dict[str, nn.Parameter] = {}
+        self._experts = set[nn.Parameter]()
+        self._is_resident = True
 
-    def places(self) -> dict[int, str]:
-        """Return where they lie in memory, with their names, "<block>.<name in the block>"."""
-        held = {memory for module in self._own for p in module.parameters(recurse=False) for memory in _memory(p)}
-        weights = ((name, reference()) for name, reference in self._weights)
-        found = ((memory, name) for name, p in weights if p is not None for memory in _memory(p))
-        return {memory: name for memory, name in found if memory not in held}
+    def settle(self, here: Iterable[nn.Module], *, is_resident: bool) -> None:
+        """Take in the stages that this rank trains, and whether their weights are resident between steps."""
+        self._is_resident = is_resident
+        for stage in here:
+            self._own.update((name.removeprefix("blocks."), weight) for name, weight in stage.named_parameters())
+            self._experts |= expert_weights(stage)
+
+    def places(self) -> Places:
+        """Return where they lie in memory, with what is to be said of them."""
+        found: Places = {}
+        for name, weight in self._own.items():
+            if why := self._why_cut(name, weight):
+                _add(found, weight, f"{name!r} (<block>.<weight>), {why}")
+        held = {memory for weight in self._own.values() for memory in _memory(weight)}
+        for name, reference in self._weights:
+            weight_elsewhere = reference()
+            if weight_elsewhere is not None and held.isdisjoint(_memory(weight_elsewhere)):
+                _add(found, weight_elsewhere, f"{name!r} (<block>.<weight>), {_ELSEWHERE}")
+        return found
+
+    def _why_cut(self, name: str, weight: nn.Parameter) -> str:
+        if shard_of(weight) is not None:
+            return _OVER_TP.format(name.partition(".")[0])
+        if weight in self._experts:
+            return _OVER_EP
+        return "" if self._is_resident or not weight.requires_grad else _BY_ZERO
 
 
 class ReadsElsewhere(TorchDispatchMode):
-    """While it is entered, a function's calls are looked through for weights that other ranks train.
+    """While it is entered, a function's calls are looked through for weights that this rank has not whole.
 
     Attributes:
         refusal: why it cannot go by what it reads, in words; "": it reads none.
@@ -58,7 +97,7 @@ class ReadsElsewhere(TorchDispatchMode):
 
     def __init__(self, weights: WeightsElsewhere, what: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weights, self._what, self._places = weights, what, dict[int, str]()
+        self._weights, self._what, self._places = weights, what, Places()
         self.refusal = ""
 
     def __enter__(self) -> Any:
@@ -70,15 +109,14 @@ class ReadsElsewhere(TorchDispatchMode):
     ) -> Any:
         name = func._schema.name
         if self._places and not (name.startswith("aten::new_") or name.endswith(("_like", "::detach"))):
-            places = (place for leaf in tree_leaves((args, kwargs)) for place in _memory(leaf))
-            read = next(filter(None, map(self._places.get, places)), None)
-            if read is not None and not self.refusal:
-                self.refusal = (
-                    f"{self._what} goes by {read!r} (<block>.<weight>), which other ranks train: here it stays as it "
-                    "was at the start; let the optimizer decay weights (weight_decay=…), let the block that has the "
-                    "weight return a loss of it, (output, loss), or take engine.full_weights() between steps"
-                )
+            read = next(filter(None, map(self._told_of, tree_leaves((args, kwargs)))), "")
+            if read and not self.refusal:
+                self.refusal = f"{self._what} goes by {read}; {_INSTEAD}"
         return func(*args, **(kwargs or {}))
+
+    def _told_of(self, leaf: Any) -> str:
+        spans = (span for memory in _memory(leaf) for span in self._places.get(memory, ()))
+        return next((told for first, last, told in spans if first <= leaf.data_ptr() < last), "")
 
 
 def require_own_weights(
@@ -110,6 +148,12 @@ def require_own_weights(
 def _place(tensor: Tensor) -> int:
     """Return where a tensor's numbers begin, or else which one it is."""
     return next(iter(_memory(tensor)), id(tensor))
+
+
+def _add(places: Places, weight: Tensor, told: str) -> None:
+    for memory in _memory(weight):
+        first = weight.data_ptr()
+        places.setdefault(memory, []).append((first, first + max(1, weight.nbytes), told))
 
 
 def _memory(leaf: Any) -> Iterable[int]:

@@ -73,7 +73,7 @@ class RankModel:
         target_stages: the stages whose blocks take targets.
         shared_state: what blocks of several stages have in common besides weights.
         boundaries: whether what stages are given requires gradients, and gets them.
-        elsewhere: the weights that other ranks train.
+        elsewhere: the weights that this rank has not whole.
         tensor: how blocks are cut over tp.
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
@@ -139,7 +139,7 @@ class RankModel:
 
     def _build(self, blocks: Blocks) -> None:
         options, device = self.options, self._transport.device
-        self.masks = Masks(options.seed)
+        self.masks, self.elsewhere = Masks(options.seed), WeightsElsewhere(blocks)
         self.prover = Prover(
             self.tensor,
             self.outlines,
@@ -164,7 +164,8 @@ class RankModel:
         )
         self.tensor.settle(self.prover.share(self._groups.world))
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
-        self.elsewhere = WeightsElsewhere(blocks, self.stages.values())
+        is_resident = not self.plan.zero.shards_weights or self.num_replicas == 1
+        self.elsewhere.settle(self.stages.values(), is_resident=is_resident)
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)

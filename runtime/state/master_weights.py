@@ -9,8 +9,7 @@ Weights of 32 bits or more are themselves the masters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,6 @@ from ..blocks.dtensor import local_of
 from ..blocks.number_types import is_low
 from ..parallel.tensor.shard import mark_shard, shard_of
 from ..stage.build import Stage
-
-_version_of = attrgetter("_version")
 
 
 class Masters:
@@ -37,22 +34,37 @@ class Masters:
             self._of.update({p: nn.Parameter(local_of(p)) for p in weights if isinstance(p, DTensor)})
             self._of.update(zip(low, high, strict=True))
             self._pairs[stage.index] = ([local_of(parameter) for parameter in low], list(high))
-        self._watched = [parameter for parameter in self._of if not isinstance(parameter, DTensor)]
+        named = ((name, p) for stage in stages.values() for name, p in stage.named_weights().items())
+        self._watch((name, p) for name, p in named if is_low(p.dtype) or shard_of(p) is not None)
+
+    def _watch(self, named: Iterable[tuple[str, nn.Parameter]], *, moves: bool = False) -> None:
+        """Watch weights that somebody may change; whether they move in memory by themselves."""
+        self._watched = [(name, weight) for name, weight in named if not isinstance(weight, DTensor)]
+        self._moves = moves
         self.note_versions()
 
     def note_versions(self) -> None:
         """Take what has been done to weights so far for the engine's own doing."""
-        self._versions = [*map(_version_of, self._watched)]
+        self._versions = self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        moves = self._moves
+        return [(weight._version, 0 if moves else weight.data_ptr()) for _, weight in self._watched]
 
     @property
     def has_copies(self) -> bool:
         """Whether some weights are copies of longer ones, which are stepped."""
         return any(low for low, _ in self._pairs.values())
 
-    @property
-    def were_changed(self) -> bool:
-        """Whether somebody has changed weights in place that are copies of what is stepped, since they were written."""
-        return self._versions != [*map(_version_of, self._watched)]
+    def changed(self) -> list[tuple[str, bool]]:
+        """Return the weights that somebody has changed in place, or moved: their names, and whether tp cuts them.
+
+        Those are watched that are copies of what is stepped, or shards of it.
+        """
+        if (now := self._now()) == self._versions:
+            return []
+        pairs = zip(self._watched, self._versions, now, strict=True)
+        return [(name, shard_of(weight) is not None) for (name, weight), was, here in pairs if was != here]
 
     @torch.no_grad()
     def take_over(self) -> None:

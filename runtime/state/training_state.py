@@ -22,6 +22,7 @@ from ..blocks.number_types import is_low
 from ..comm import Group
 from ..optim.builds import OptimizerBuilds
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from ..stage.build import Stage
 from ..stage.tied_weights import TiedWeights
 from .flat_buffer import FlatLayout
@@ -236,6 +237,21 @@ class TrainingState:
         self.weights.take_over()
         self.masters.take_over()
         self.masters.publish(list(self._stages))
+
+    @contextmanager
+    def joined(self, *, write: bool) -> Iterator[None]:
+        """A context in which weights that tp cuts are whole; with `write` shards have what was changed in them."""
+        held = dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters())
+        cut = [(p, p.data, shard) for p in held if (shard := shard_of(p)) is not None]
+        for parameter, _, shard in cut:
+            parameter.data = gather_full(parameter, self._groups.tensor, shard)
+        try:
+            yield
+            for parameter, mine, shard in cut if write else ():
+                mine.copy_(take_shard(parameter, shard))
+        finally:
+            for parameter, mine, _ in cut:
+                parameter.data = mine
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return full weights, gathered from their shards (collective over tp, and replicas that hold shards)."""

@@ -68,7 +68,7 @@ class WeightBucket:
         lay_out = partial(FlatLayout.whole, at_one_place=at_one_place) if whole else FlatLayout.sharded
         self.layout = lay_out(parameters, group.size, group.index)
         self._group = group
-        self._reshards = reshards and group.size > 1
+        self.reshards = reshards and group.size > 1
         first = parameters[0]
         self.full = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
         self._views = self.layout.views(self.full)
@@ -77,7 +77,7 @@ class WeightBucket:
                 view.copy_(parameter)
         self._storage = ResizableStorage(self.full, MemoryKind.WEIGHTS, stats)
         self.shard = self.layout.shard(self.full)
-        if self._reshards:
+        if self.reshards:
             self.shard = self.shard.clone()
             ResizableStorage(self.shard, MemoryKind.WEIGHTS, stats)
         self.stepped = self.shard.float() if is_low(first.dtype) else self.shard
@@ -96,7 +96,7 @@ class WeightBucket:
 
     def free(self) -> None:
         """Free the full weights, where they are resident only while they are used."""
-        if self._reshards and self._storage.is_resident:
+        if self.reshards and self._storage.is_resident:
             for parameter in self.parameters:
                 parameter.data = parameter.new_full((), torch.nan).expand_as(parameter)
             self._storage.free()
@@ -120,7 +120,6 @@ class ShardedMasters(Masters):
         super().__init__({})
         self._pairs = {stage: ([], []) for stage in stages}
         self._within: dict[nn.Parameter, tuple[int, int]] = {}
-        self._watched = [parameter for bucket in buckets for parameter in bucket.parameters]
         self._of_stage = {
             stage: [p for bucket in buckets if bucket.plan_bucket.stage == stage for p in bucket.parameters]
             for stage in stages
@@ -136,8 +135,8 @@ class ShardedMasters(Masters):
                 self._of[parameter] = master
                 if segment is not None:
                     self._within[parameter] = (segment.start, segment.stop)
-
-        self.note_versions()
+        named = (pair for stage in stages.values() for pair in stage.named_weights().items())
+        self._watch(named, moves=any(bucket.reshards for bucket in buckets))
 
     def publish(self, stages: Sequence[int]) -> None:
         """Let the weights of these stages be those that were stepped, of another version, as code may ask for it."""

@@ -2,9 +2,10 @@
 
 engine.stages[0].blocks["1"].norm.weight     ZeRO-1, 2: what is being gathered is waited for first
 engine.stages[0].state_dict()                ZeRO-3: refused, since weights are not-a-number between steps
-with engine.gathered(): …                    full weights, on every ZeRO stage
+with engine.gathered(): …                    full weights, on every ZeRO stage, and over tp
 with engine.gathered(write=True): clamp_()   and what is changed in them goes into shards and masters
-weight.clamp_() alone                        lost where masters or shards are what is stepped: found, and refused
+weight.clamp_() alone                        lost where masters or shards are what is stepped, done to shards over tp:
+                                             found, and refused
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class EngineWeights:
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[Mapping[int, Stage]]:
-        """A context in which this rank's stages show full weights, with ZeRO-3 too (collective).
+        """A context in which this rank's stages show full weights, with ZeRO-3 and over tp too (collective).
 
         With `write`, what is changed in them, on all replicas alike, goes into what the optimizer works on.
         """
@@ -61,7 +62,8 @@ class EngineWeights:
         with ExitStack() as stack:
             for number in stages:
                 stack.enter_context(self._training.weights.gathered(number))
-            yield stages
+            with self._training.joined(write=write):
+                yield stages
             if write:
                 self._training.take_over()
 
@@ -129,19 +131,29 @@ class EngineWeights:
         return self._training.read_bytes()
 
     def require_steppable(self) -> None:
-        """Raise `UsageError` where a step would train nothing, or lose what was done to the weights since the last."""
+        """Raise `UsageError` where a step would train nothing, or an average has the weights' places."""
         if not torch.is_grad_enabled():
             raise UsageError(
                 "a step is called where gradients are switched off, so that it would train nothing; call it outside of "
                 "`torch.no_grad()` and `torch.inference_mode()`, or behind `torch.set_grad_enabled(True)`"
             )
         self._rank.averages.require_none_applied("a step")
+
+    def require_unchanged(self) -> None:
+        """Raise `UsageError` where a step would lose, or take for the whole, what a loop did to weights."""
         masters, weights = self._training.masters, self._training.weights
-        if masters.were_changed and (masters.has_copies or weights.are_under_way or not weights.are_resident):
+        changed = masters.changed()
+        if changed and (masters.has_copies or weights.are_under_way or not weights.are_resident):
             raise UsageError(
-                "weights were changed in place since the last step, but what is stepped are float32 masters or shards "
-                "of them, so that the change would be lost; change them in `with engine.gathered(write=True):`, or by "
-                "engine.set_weights({name: tensor})"
+                f"weights were changed in place since the last step, such as {changed[0][0]!r} (<block>.<weight>), but "
+                "what is stepped are float32 masters or shards of them, so that the change would be lost; change them "
+                "in `with engine.gathered(write=True):`, or by engine.set_weights({name: tensor})"
+            )
+        if cut := next((name for name, is_cut in changed if is_cut), None):
+            raise UsageError(
+                f"{cut!r} (<block>.<weight>) was changed in place since the last step, but tp gives this rank a shard "
+                "of it, and nobody can tell whether the change goes by the whole; change it in `with "
+                "engine.gathered(write=True):`, where weights are whole, or by engine.set_weights({name: tensor})"
             )
 
 

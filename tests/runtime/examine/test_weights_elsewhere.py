@@ -1,5 +1,6 @@
 """A loss or a metric that reads weights which other ranks train is refused on all ranks."""
 
+import re
 import weakref
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
 from quintsched.runtime.examine.shared_state import SharedState
 from quintsched.runtime.examine.weights_elsewhere import ReadsElsewhere, WeightsElsewhere
+from quintsched.runtime.parallel.tensor.shard import Shard, mark_shard
 
 READS = {
     "a norm": lambda m, y: y.sum() + m[0].weight.norm(),
@@ -35,11 +37,42 @@ READS_NOT = {
 @pytest.mark.parametrize("name", [*READS, *READS_NOT])
 def test_what_others_train_is_seen(name):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    reads = ReadsElsewhere(WeightsElsewhere(model, [nn.ModuleList([model[1]])]), "the loss")
+    weights = WeightsElsewhere(model)
+    weights.settle([nn.ModuleList([model[1]])], is_resident=True)
+    reads = ReadsElsewhere(weights, "the loss")
     for _ in range(2):
         with reads:
             {**READS, **READS_NOT}[name](model, torch.ones(1, 2))
     assert ("the loss goes by '0." in reads.refusal) == (name in READS)
+
+
+@pytest.mark.parametrize(("is_cut", "words"), [(True, "tp gives this rank a shard"), (False, "ZeRO-3 .* cannot read")])
+def test_what_this_rank_has_a_shard_of_is_seen(is_cut, words):
+    """Also where whole weights lie in one buffer with it."""
+    model, buffer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)), torch.ones(8)
+    stage = nn.ModuleDict({str(number): module for number, module in enumerate(model)})
+    for number, module in enumerate(model):
+        module.weight.data = buffer[4 * number : 4 * number + 4].view(2, 2)
+    weights = WeightsElsewhere(model)
+    weights.settle([stage], is_resident=is_cut)
+    if is_cut:
+        mark_shard(model[0].weight, Shard(0, 1, 0, 2))
+        with (whole := ReadsElsewhere(weights, "the loss")):
+            model[1].weight.norm()
+        assert not whole.refusal
+    with (reads := ReadsElsewhere(weights, "the loss")):
+        model[0].weight.detach()[1].norm()
+    assert re.match(rf"the loss goes by '0.weight' .*{words}.*full_weights", reads.refusal)
+
+
+def test_weights_that_were_cut_are_seen_where_a_list_still_has_them():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before, weights = [*model.parameters()], WeightsElsewhere(model)
+    model[0] = nn.Linear(2, 1)
+    weights.settle([nn.ModuleDict({"0": model[0], "1": model[1]})], is_resident=True)
+    with (reads := ReadsElsewhere(weights, "the loss")):
+        sum(weight.norm() for weight in before)
+    assert "'0.weight'" in reads.refusal
 
 
 @pytest.mark.parametrize("of", ["the loss", "metric"])

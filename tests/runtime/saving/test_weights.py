@@ -191,13 +191,46 @@ def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dty
     run_local(qs.Mesh.parse(mesh).size, run, timeout_s=60)
 
 
-def test_changes_that_would_be_lost_are_refused() -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_weights_are_whole_over_tp_where_users_change_them(zero: int) -> None:
     def run(transport: Transport) -> None:
-        engine = make(transport, "dp=2", 0, dtype=torch.bfloat16)
+        engine = make(transport, "dp=2,tp=2", zero, lambda p: torch.optim.SGD(p, lr=0.0))
         train(engine, [0])
-        with torch.no_grad():
-            next(engine.stages[0].parameters()).clamp_(-0.1, 0.1)
-        with pytest.raises(UsageError, match=r"engine\.gathered\(write=True\)"):
+        before = engine.full_weights()
+        with engine.gathered(write=True) as stages, torch.no_grad():
+            for stage in stages.values():
+                for name, weight in stage.named_weights().items():
+                    assert torch.equal(weight, before[name])
+                    weight.div_(1 + weight.norm())
+        train(engine, [1])
+        assert all(torch.allclose(w, before[n] / (1 + before[n].norm())) for n, w in engine.full_weights().items())
+
+    run_local(4, run)
+
+
+def halve(weight: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def move(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data * 0.5
+
+
+@pytest.mark.parametrize("change", [halve, move])
+@pytest.mark.parametrize(("mesh", "dtype"), [("dp=2", torch.bfloat16), ("tp=2", torch.float64)])
+def test_changes_that_would_be_lost_or_done_to_shards_are_refused(
+    mesh: str, dtype: torch.dtype, change: Callable[[torch.nn.Parameter], None]
+) -> None:
+    def run(transport: Transport) -> None:
+        engine = make(transport, mesh, 0, dtype=dtype)
+        train(engine, [0])
+        whole = {name: weight.shape for name, weight in engine.full_weights().items()}
+        name, weight = next(
+            (n, p) for n, p in engine.stages[0].named_weights().items() if mesh == "dp=2" or p.shape != whole[n]
+        )
+        change(weight)
+        with pytest.raises(UsageError, match=rf"'{name}'.*engine\.gathered\(write=True\)"):
             train(engine, [1])
 
     run_local(2, run)
