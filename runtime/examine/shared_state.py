@@ -54,10 +54,12 @@ class SharedState:
         for number, block in enumerate(blocks):
             snapshot = Snapshot({"": block}, numbers=False)
             tensors.append(snapshot.tensors())
-            for name, token in snapshot.holders():
+            holders = [*snapshot.holders()]
+            for name, token in (*holders, *snapshot.cells()):
+                self._tokens.setdefault((number, name), set()).add(token)
+                self._places.setdefault(token, set()).add((number, name))
+            for name, token in holders:
                 here = number, name
-                self._tokens.setdefault(here, set()).add(token)
-                self._places.setdefault(token, set()).add(here)
                 owns.setdefault(here, token)  # of a module its attributes, before its buffers
                 if name.startswith((".", " (")) and (home := first.setdefault(token, here))[0] != number:
                     is_copy = owns[home] != owns[here]
@@ -95,8 +97,10 @@ class SharedState:
         own = {(token, s.key, number) for number, s in setters for token in self._tokens.get((number, s.owner), ())}
         marks: dict[int, list[tuple[str, str | int, ReadMark]]] = {}
         for number, state in setters:
-            for token in self._tokens.get((number, state.owner), ()):
-                for other, owner in self._places[token]:
+            cell = f", {state.key}"  # a variable around functions of both
+            for token in self._tokens_at(number, state.owner, state.owner + cell):
+                for other, place in self._places[token]:
+                    owner = place.removesuffix(cell)
                     is_cache = state.is_new and (token, state.key, other) in own  # each makes it where it lacks it
                     if self._stage_of[other] != self._stage_of[number] and not is_cache:
                         marks.setdefault(other, []).append((owner, state.key, ReadMark(number)))
@@ -111,6 +115,9 @@ class SharedState:
                         f"{self._said(mark.setter, other)} hand {key!r} on through an object, and are on stages "
                         f"{stages[0]} and {stages[1]}, of which each has its own; {HAND_ON}"
                     )
+
+    def _tokens_at(self, number: int, *names: str) -> set[int]:
+        return {token for name in names for token in self._tokens.get((number, name), ())}
 
     def _require_no_reader(self, number: int, state: State) -> None:
         """Raise `MisfitError` where a function that the last stage calls reads what a block of another one sets."""

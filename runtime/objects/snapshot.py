@@ -124,6 +124,13 @@ class Snapshot:
         yield from ((held.name, id(held.space.holder)) for held in (*self._held, *self._empty))
         yield from ((name, id(tensor)) for name, tensor, *_ in self._tensors)
 
+    def cells(self) -> Iterator[tuple[str, int]]:
+        """Yield the names and ids of the variables around functions, of which several may have one."""
+        for held in self._held:
+            if isinstance(held.space, Cells):
+                for key, cell in held.space.cells.items():
+                    yield held.space.label(held.name, key), id(cell)
+
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors, weights too, by their names, the nearer ones first."""
         weights = [(held.name, held.space.holder) for held in self._held if isinstance(held.space, Trained)]

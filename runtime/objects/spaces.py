@@ -131,26 +131,26 @@ class Items(Space):
 
 
 class Cells(Space):
-    """Variables around a function."""
+    """Variables around a function: by name, `cells` has what holds each, also for other functions."""
 
     def __init__(self, holder: FunctionType) -> None:
         super().__init__(holder, ", {}")
-        self._cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
+        self.cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
 
     def keys(self) -> Iterable[Any]:
         """Return the names of the variables."""
-        return self._cells
+        return self.cells
 
     def reader(self, key: Any) -> Callable[[], Any]:
         """Return what reads one of them."""
-        return partial(_content_of, self._cells[key])
+        return partial(_content_of, self.cells[key])
 
     def write(self, key: Any, value: Any) -> None:
         """Set one, or delete it."""
         if value is GONE:
-            del self._cells[key].cell_contents
+            del self.cells[key].cell_contents
         else:
-            self._cells[key].cell_contents = value
+            self.cells[key].cell_contents = value
 
 
 class Slots(Space):

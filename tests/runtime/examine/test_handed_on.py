@@ -17,14 +17,36 @@ class Place:
     h = None
 
 
+def counters_of(offsets):
+    """Return functions that have variables around them: one that the first sets and the last reads, and their own."""
+    shared = 0
+
+    def set_shared():
+        nonlocal shared
+        shared += 1
+
+    def own():
+        calls = 0
+
+        def count():
+            nonlocal calls
+            calls += 1
+            return calls + offsets[0]
+
+        return count
+
+    return [set_shared, own(), own(), lambda: shared]
+
+
 def layers_of(do):
     """Return layers that do something with a place that all have, by their numbers."""
-    place = Place()
+    place, counters = Place(), counters_of([0.0])
 
     class Layer(nn.Module):
         def __init__(self, number):
             super().__init__()
             self.fc, self.number, self.aux = nn.Linear(3, 3), number, 0.0
+            self.counter = counters[number]
 
         def forward(self, h):
             return do(self, place, self.fc(h))
@@ -43,6 +65,14 @@ def feed_back(layer, place, h):
     if layer.number == 3:
         place.h = h.detach()
     return h
+
+
+def count_for_another(layer, place, h):
+    return h if layer.number in (1, 2) else h * (1 + (layer.counter() or 0))
+
+
+def count_alone(layer, place, h):
+    return h * (1 + layer.counter()) if layer.number in (1, 2) else h
 
 
 def use_as_scratch(layer, place, h):
@@ -86,6 +116,11 @@ def step(do, loss):
     [
         (hand_on, plain, r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'h' on through an object, .* stages 0 and 1"),
         (feed_back, plain, r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'h' on through an object, .* stages 0 and 1"),
+        (
+            count_for_another,
+            plain,
+            r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'shared' on through an object, .* 0 and 1",
+        ),
         (keep_aux, with_aux, r"block 0 \(Layer\) sets 'aux' in its forward, and the loss reads it"),
     ],
 )
@@ -94,7 +129,7 @@ def test_what_stages_hand_on_through_objects_is_refused(do, loss, says):
         step(do, loss)
 
 
-@pytest.mark.parametrize("do", [use_as_scratch, cache])
+@pytest.mark.parametrize("do", [use_as_scratch, cache, count_alone])
 def test_what_each_block_makes_for_itself_may_be_in_one_object(do):
     step(do, plain)
 
