@@ -164,7 +164,7 @@ class StateLoader:
         memory = KeptMemory(kept.state, kept.handle)
         flat: dict[str, Any] = {}
         for key in self._saved.states.get(weight, ()):
-            name, home = f"{STATE}{weight}.{key}", kept.step_device if key == "step" else kept.handle.device
+            name, home = f"{STATE}{weight}.{key}", kept.home_of(key)
             if name in self._saved.values:
                 flat[key] = self._saved.values[name]()
                 continue

@@ -11,7 +11,7 @@ Copies are alike, so of the ranks that hold the same numbers the first one speak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,6 +162,7 @@ class RankTensors:
         held = {one.name: one for one in self.held() if one.numbers is not None}
         found: dict[str, Placement] = {}
         beside: dict[str, Placement] = {}
+        of_states: dict[str, Placement] = {}
         for name, size in sizes.items():
             kind, weight, key = parts_of(name)
             one = held.get(weight)
@@ -169,8 +170,10 @@ class RankTensors:
                 continue
             placement = one.placement
             if kind == STATE:
-                kept = self.kept(one)
-                placement = placement if kept is None else state_placement(one, kept)
+                if weight not in of_states:
+                    kept = self.kept(one)
+                    of_states[weight] = placement if kept is None else state_placement(one, kept)
+                placement = of_states[weight]
                 if not size or is_text(key) or size != placement.held:
                     if size and not placement.is_whole:
                         beside[name] = placement
@@ -181,7 +184,7 @@ class RankTensors:
     def layout(self, sizes: Sizes) -> StateLayout:
         """Return how what this rank saves, of these names and shapes, lies in the whole model."""
         found, beside = self.placements(sizes)
-        own, held = self.names.own or {}, [one for one in self.held() if one.numbers is not None]
+        own, held = self.names.own or {}, self.held()
         return StateLayout(
             (self.model.replica, self.model.num_replicas),
             {name: placement for name, placement in found.items() if not placement.is_plain},
@@ -191,7 +194,7 @@ class RankTensors:
                 for one in held
                 if one.numbers is not None and one.numbers.dtype != one.tensor.dtype
             },
-            {one.name: own[one.name] for one in self.held() if own.get(one.name, one.name) != one.name},
+            {one.name: own[one.name] for one in held if own.get(one.name, one.name) != one.name},
             [list(group) for group in self.names.same()],
         )
 
@@ -211,7 +214,7 @@ def state_placement(one: HeldTensor, kept: KeptState) -> Placement:
     return one.placement if kept.is_shard else one.placement.gathered()
 
 
-def sizes_of(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 

@@ -21,6 +21,7 @@ from ..blocks.dtensor import local_of
 from ..blocks.number_types import is_low
 from ..comm import Group
 from ..optim.builds import OptimizerBuilds
+from ..optim.gathered import Stepper
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from ..stage.build import Stage
@@ -57,14 +58,24 @@ class KeptState(NamedTuple):
     """What an optimizer keeps for a parameter.
 
     `handle` is what this rank steps of it, None: nothing; `is_shard` says that what has its shape is cut as it is.
-    `step_device` is where counts of steps belong, `group` are the settings of its group.
+    `stepper` is what steps it.
     """
 
     handle: nn.Parameter | None
     state: dict[str, Any]
     is_shard: bool
-    step_device: torch.device = torch.device("cpu")
-    group: Mapping[str, Any] = {}
+    stepper: Stepper | None = None
+
+    def home_of(self, key: str) -> torch.device:
+        """Return where a state belongs."""
+        assert self.handle is not None
+        return self.handle.device if self.stepper is None else self.stepper.home_of(self.handle, key)
+
+    @property
+    def group(self) -> Mapping[str, Any]:
+        """The settings of its group."""
+        found = None if self.stepper is None or self.handle is None else self.stepper.group_of(self.handle)
+        return {} if found is None else found[1]
 
 
 class TrainingState:
@@ -204,8 +215,7 @@ class TrainingState:
         stepper = next((stepper for stages, stepper in self.steppers.items() if stage in stages), None)
         if master is None or stepper is None:
             return KeptState(master, {}, is_shard=True)
-        home, (_, group) = stepper.home_of(master, "step"), stepper.group_of(master) or (None, {})
-        return KeptState(master, stepper.state_of(master), not stepper.gathers(master), home, group)
+        return KeptState(master, stepper.state_of(master), not stepper.gathers(master), stepper)
 
     def replicas_of(self, parameter: nn.Parameter) -> Group:
         """Return the ranks over which the gradient of a parameter is summed."""

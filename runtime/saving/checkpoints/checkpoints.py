@@ -177,9 +177,9 @@ class OpenCheckpoints:
     def _begin_save(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
         saves, attempt = self._saves, self.folder.next_attempt()
         state = saves.state_dict()
+        metadata = {key: text for key, text in saves.state_metadata(state).items() if key != RUN}  # the manifest has it
         if loader is not None:
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
-        metadata = {key: text for key, text in saves.state_metadata().items() if key != RUN}  # the manifest has the run
         entries = entries_of(state)
         if self._how.background:
             state = self._buffer.take(state)

@@ -90,12 +90,13 @@ class EngineSaves:
         tensors = dict(state)
         self._load("load_state_dict", SavedState.of_tensors(tensors, self.rank.layout(sizes_of(tensors))))
 
-    def state_metadata(self) -> dict[str, str]:
+    def state_metadata(self, state: Mapping[str, Tensor] | None = None) -> dict[str, str]:
         """Return what a file of this rank's `state_dict` has to say of itself, so that any mesh can read it.
 
-        safetensors.torch.save_file(engine.state_dict(), path, metadata=engine.state_metadata())
+        safetensors.torch.save_file(engine.state_dict(), path, metadata=engine.state_metadata()); `state` is that of
+        now where it is at hand.
         """
-        layout = self.rank.layout(sizes_of(self.rank.tensors()))
+        layout = self.rank.layout(sizes_of(self.rank.tensors() if state is None else state))
         return {LAYOUT: layout.to_text(), RUN: f"{self.run_id:016x}"}
 
     def load_state_files(self, paths: Sequence[str | Path], *, are_own: bool = False) -> None:

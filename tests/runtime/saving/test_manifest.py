@@ -48,7 +48,7 @@ class Holder:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"model.0.weight": torch.ones(2)}
 
-    def state_metadata(self) -> dict[str, str]:
+    def state_metadata(self, state: Any = None) -> dict[str, str]:
         return {}
 
     @property
