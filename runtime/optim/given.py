@@ -42,30 +42,26 @@ def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
     `blocks` are those of the model, before they are cut: the parameters that an instance was built over.
     """
     if isinstance(given, Optimizer):
-        return _Again(given, blocks)
+        return _over_other(given, blocks)
     if isinstance(given, Mapping):
-        return _ByPattern(given)
+        return _by_pattern(given)
     if not callable(given):
         raise UsageError(
             f"the optimizer is {given!r}; it must be a function of parameters, such as "
             "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
         )
-    return _Called(given)
+    return _called(given)
 
 
-class _Called:
-    """Calls a function with parameters, or pairs."""
+def _called(function: OptimizerFn) -> Builder:
+    """Return what calls a function with parameters, or pairs."""
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except ValueError:  # built in: it does not say
+        first = ""
 
-    def __init__(self, function: OptimizerFn) -> None:
-        self._function = function
-        try:
-            first = next(iter(inspect.signature(function).parameters), "")
-        except ValueError:  # built in: it does not say
-            first = ""
-        self._wants_names = first.startswith("named")
-
-    def __call__(self, named: Named) -> list[Optimizer]:
-        found = self._function(list(named) if self._wants_names else [parameter for _, parameter in named])
+    def build(named: Named) -> list[Optimizer]:
+        found = function(list(named) if first.startswith("named") else [parameter for _, parameter in named])
         made = list(found) if isinstance(found, list | tuple) else [found]
         for optimizer in made:
             if not isinstance(optimizer, Optimizer):
@@ -75,22 +71,22 @@ class _Called:
                 )
         return made
 
+    return build
 
-class _ByPattern:
-    """Gives each function the parameters whose names its pattern is the first to match."""
 
-    def __init__(self, given: Mapping[str, OptimizerFn]) -> None:
-        self._called: dict[str, Builder] = {}
-        for pattern, function in given.items():
-            if not isinstance(pattern, str) or not callable(function) or isinstance(function, Optimizer):
-                raise UsageError(
-                    f"optimizer[{pattern!r}] is {function!r}; it must be a function of parameters, by a pattern on "
-                    'their names: optimizer={"*.mlp.*": Muon, "*": AdamW}'
-                )
-            self._called[pattern] = _Called(function)
+def _by_pattern(given: Mapping[str, OptimizerFn]) -> Builder:
+    """Return what gives each function the parameters whose names its pattern is the first to match."""
+    called: dict[str, Builder] = {}
+    for pattern, function in given.items():
+        if not isinstance(pattern, str) or not callable(function) or isinstance(function, Optimizer):
+            raise UsageError(
+                f"optimizer[{pattern!r}] is {function!r}; it must be a function of parameters, by a pattern on "
+                'their names: optimizer={"*.mlp.*": Muon, "*": AdamW}'
+            )
+        called[pattern] = _called(function)
 
-    def __call__(self, named: Named) -> list[Optimizer]:
-        shares: dict[str, list[tuple[str, nn.Parameter]]] = {pattern: [] for pattern in self._called}
+    def build(named: Named) -> list[Optimizer]:
+        shares: dict[str, list[tuple[str, nn.Parameter]]] = {pattern: [] for pattern in called}
         for name, parameter in named:
             pattern = next((pattern for pattern in shares if fnmatchcase(name, pattern)), None)
             if pattern is None:
@@ -101,49 +97,45 @@ class _ByPattern:
         for pattern, share in shares.items():
             if not share:
                 raise UsageError(f"the optimizer's pattern {pattern!r} is the first to match no weight; leave it out")
-        return [optimizer for pattern, share in shares.items() for optimizer in self._called[pattern](share)]
+        return [optimizer for pattern, share in shares.items() for optimizer in called[pattern](share)]
+
+    return build
 
 
-class _Again:
-    """Makes an instance again, over other parameters of the same names."""
-
-    def __init__(self, given: Optimizer, blocks: Blocks) -> None:
-        self._given = given
-        kind = type(given).__name__
-        write = f"optimizer=lambda params: {kind}(params, …)"
-        if not all(isinstance(block, nn.Module) for block in blocks):
+def _over_other(given: Optimizer, blocks: Blocks) -> Builder:
+    """Return what makes an instance again, over other parameters of the same names."""
+    kind = type(given).__name__
+    write = f"optimizer=lambda params: {kind}(params, …)"
+    if not all(isinstance(block, nn.Module) for block in blocks):
+        raise UsageError(
+            f"the optimizer is an instance of {kind}, but blocks that functions build have no parameters yet; "
+            f"write {write}"
+        )
+    if hasattr(given.step, "_wrapped_by_lr_sched"):
+        raise UsageError(
+            f"a learning-rate scheduler is attached to the {kind} that was given, and the engine steps others; "
+            f"write {write} and engine.lr_schedulers(lambda optimizer: …)"
+        )
+    names: dict[nn.Parameter, list[str]] = {}
+    for number, block in enumerate(blocks):
+        for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
+            names.setdefault(parameter, []).append(f"{number}.{name}")
+    for parameter in parameters_of(given):
+        if parameter not in names:
             raise UsageError(
-                f"the optimizer is an instance of {kind}, but blocks that functions build have no parameters yet; "
-                f"write {write}"
+                f"the {kind} that was given has a parameter {tuple(parameter.shape)} that no block has; build "
+                f"it over the blocks' parameters, or write {write}"
             )
-        if hasattr(given.step, "_wrapped_by_lr_sched"):
+        kept = given.state.get(parameter, {}).items()
+        if any(key != "step" and hasattr(value, "any") and value.any() for key, value in kept):
             raise UsageError(
-                f"a learning-rate scheduler is attached to the {kind} that was given, and the engine steps others; "
-                f"write {write} and engine.lr_schedulers(lambda optimizer: …)"
+                f"the {kind} that was given has made steps already, whose state the engine would not have; "
+                "give a fresh one, and load_full_state_dict"
             )
-        self._names: dict[int, list[str]] = {}
-        self._own: list[nn.Parameter] = []  # they stay, so that no other object gets their ids
-        for number, block in enumerate(blocks):
-            for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
-                self._names.setdefault(id(parameter), []).append(f"{number}.{name}")
-                self._own.append(parameter)
-        for parameter in parameters_of(given):
-            if id(parameter) not in self._names:
-                raise UsageError(
-                    f"the {kind} that was given has a parameter {tuple(parameter.shape)} that no block has; build "
-                    f"it over the blocks' parameters, or write {write}"
-                )
-            kept = given.state.get(parameter, {}).items()
-            if any(key != "step" and hasattr(value, "any") and value.any() for key, value in kept):
-                raise UsageError(
-                    f"the {kind} that was given has made steps already, whose state the engine would not have; "
-                    "give a fresh one, and load_full_state_dict"
-                )
 
-    def __call__(self, named: Named) -> list[Optimizer]:
+    def build(named: Named) -> list[Optimizer]:
         ours = dict(named)
-        instead = {
-            id(parameter): [ours[name] for name in self._names[id(parameter)] if name in ours][:1]
-            for parameter in parameters_of(self._given)
-        }
-        return [remade(self._given, instead)]
+        instead = {id(p): [ours[name] for name in names[p] if name in ours][:1] for p in parameters_of(given)}
+        return [remade(given, instead)]
+
+    return build
