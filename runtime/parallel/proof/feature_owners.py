@@ -24,17 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...settings.tensor_rules import TensorSplit
-from ..draws.names import FACTORIES, IN_PLACE
 from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms
 from ..tensor.shard import Shard
-from .owner_rules import HOST, Joined, Unknown, goes_by_data, name_of, owners_of_results, require_one
+from .marks.labels import DRAWN
+from .marks.owner_rules import HOST, Joined, Unknown, goes_by_data, name_of, owners_of_results
+from .marks.shadows import Shadows, key_of
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
 _HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
-DRAWN = {name.removesuffix("_") for name in FACTORIES | IN_PLACE}
-"""Functions that draw each number by itself."""
 _PICKLED = "_typed_storage"
 """Torch's function that pickles and files get numbers by."""
 
@@ -62,7 +61,7 @@ class FeatureOwners(TorchDispatchMode):
         self._scopes = 0
         self._cut_dims: dict[tuple[int, int], Tensor] = {}
         """The owners along dimensions that are cut, by their places from the last and their sizes, up to a row."""
-        self._shadows: dict[int, tuple[torch.UntypedStorage, int, Tensor]] = {}
+        self._shadows = Shadows(torch.int8)
         self._known = 0
         """How many calls deep it is in what takes features of all ranks, or in the bookkeeping."""
 
@@ -73,7 +72,7 @@ class FeatureOwners(TorchDispatchMode):
         if self._known:
             return func(*args, **given)
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
-        is_owned = any(_key(tensor) in self._shadows for tensor in tensors)
+        is_owned = any(key_of(tensor) in self._shadows for tensor in tensors)
         name = func._schema.name.removeprefix("aten::")
         if name in HOST and is_owned:
             self._see(name, args[0])
@@ -127,32 +126,34 @@ class FeatureOwners(TorchDispatchMode):
         self.conditions[here := place()] = None
         return not number if here in self._flipped else number
 
+    @property
+    def cut_sizes(self) -> set[int]:
+        """The sizes of dimensions along which there are features, up to a row."""
+        return {size for _, size in self._cut_dims}
+
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the owners of a tensor's numbers where there may be some."""
-        return self.of(tensor) if _key(tensor) in self._shadows else None
+        return self.of(tensor) if key_of(tensor) in self._shadows else None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the owners of a tensor's numbers, int8 of its shape."""
-        found = self._shadows.get(_key(tensor))
-        if found is None:
-            return torch.zeros(tensor.shape, dtype=torch.int8, device=tensor.device)
-        _, unit, shadow = found
-        return _window(tensor, unit, shadow)
+        found = self._shadows.of(tensor)
+        return torch.zeros(tensor.shape, dtype=torch.int8, device=tensor.device) if found is None else found
 
     def note(self, tensor: Tensor, owners: Tensor) -> None:
         """Note the owners of a tensor's numbers."""
         self._note_cut(tensor.shape, owners)
-        storage = tensor.untyped_storage()
-        if _key(tensor) not in self._shadows:
-            if not owners.any():
-                return
-            unit = _unit(tensor)
-            shadow = torch.zeros(max(storage.nbytes() // unit, 1), dtype=torch.int8, device=tensor.device)
-            self._shadows[_key(tensor)] = (storage, unit, shadow)
-        _, unit, shadow = self._shadows[_key(tensor)]
-        if tensor.is_complex():
-            owners = owners[..., None].expand(*owners.shape, 2)
-        _places(tensor, unit, shadow).copy_(owners.expand_as(_places(tensor, unit, shadow)))
+        if key_of(tensor) in self._shadows or owners.any():
+            self._shadows.note(tensor, owners)
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """A context for what is known: nothing is followed."""
+        self._known += 1
+        try:
+            yield
+        finally:
+            self._known -= 1
 
     def _note_cut(self, shape: torch.Size, owners: Tensor) -> None:
         """Note along which dimension features of a tensor are cut, counted from the last, and how."""
@@ -279,29 +280,6 @@ def _layout(cut: Cut, size: int) -> Tensor:
 
 def _contiguous(total: int, size: int) -> Tensor:
     return torch.arange(1, size + 1, dtype=torch.int8).repeat_interleave(total // size)
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _unit(tensor: Tensor) -> int:
-    return tensor.element_size() // (2 if tensor.is_complex() else 1)
-
-
-def _places(tensor: Tensor, unit: int, shadow: Tensor) -> Tensor:
-    """Return the places of a tensor's numbers in a shadow; of complex ones two each, in a last dimension."""
-    if _unit(tensor) != unit:
-        raise Joined("reads the bytes of features as another type")
-    if not tensor.is_complex():
-        return shadow.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    strides = (*(2 * stride for stride in tensor.stride()), 1)
-    return shadow.as_strided((*tensor.shape, 2), strides, 2 * tensor.storage_offset())
-
-
-def _window(tensor: Tensor, unit: int, shadow: Tensor) -> Tensor:
-    found = _places(tensor, unit, shadow)
-    return require_one(found, [found.dim() - 1], keeps=False) if tensor.is_complex() else found.clone()
 
 
 def line() -> str:

@@ -26,8 +26,8 @@ from ...objects.steering import SteeringState
 from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given, GivenTree
 from .feature_owners import FeatureOwners, HostReads, Place
-from .owner_rules import Joined
-from .reads.cut_sizes import CutCalls, WholeCalls, apart_in
+from .marks.owner_rules import Joined
+from .reads.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
 from .reads.weight_reads import WeightReads
 from .trial import outputs_of
 from .twins import SEED, Blueprint
@@ -55,8 +55,15 @@ def why_joined(
     given, device = _typed(arrival, blueprint.short_type), group.device
 
     def follow(trains: bool, flipped: Set[Place]) -> FeatureOwners:
+        try:
+            return follow_once(trains, flipped)
+        except OtherCalls:  # parts of models that were split find out once what their layers are called with
+            return follow_once(trains, flipped)
+
+    def follow_once(trains: bool, flipped: Set[Place]) -> FeatureOwners:
         owners = FeatureOwners(trusts=trusts, flipped=flipped)
-        twin, calls = blueprint.draw(device, as_built=True, trains=trains), WholeCalls(owners)
+        twin = blueprint.draw(device, as_built=True, trains=trains)
+        calls = WholeCalls(owners, trusts=trusts)
         mode: AbstractContextManager[object] = nullcontext() if trains else torch.no_grad()
         with seeded(SEED, 0, device), torch.enable_grad(), mode:
             cuts = cuts_of(twin)
@@ -65,7 +72,8 @@ def why_joined(
                 blueprint.put_hooks(twin)
                 _follow(owners, calls, twin, cuts, given, times=2 if trains else 1)
         with seeded(SEED, 0, device), torch.enable_grad(), mode:
-            twin, again = cut(blueprint.draw(device, as_built=True, trains=trains), group), CutCalls(calls)
+            twin = cut(blueprint.draw(device, as_built=True, trains=trains), group)
+            again = CutCalls(calls, trusts=trusts)
             with again.around(twin, apart):
                 blueprint.put_hooks(twin)
                 with again:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....settings.tensor_rules import TensorSplit
-from ...tensor.cuts import Cut
+from ...tensor.cuts import Cut, sizes_of
 from ...tensor.pairs import wide_norms
-from ..feature_owners import DRAWN, FeatureOwners, line
-from ..owner_rules import MOVING, Joined, is_one, is_pointwise, name_of
+from ..feature_owners import FeatureOwners, line
+from ..marks.labels import DRAWN, FILLED, Drawn, Labels, are_alike
+from ..marks.owner_rules import MOVING, Joined, blended, is_one, is_pointwise, name_of
 
 _KEPT_VIEWS = {"slice", "select", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "lift_fresh"}
 _COPIES = {"clone", "_unsafe_view", "_reshape_alias", "_reshape_copy", "view_copy", "expand_copy", "lift_fresh_copy"}
 """Whether there is one depends on how numbers lie in memory."""
-_MADE = DRAWN | {"zeros", "ones", "full", "empty", "empty_strided", "zero", "fill"}
+_MADE = DRAWN | FILLED
 """Functions that make all numbers alike, or draw each by itself."""
 _SIZES = {"size", "stride", "normalized_shape", "repeats", "N", "C", "HxW", "group", "groups"}
 _ALONG = {"start", "end", "split_size", "split_sizes"}
@@ -40,6 +41,10 @@ _ALONG = {"start", "end", "split_size", "split_sizes"}
 _OURS = "quintsched.runtime.parallel."
 
 Argument = tuple[str, Any]
+
+
+class OtherCalls(Joined):
+    """A block that is cut calls other functions than the whole, which had to find out something first, or for good."""
 
 
 @dataclass(frozen=True)
@@ -52,60 +57,125 @@ class _Call:
     """Of the arguments, where features are among them."""
     shapes: Sequence[torch.Size]
     result: Any
+    drawn: Drawn
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A module that knows how it is cut; of features it is given, or makes, those of each rank of pairs lie in order.
+
+    Attributes:
+        takes: how many features a row, or a norm of the whole width, takes.
+        gives: whether what it gives are features: of a column, or of such a norm.
+        is_row: whether it is the row of a pair.
+    """
+
+    takes: int | None = None
+    gives: bool = False
+    is_row: bool = False
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The labels of features that a row, or a norm, of this class was given, and by which line."""
+
+    labels: Tensor
+    name: str
+    line: str
 
 
 class _Calls(TorchDispatchMode):
     """Hears what is called outside of layers that are cut, and of what of this package is told how it is cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, trusts: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._inside = 0
+        self._trusts, self._inside, self._is_on = trusts, 0, False
+        self._labels: Labels
+        self.taken: list[_Taken] = []
+
+    def __enter__(self) -> Self:
+        self._is_on = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self._is_on = False
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, given = func(*args, **(kwargs or {})), kwargs or {}
         name = name_of(func)
-        is_heard = not (self._inside or name in _COPIES or (func.is_view and name not in _KEPT_VIEWS))
-        return self._hear(func, name, args, kwargs or {}, result) if is_heard else result
+        if self._inside or (func.is_view and name not in _KEPT_VIEWS):
+            return result
+        if name in _COPIES:
+            with self._unfollowed():
+                self._labels.follow(func, args, given, result, of_features=False)
+            return result
+        return self._hear(func, name, args, given, result)
 
     def _hear(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         raise NotImplementedError
+
+    def _has_features(self, x: Tensor, width: int) -> bool:
+        """Whether there are features that are cut among what a module is given that takes so many."""
+        return x.shape[-1] != width
 
     def _give(self, result: Tensor) -> Tensor:
         raise NotImplementedError
 
     @contextmanager
-    def around(self, twin: nn.Module, apart: Mapping[str, bool]) -> Iterator[None]:
-        """A context in which what is called in modules of these names is their own business; `True` marks rows."""
+    def _unfollowed(self) -> Iterator[None]:
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def _owners_of(self, result: Tensor) -> Tensor | None:
+        return None
+
+    @contextmanager
+    def around(self, twin: nn.Module, apart: Mapping[str, Apart]) -> Iterator[None]:
+        """A context in which what is called in modules of these names is their own business."""
         handles = []
         modules = dict(twin.named_modules())
-        for name, is_row in apart.items():
-            handles.append(modules[name].register_forward_pre_hook(self._enter, prepend=True))
-            handles.append(modules[name].register_forward_hook(self._leave_row if is_row else self._leave))
+        self._labels = Labels(twin, trusts=self._trusts)
+        for name, its in apart.items():
+            handles.append(modules[name].register_forward_pre_hook(partial(self._enter, its), prepend=True))
+            handles.append(modules[name].register_forward_hook(partial(self._leave, its)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, its: Apart, module: nn.Module, args: Any) -> None:
+        x = args[0] if args else None
+        if its.takes and isinstance(x, Tensor) and not self._inside and self._is_on:
+            with self._unfollowed():
+                if its.is_row or self._has_features(x, its.takes):
+                    self.taken.append(_Taken(self._labels.of(x), type(module).__name__, line()))
         self._inside += 1
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, its: Apart, module: nn.Module, args: Any, result: Any) -> Any:
+        given = self._give(result) if its.is_row else result
         self._inside -= 1
-
-    def _leave_row(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        given = self._give(result)
-        self._inside -= 1
-        return given
+        if not self._inside and self._is_on:
+            with self._unfollowed():
+                if not isinstance(module, _DropoutNd):
+                    self._labels.place(given, self._owners_of(given) if its.gives else None)
+                elif module.training and module.p:
+                    self._labels.note(given, blended("dropout", self._labels.of(args[0])))
+        return given if its.is_row else None
 
 
 class WholeCalls(_Calls):
     """Notes what a block calls whose features are followed."""
 
-    def __init__(self, owners: FeatureOwners) -> None:
-        super().__init__()
+    def __init__(self, owners: FeatureOwners, *, trusts: bool) -> None:
+        super().__init__(trusts=trusts)
         self._owners = owners
         self.calls: list[_Call] = []
         self.rows: list[Tensor] = []
@@ -120,8 +190,30 @@ class WholeCalls(_Calls):
         ]
         answer = None if isinstance(result, Tensor | Sequence) else result
         answer = result.clone() if name in DRAWN else answer
-        self.calls.append(_Call(name, kept, owned, _shapes(result), answer))
+        drawn: Drawn = None
+        if name in DRAWN and (drawn := self._owners.known(result)) is None:
+            drawn = frozenset(dim for dim, size in enumerate(result.shape) if size in self._owners.cut_sizes)
+        self.calls.append(_Call(name, kept, owned, _shapes(result), answer, drawn))
+        of_features = any(owners is not None for owners in owned)
+        with self._unfollowed():
+            self._labels.follow(func, args, kwargs, result, drawn, of_features=of_features)
         return result
+
+    @contextmanager
+    def _unfollowed(self) -> Iterator[None]:
+        with super()._unfollowed(), self._owners.unfollowed():
+            yield
+
+    @property
+    def whole_numbers(self) -> Sequence[Tensor]:
+        """Those that no function was seen to make."""
+        return self._labels.whole_numbers
+
+    def _owners_of(self, result: Tensor) -> Tensor | None:
+        return self._owners.of(result)
+
+    def _has_features(self, x: Tensor, width: int) -> bool:
+        return bool(self._owners.of(x).any())
 
     def _give(self, result: Tensor) -> Tensor:
         self.rows.append(result.detach().clone())
@@ -131,15 +223,16 @@ class WholeCalls(_Calls):
 class CutCalls(_Calls):
     """Raises `Joined` where a block that is cut calls something else than the whole did."""
 
-    def __init__(self, whole: WholeCalls) -> None:
-        super().__init__()
+    def __init__(self, whole: WholeCalls, *, trusts: bool) -> None:
+        super().__init__(trusts=trusts)
         self._left, self._rows = iter(whole.calls), iter(whole.rows)
+        self._whole = whole
 
     def _hear(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         was = next(self._left, None)
         if was is None or was.name != name:
             other = "nothing" if was is None else was.name
-            raise Joined(f"calls {name} where its features are cut, and {other} where it is whole{line()}")
+            raise OtherCalls(f"calls {name} where its features are cut, and {other} where it is whole{line()}")
         given = _arguments(func, args, kwargs)
         cut = [
             isinstance(leaf, Tensor) and isinstance(its, torch.Size) and leaf.shape != its
@@ -157,6 +250,9 @@ class CutCalls(_Calls):
             why = "a part of the places"
         if why:
             raise Joined(f"goes by a size that is cut: it gives {why} to {name}{line()}")
+        of_features = any(owners is not None for owners in was.owners)
+        drawn = was.drawn if isinstance(was.drawn, frozenset) else None
+        self._labels.follow(func, args, kwargs, result, drawn, of_features=of_features)
         if isinstance(was.result, Tensor):
             return result.copy_(was.result) if result.shape == was.result.shape else result
         return result if was.result is None else was.result
@@ -170,19 +266,32 @@ class CutCalls(_Calls):
     def require_all(self) -> None:
         """Raise `Joined` where the whole called more."""
         if (more := next(self._left, None)) is not None:
-            raise Joined(f"calls {more.name} where it is whole alone, by a size that is cut")
+            raise OtherCalls(f"calls {more.name} where it is whole alone, by a size that is cut")
+        here, there = self._labels.whole_numbers, self._whole.whole_numbers
+        if len(here) != len(there) or not all(map(torch.equal, here, there)):
+            raise Joined("goes by a size that is cut: it makes whole numbers of it that no function is seen to make")
+        if len(self.taken) != len(self._whole.taken):
+            raise Joined("gives its rows features another number of times where it is cut")
+        for taken, whole in zip(self.taken, self._whole.taken, strict=True):
+            if not are_alike(taken.labels, whole.labels):
+                raise Joined(
+                    "does to some features what it does not do to all, by their places, where each rank has others, "
+                    f"and gives them to {whole.name}{whole.line}"
+                )
 
 
-def apart_in(twin: nn.Module, cuts: Iterable[Cut]) -> dict[str, bool]:
-    """Return the names of modules of a twin that know how they are cut; `True` for rows of pairs."""
-    cuts = list(cuts)
-    known = {id(cut.layer): cut.is_paired and cut.split is TensorSplit.ROW for cut in cuts}
-    known |= {id(module): False for module, _ in wide_norms(cuts)}
-    found = dict[str, bool]()
+def apart_in(twin: nn.Module, cuts: Iterable[Cut]) -> dict[str, Apart]:
+    """Return the names of modules of a twin that know how they are cut."""
+    cuts, known = list(cuts), dict[int, Apart]()
+    for cut in cuts:
+        is_row, is_column = (cut.is_paired and cut.split is split for split in (TensorSplit.ROW, TensorSplit.COLUMN))
+        known[id(cut.layer)] = Apart(sizes_of(cut.layer)[0] if is_row else None, is_column, is_row)
+    known |= {id(module): Apart(width, gives=True) for module, width in wide_norms(cuts)}
+    found = dict[str, Apart]()
     for name, module in twin.named_modules():
         is_ours = isinstance(module, _DropoutNd) or type(module).__module__.startswith(_OURS)
         if id(module) in known or is_ours:
-            found[name] = known.get(id(module), False)
+            found[name] = known.get(id(module), Apart())
     return found
 
 
@@ -221,6 +330,8 @@ def _why_unowned(is_each: bool, now: Argument, was: Argument, owners: Tensor | N
         is_cut = owners is not None and bool((owners != owners.narrow(dim, 0, 1)).any())
         if size != whole and not is_each and not is_cut:
             return f"{size} numbers of no features in place of {whole}"
+    if tensor.shape == shape and owners is not None and bool(owners.any()):
+        return "features at some places, where others have other features,"
     return ""
 
 

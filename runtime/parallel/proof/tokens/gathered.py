@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....blocks.blocks import TOKENS
 from ....settings.tensor_rules import TensorSplit
 from ...tensor.cuts import Cut, pairs_of
-from ..owner_rules import Joined
+from ..marks.owner_rules import Joined
 from .token_owners import MANY, TokenOwners
 
 

@@ -9,8 +9,7 @@ and keys that `past.extend` gave are everybody's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
 from ...context.context import Context, SequenceShard
-from ..feature_owners import DRAWN, FeatureOwners, Place, line
-from ..owner_rules import MOVING, Joined, goes_by_data, joined, name_of, require_one
+from ..feature_owners import FeatureOwners, Place, line
+from ..marks.labels import DRAWN
+from ..marks.owner_rules import MOVING, Joined, goes_by_data, joined, name_of, require_one
 
 MANY = 127
 """The owner of numbers that are made of several ranks' tokens."""
@@ -202,15 +202,6 @@ class TokenOwners(FeatureOwners):
         """Raise `Joined` where what tokens of several ranks were made into reaches an output."""
         if any(bool((self.of(output) == MANY).any()) for output in outputs.values()):
             raise Joined(next(iter(self.reasons), "lets tokens of several ranks meet"))
-
-    @contextmanager
-    def unfollowed(self) -> Iterator[None]:
-        """A context for what is known: nothing is followed."""
-        self._known += 1
-        try:
-            yield
-        finally:
-            self._known -= 1
 
     def note_common(self, given: Tensor, common: Tensor) -> Tensor:
         """Note that every rank has a tensor whole that was made of a given one."""

@@ -22,7 +22,7 @@ from ...context.context import WHOLE, SequenceShard
 from ...dropout import KeyedDropout
 from ..arrivals import Arrival, Given, GivenTree, cut_dimension
 from ..feature_owners import Place
-from ..owner_rules import Joined
+from ..marks.owner_rules import Joined
 from ..trial import LOSS, Setting, Tensors, outputs_of
 from ..twins import SEED, Blueprint
 from .gathered import Gathered

@@ -196,6 +196,52 @@ def test_pairs_are_compared_in_training_and_with_other_inputs(between: Callable[
     assert said_of(between, kind=Given).endswith("; one by one: 0.fc1, 0.fc2")
 
 
+def first_added_in_place(self: Any, y: Tensor) -> Tensor:
+    y = F.gelu(y)
+    y[..., 0] += self.kept[0]
+    return y
+
+
+def first_of_chunks(self: Any, y: Tensor) -> Tensor:
+    first, second = y.chunk(2, -1)
+    return torch.cat((first * (1 + self.kept[0]), second), -1)
+
+
+HIDDEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "first features": lambda self, y: torch.cat((y[..., :4] * (1 + self.kept[0]), y[..., 4:]), -1),
+    "added in place": first_added_in_place,
+    "chunk": first_of_chunks,
+    "lower triangle": lambda self, y: y + self.kept[0] * y.tril(),
+    "repeated gate": lambda self, y: y * (1 + self.kept).repeat_interleave(y.shape[-1] // 4),
+    "expanded gate": lambda self, y: y * (1 + self.kept)[:, None].expand(4, y.shape[-1] // 4).flatten(),
+    "joined gate": lambda self, y: y * (1 + torch.cat([k.expand(y.shape[-1] // 4) for k in self.kept])),
+    "groups": lambda self, y: (y.unflatten(-1, (4, -1)) * (1 + self.kept)[:, None]).flatten(-2),
+    "strides": lambda self, y: y + self.kept[0] * torch.zeros_like(y).index_fill(-1, torch.tensor([0]), 1.0),
+    "width": lambda self, y: y * (1 + self.kept[0] * torch._shape_as_tensor(y)[-1]),
+    "places": lambda self, y: y + self.kept[0] * torch.ones_like(y).cumsum(-1),
+}
+"""What is done to features by their places, and not seen in numbers: the buffer is 0."""
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("what", HIDDEN)
+def test_what_is_done_to_features_by_their_places_is_no_pair(what: str) -> None:
+    assert said_of(HIDDEN[what], state=torch.zeros(4)).endswith("; one by one: 0.fc1, 0.fc2")
+
+
+ALIKE: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda self, y: (y.unflatten(-1, (-1, 4)).flip(-1) * (1 + self.kept)).flatten(-2),
+    lambda self, y: y * (1 + self.kept[0] * torch.ones(y.shape[-1], dtype=y.dtype)).tanh(),
+    lambda self, y: torch.stack((y[..., ::2] * (1 + self.kept[0]), y[..., 1::2]), -1).flatten(-2),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("between", ALIKE)
+def test_what_is_done_to_all_features_wherever_they_lie_is_a_pair(between: Callable[[Any, Tensor], Tensor]) -> None:
+    assert said_of(between, state=torch.zeros(4)).endswith("; pairs proved at all numbers: 0.fc1")
+
+
 def checked(self: Any, y: Tensor) -> Tensor:
     if not torch.isfinite(self.given).all():
         raise ValueError("not finite")

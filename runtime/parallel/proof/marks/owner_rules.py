@@ -5,18 +5,23 @@ moving         cat, index, gather, roll, …       moved as the numbers are
 reducing       sum, norm, amax, argmax, …        one owner along the dimensions that go
 normalising    softmax, sort, layer norm, …      one owner along the dimensions that meet
 products       mm, bmm, attention                one owner along what is summed up
+
+Labels (`labels`) are followed by the same rules: of type `LABEL`, they are blended where owners have to be one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 Owners = Callable[[Tensor], Tensor]
+LABEL = torch.int32
+"""The type of labels, by which rules tell them from owners."""
 
 HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 """Functions by which Python sees numbers, or how many there are of a kind."""
@@ -105,7 +110,8 @@ def _first_owners(
     if name in _REDUCING:
         return _one(name, of(tensors[0]), given.get("dim"), keeps=bool(given.get("keepdim", False)))
     if name in _ALONG:
-        return _one(name, of(tensors[0]), given["dim"], keeps=True).expand(results[0].shape)
+        along = _one(name, of(tensors[0]), given["dim"], keeps=True).expand(results[0].shape)
+        return along if tensors[0].shape != along.shape else joined(name, of(tensors[0]), along)
     if name in _PRODUCTS:
         return _product(name, *map(of, tensors))
     if name in ("native_layer_norm", "_fused_rms_norm", "native_group_norm") or "batch_norm" in name:
@@ -121,6 +127,8 @@ def _first_owners(
 
 def joined(name: str, *owners: Tensor) -> Tensor:
     """Return the owners of numbers that are made of several, each of the one at its place; raises `Joined`."""
+    if owners[0].dtype is LABEL:
+        return blended(name, *owners)
     shape = torch.broadcast_shapes(*(of_one.shape for of_one in owners))
     first, *others = (of_one.expand(shape) for of_one in owners)
     for other in others:
@@ -130,10 +138,41 @@ def joined(name: str, *owners: Tensor) -> Tensor:
     return first
 
 
+def blended(name: str, *labels: Tensor) -> Tensor:
+    """Return the labels of what a function of this name makes of numbers, of those of these at its place."""
+    total = labels[0] * _FACTORS[0]
+    for label in labels[1:]:
+        total = (total * _FACTORS[1]) + label
+    return mixed(total + (crc32(name.encode()) >> 2))
+
+
+def mixed(labels: Tensor) -> Tensor:
+    """Return labels none of which is a sum, or a multiple, of others."""
+    labels = labels ^ (labels >> 15)
+    labels *= _FACTORS[2]
+    return labels.bitwise_xor_(labels >> 13)
+
+
+_FACTORS = 0x2545F491, 0x1B873593, 0x2C1B3C6D
+
+
+def _blended_along(labels: Tensor, dims: Sequence[int], *, keeps: bool) -> Tensor:
+    """Return the labels of what is made of all numbers along dimensions, in this order."""
+    for dim in dims:
+        size = labels.shape[dim]
+        places = torch.arange(1, size + 1, dtype=LABEL, device=labels.device).mul_(_FACTORS[0]).bitwise_or_(1)
+        labels = mixed(labels * places.view([size if d == dim % labels.dim() else 1 for d in range(labels.dim())]))
+        labels = labels.sum(dim, keepdim=True, dtype=LABEL)
+    chosen = {dim % labels.dim() for dim in dims}
+    return labels if keeps else labels.reshape([size for dim, size in enumerate(labels.shape) if dim not in chosen])
+
+
 def require_one(owners: Tensor, dims: Sequence[int], *, keeps: bool) -> Tensor:
     """Return the owner along dimensions; raises `Joined` where there are several."""
     if not owners.dim() or not dims:
         return owners
+    if owners.dtype is LABEL:
+        return _blended_along(owners, dims, keeps=keeps)
     if not owners.numel():
         return owners.sum(tuple(dims), keeps, dtype=torch.int8)
     if not is_one(owners, dims):
@@ -162,7 +201,7 @@ def _moved(func: Any, name: str, given: Mapping[str, Any], of: Owners) -> Tensor
     indices = [leaf for key in ("index", "indices", "mask") for leaf in tree_leaves(given.get(key))]
     indices = [leaf for leaf in indices if isinstance(leaf, Tensor)]
     of_indices = [of(index) for index in indices]
-    if name != "gather" and any(bool(owners.any()) for owners in of_indices):
+    if name != "gather" and any(bool(owners.any()) for owners in of_indices if owners.dtype is not LABEL):
         raise Joined(f"looks up features by features in {name}")
     places = {id(index) for index in indices}
     moved = {
@@ -177,7 +216,9 @@ def _moved(func: Any, name: str, given: Mapping[str, Any], of: Owners) -> Tensor
     function = getattr(getattr(torch.ops.aten, name), func._overloadname)
     names = [argument.name for argument in func._schema.arguments]
     owners: Tensor = function(**{key: value for key, value in moved.items() if key in names})
-    return joined(name, owners, *(of_indices if name == "gather" else ()))
+    if name == "gather":
+        return joined(name, owners, *of_indices)
+    return owners if owners.dtype is not LABEL or not indices else joined(name, owners, *map(identity, of_indices))
 
 
 def _product(name: str, *owners: Tensor) -> Tensor:
@@ -191,18 +232,26 @@ def _product(name: str, *owners: Tensor) -> Tensor:
     return joined(name, product, *added)
 
 
+def identity(labels: Tensor) -> Tensor:
+    """Return the label of a whole tensor of numbers that have these."""
+    return _blended_along(labels.reshape(-1), [0], keeps=False)
+
+
 def _normalised(name: str, given: Mapping[str, Any], of: Owners) -> Tensor:
     owners = of(given["input"])
+    if owners.dtype is LABEL:
+        beside = [leaf for key, leaf in given.items() if key != "input" and isinstance(leaf, Tensor)]
+        owners = joined(name, owners, *(identity(of(leaf)) for leaf in beside))
     if given.get("training") is False:  # by statistics that it has
         return owners
     if "normalized_shape" in given:
         dims = list(range(owners.dim() - len(given["normalized_shape"]), owners.dim()))
     elif name == "native_group_norm":
         grouped = owners.reshape(given["N"], given["group"], -1)
-        return _one(name, grouped, 2, keeps=True).expand_as(grouped).reshape(owners.shape)
+        return joined(name, grouped, _one(name, grouped, 2, keeps=True)).reshape(owners.shape)
     else:
         dims = [dim for dim in range(owners.dim()) if dim != 1]
-    return _one(name, owners, dims, keeps=True).expand_as(owners)
+    return joined(name, owners, _one(name, owners, dims, keeps=True))
 
 
 def _attended(name: str, given: Mapping[str, Any], result: Tensor, of: Owners) -> list[Tensor]:

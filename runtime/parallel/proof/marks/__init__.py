@@ -1,0 +1,4 @@
+"""Marks that are followed beside numbers through calls: of whose features they are made, and of what.
+
+Imports no other files of `proof`.
+"""

@@ -1,0 +1,160 @@
+"""Labels of what each number is made of: a place among features that are cut is another feature on each rank.
+
+    whole    a b a b ─▶ gelu ─▶ c d c d ─▶ row        features are labelled by their places on their rank,
+    cut      a b     ─▶ gelu ─▶ c d     ─▶ row        so that ranks, and whole and cut, have the same
+    whole    a b a b ─▶ [..., :1] * g ─▶ e b a b      no pair: to what is not the first feature on its rank
+             a b     ─▶               ─▶ e b
+
+Two numbers have the same label where the same functions made them of numbers with the same labels, so that nothing is
+hidden by the numbers that are there: a factor that is 1 today has a label of its own. What fills a tensor by one number
+has one label, and what functions that nobody follows give to features has other labels at each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ...draws.names import FACTORIES, IN_PLACE
+from .owner_rules import LABEL, MOVING, Joined, blended, is_pointwise, mixed, name_of, owners_of_results
+from .shadows import Shadows, key_of, memory_of
+
+DRAWN = {name.removesuffix("_") for name in FACTORIES | IN_PLACE}
+"""Functions that draw each number by itself."""
+FILLED = {"zeros", "ones", "full", "empty", "empty_strided", "zero", "fill"}
+"""Functions that make all numbers alike."""
+
+Drawn = Tensor | frozenset[int] | None
+"""The owners of numbers; or along which dimensions there may be features, if nobody knows them."""
+
+
+class Labels:
+    """Follows labels through the calls of one run.
+
+    Args:
+        block: what is run; its weights and buffers are known by their order.
+        trusts: functions that nobody knows are taken to do the same for all features.
+    """
+
+    def __init__(self, block: nn.Module, *, trusts: bool) -> None:
+        self._trusts = trusts
+        self._shadows = Shadows(LABEL)
+        self._starts = {
+            key_of(tensor): number for number, tensor in enumerate((*block.parameters(), *block.buffers()), 1)
+        }
+        self._last = len(self._starts)
+        self.whole_numbers: list[Tensor] = []
+        """Integers that no function was seen to make, in this order."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the labels of a tensor's numbers."""
+        if key_of(tensor) not in self._shadows:
+            self._begin(tensor)
+        labels = self._shadows.of(tensor)
+        assert labels is not None
+        return labels
+
+    def _begin(self, tensor: Tensor) -> None:
+        """Label the memory of a tensor that nobody has labelled, by its places."""
+        start = self._starts.get(key_of(tensor))
+        if start is None and not (tensor.is_floating_point() or tensor.is_complex()):
+            self.whole_numbers.append(tensor.detach().clone())
+        places = torch.arange(memory_of(tensor), dtype=LABEL, device=tensor.device)
+        self._shadows.add(tensor, mixed(places + start_of(start or self._next())))
+
+    def follow(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, drawn: Drawn = None,
+        *, of_features: bool,
+    ) -> None:  # fmt: skip
+        """Note the labels of what a function gave or changed, of features or not; `drawn` is for `place`."""
+        name = name_of(func)
+        base = name.removeprefix("new_").removesuffix("_like")
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        beside = given[1:] if func._schema.is_mutable or base != name else given
+        if base.startswith("empty") and not result.is_floating_point():
+            return  # it may be filled by what nobody sees, with sizes
+        if base in FILLED:
+            word = repr(kwargs.get("fill_value", args[-1])) if base in ("full", "fill") and not beside else base
+            label = torch.full((), crc32(word.encode()) >> 2, dtype=LABEL, device=result.device)
+            self.note(result, blended(base, label, *map(self.of, beside)))
+        elif base in DRAWN:
+            self.place(result, drawn)
+            if beside:
+                self.note(result, blended(name, self.of(result), *map(self.of, beside)))
+        elif of_features or name in MOVING or is_pointwise(name, func):
+            self._blend(func, args, kwargs, result, of_features=of_features)
+        else:
+            self._renew(given[0] if func._schema.is_mutable else result)
+
+    def _blend(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, of_features: bool
+    ) -> None:
+        word = repr([leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)])
+        is_each = name_of(func) not in MOVING and is_pointwise(name_of(func), func)
+        try:
+            for tensor, labels in list(owners_of_results(func, args, kwargs, result, self.of)):
+                self.note(tensor, blended(word, labels) if is_each else labels)
+        except Joined:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            if not (of_features and self._trusts):
+                self._renew(leaves)
+                return
+            for leaf in leaves:
+                self.note(leaf, torch.full((), start_of(self._next()), dtype=LABEL, device=leaf.device))
+
+    def note(self, tensor: Tensor, labels: Tensor) -> None:
+        """Note the labels of a tensor's numbers."""
+        if key_of(tensor) not in self._shadows and tensor.numel() < memory_of(tensor):
+            self._begin(tensor)
+        self._shadows.note(tensor, labels)
+
+    def place(self, result: Any, owners: Drawn) -> None:
+        """Label numbers by their places, features by those on their rank; not by those along some dimensions."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                labels = torch.full(leaf.shape, start_of(self._next()), dtype=LABEL, device=leaf.device)
+                for dim, size in enumerate(leaf.shape):
+                    if isinstance(owners, frozenset) and dim in owners:
+                        continue
+                    places = torch.arange(size, device=leaf.device)
+                    if isinstance(owners, Tensor) and owners.shape == leaf.shape:
+                        places = _places_on_ranks(owners, dim)
+                    labels = mixed(labels + mixed(places.to(LABEL)).view([-1] + [1] * (leaf.dim() - dim - 1)))
+                self.note(leaf, labels)
+
+    def _renew(self, result: Any) -> None:
+        """Let numbers have labels that nothing else has."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and key_of(leaf) in self._shadows:
+                self._shadows.note(leaf, mixed(self.of(leaf) + start_of(self._next())))
+
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
+
+
+def start_of(number: int) -> int:
+    """Return where labels begin of what has this number."""
+    return crc32(str(number).encode()) >> 2
+
+
+def are_alike(labels: Tensor, whole: Tensor) -> bool:
+    """Whether each rank's features, which are cut in order, have these labels where `whole` ones are not cut."""
+    if labels.shape[:-1] != whole.shape[:-1] or whole.shape[-1] % labels.shape[-1]:
+        return False
+    return bool((whole.unflatten(-1, (-1, labels.shape[-1])) == labels.unsqueeze(-2)).all())
+
+
+def _places_on_ranks(owners: Tensor, dim: int) -> Tensor:
+    """Return the places of numbers along a dimension, counted on each rank."""
+    along = owners.movedim(dim, -1).flatten(0, -2)[0] if owners.dim() > 1 else owners
+    places = torch.arange(len(along), device=owners.device)
+    if bool((along != along[:1]).any()):
+        for owner in along.unique().tolist():
+            places[along == owner] = torch.arange(int((along == owner).sum()), device=owners.device)
+    return places
