@@ -11,15 +11,15 @@ from ..blocks.blocks import Parcel, State
 _MOST_NAMED = 3
 
 
-def microbatch_warning(blocks: Sequence[nn.Module], parcels: Sequence[Parcel], microbatches: int) -> str | None:
-    """Return a line on what blocks change in each microbatch; None where that is nothing, or a step has but one."""
+def state_named(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
+    """Return what blocks were found to change, by its names."""
     found = dict.fromkeys(
         f"block {number} ({type(block).__name__}){_place(state)}"
         for number, (block, parcel) in enumerate(zip(blocks, parcels, strict=True))
         for state in parcel.state
         if state.owner.startswith((".", " (")) and not _is_ours(block, state.owner)
     )
-    return changed_line([*found], microbatches)
+    return [*found]
 
 
 def changed_line(found: Sequence[str], microbatches: int) -> str | None:

@@ -30,6 +30,7 @@ from ..comm.control import share_bytes
 from ..comm.modes import Modes
 from ..examine.eval_mode import eval_mode_warning
 from ..examine.followed import Copies, Source, sources_of
+from ..examine.late_state import LateState
 from ..examine.shared_state import SharedState
 from ..examine.weights_elsewhere import WeightsElsewhere
 from ..parallel.context.context import ContextParallel
@@ -73,6 +74,7 @@ class RankModel:
         target_stages: the stages whose blocks take targets.
         shared_state: what blocks of several stages have in common besides weights.
         boundaries: whether what stages are given requires gradients, and gets them.
+        late_state: the numbers that code of its blocks changes.
         elsewhere: the weights that this rank has not whole.
         tensor: how blocks are cut over tp.
         prover: proves that blocks give the same numbers cut as whole.
@@ -164,6 +166,7 @@ class RankModel:
         )
         self.tensor.settle(self.prover.share(self._groups.world))
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
+        self.late_state = LateState({n: b for stage in self.stages.values() for n, b in stage.blocks.items()})
         is_resident = not self.plan.zero.shards_weights or self.num_replicas == 1
         self.elsewhere.settle(self.stages.values(), is_resident=is_resident)
         if options.compiled:
@@ -266,8 +269,13 @@ class RankModel:
         around = Modes.now()
         for source in self._sources:
             source.evaluates = evaluates
+        tells = not (evaluates or self.replica or self._groups.tensor.index or self._groups.context.index)
+        if tells:
+            self.late_state.begin()
         try:
             yield
+            if tells:
+                self.late_state.tell(self.plan.schedule.microbatches, self.num_replicas)
             if Modes.now() != around:
                 around.require_kept("a block on this rank, a hook or the loss function")
         finally:

@@ -1,0 +1,89 @@
+"""Numbers that forwards change, and of which shapes did not tell: named in the step in which they first change.
+
+    if self.go: self.calls += 1                            a flag that the loop sets later
+    self.amax = max(self.amax, float(x.abs().max()))       what shapes on the meta device cannot run
+
+Those attributes are looked at, once before and once behind a step, that code of blocks sets outside of `__init__`.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from ..objects.user_code import is_of_library
+from .microbatch_state import changed_line
+
+_logger = logging.getLogger("quintsched.runtime")
+
+
+class LateState:
+    """The numbers that code of some blocks sets, by what they are called in messages.
+
+    Args:
+        blocks: by their numbers.
+
+    Attributes:
+        known: what is named already.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.known: list[str] = []
+        self._is_first = True
+        self._places = [
+            (f"block {number} ({type(block).__name__}){path and f'.{path}'}.{key}", module.__dict__, key)
+            for number, block in blocks.items()
+            for path, module in block.named_modules()
+            for key in sorted(_set_by(type(module)))
+        ]
+        self._before: list[Any] = []
+
+    def begin(self) -> None:
+        """Note what they are before a step."""
+        self._before = self._now()
+
+    def tell(self, microbatches: int, replicas: int) -> None:
+        """Write a line on those that a step has changed and nobody has named: they are not looked at any more."""
+        is_first, self._is_first = self._is_first, False
+        if (now := self._now()) == self._before:
+            return
+        changed = [place for place, was, is_now in zip(self._places, self._before, now, strict=True) if was != is_now]
+        self._places = [place for place in self._places if place not in changed]
+        names = [name for name, *_ in changed if name not in self.known]
+        if line := changed_line(names, microbatches):
+            _logger.warning("%s", line)
+        if names and replicas > 1 and not is_first:  # the first step watches each forward
+            _logger.warning(
+                "%s: changed by forwards, of which each of %d replicas runs its own: it is not what one process has "
+                "after all of them, nor what depends on it",
+                names[0],
+                replicas,
+            )
+
+    def _now(self) -> list[Any]:
+        found = (own.get(key) for _, own, key in self._places)
+        return [value if isinstance(value, (int, float)) else None for value in found]
+
+
+def _set_by(kind: type) -> set[str]:
+    """Return the attributes that code of a user's class sets, other than when it is made."""
+    functions = (
+        thing
+        for base in kind.__mro__
+        if not is_of_library(base)
+        for name, thing in vars(base).items()
+        if isinstance(thing, FunctionType) and name != "__init__"
+    )
+    return {name for function in functions for name in _stored(function.__code__)}
+
+
+def _stored(code: CodeType) -> Iterator[str]:
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _stored(inner)
