@@ -29,13 +29,13 @@ class LateState:
         blocks: by their numbers.
 
     Attributes:
-        known: what is named already.
+        places: their names, and where they are; known: what is named already.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.known: list[str] = []
         self._is_first = True
-        self._places = [
+        self.places = [
             (f"block {number} ({type(block).__name__}){path and f'.{path}'}.{key}", module.__dict__, key)
             for number, block in blocks.items()
             for path, module in block.named_modules()
@@ -52,8 +52,8 @@ class LateState:
         is_first, self._is_first = self._is_first, False
         if (now := self._now()) == self._before:
             return
-        changed = [place for place, was, is_now in zip(self._places, self._before, now, strict=True) if was != is_now]
-        self._places = [place for place in self._places if place not in changed]
+        changed = [place for place, was, is_now in zip(self.places, self._before, now, strict=True) if was != is_now]
+        self.places = [place for place in self.places if place not in changed]
         names = [name for name, *_ in changed if name not in self.known]
         if line := changed_line(names, microbatches):
             _logger.warning("%s", line)
@@ -66,7 +66,7 @@ class LateState:
             )
 
     def _now(self) -> list[Any]:
-        found = (own.get(key) for _, own, key in self._places)
+        found = (own.get(key) for _, own, key in self.places)
         return [value if isinstance(value, (int, float)) else None for value in found]
 
 

@@ -269,7 +269,9 @@ class RankModel:
         around = Modes.now()
         for source in self._sources:
             source.evaluates = evaluates
-        tells = not (evaluates or self.replica or self._groups.tensor.index or self._groups.context.index)
+        tells = bool(self.late_state.places) and not (
+            evaluates or self.replica or self._groups.tensor.index or self._groups.context.index
+        )
         if tells:
             self.late_state.begin()
         try:

@@ -45,7 +45,7 @@ class Masters:
 
     def note_versions(self) -> None:
         """Take what has been done to weights so far for the engine's own doing."""
-        self._versions = self._now()
+        self._versions = self._now() if self._watched else []
 
     def _now(self) -> list[tuple[int, int]]:
         moves = self._moves
@@ -61,7 +61,7 @@ class Masters:
 
         Those are watched that are copies of what is stepped, or shards of it.
         """
-        if (now := self._now()) == self._versions:
+        if not self._watched or (now := self._now()) == self._versions:
             return []
         pairs = zip(self._watched, self._versions, now, strict=True)
         return [(name, shard_of(weight) is not None) for (name, weight), was, here in pairs if was != here]
