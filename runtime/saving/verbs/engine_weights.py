@@ -143,7 +143,9 @@ class EngineWeights:
         """Raise `UsageError` where a step would lose, or take for the whole, what a loop did to weights."""
         masters, weights = self._training.masters, self._training.weights
         changed = masters.changed()
-        if changed and (masters.has_copies or weights.are_under_way or not weights.are_resident):
+        if not changed:
+            return
+        if masters.has_copies or weights.are_under_way or not weights.are_resident:
             raise UsageError(
                 f"weights were changed in place since the last step, such as {changed[0][0]!r} (<block>.<weight>), but "
                 "what is stepped are float32 masters or shards of them, so that the change would be lost; change them "
