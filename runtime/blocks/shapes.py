@@ -25,7 +25,7 @@ from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .quick_shapes import QuickShapes
 from .trees import TensorSpec, TreeSpec, tensors_of
-from .untouched import Result, attributes_untouched, run_block
+from .untouched import Result, as_leaves, attributes_untouched, run_block
 
 _ONLY_TENSORS = "only tensors ride along: encode it as one, as the number of a task, for each sample"
 
@@ -107,23 +107,47 @@ def requires_gradients(
 ) -> bool:
     """Whether what blocks leave requires a gradient, where some of their parameters, in their order, are trained.
 
-    True where nobody can tell, since they cannot run without data.
+    True where nobody can tell, since they cannot run without data. A block that leaves nothing that does, whatever it
+    is given, as parts of split models on the meta device, is taken to do what layers do.
     """
-    given, riders, flags = inputs.empty("meta"), dict[str, _Ride](), iter(trained)
+    given, riders, flags = inputs.empty("meta"), dict[str, Tensor](), iter(trained)
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
     try:
         for number, block in enumerate(blocks):
             module = on_meta(block)
-            taken, bare = _taken(number, module, beside, riders), before_fully_shard(module)
-            weights = {name: tensor.detach().to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
-            for name, _ in module.named_parameters():
-                weights[name].requires_grad_(next(flags))
-            with draws_undone(), attributes_untouched(module), torch.enable_grad():
-                given, fresh, _ = split_result(_run(bare, weights, given, taken))
-            riders |= {name: _Ride(tensor, number, number) for name, tensor in fresh.items()}
+            taken = _taken(number, module, beside, {name: _Ride(t, number, number) for name, t in riders.items()})
+            own = [next(flags) for _ in module.parameters()]
+            left, fresh = _leave(module, own, given, taken, dtype)
+            if not _require_gradients(left, fresh):
+                could = _leave(module, [True] * len(own), as_leaves(given), as_leaves(taken), dtype)
+                is_blind = not _require_gradients(*could)
+                if is_blind and (any(own) or _require_gradients(given, taken) or _has_hooks(module)):
+                    left, fresh = as_leaves(left), as_leaves(fresh)
+            given, riders = left, riders | fresh
     except Exception:
         return True
-    return any(tensor.requires_grad for tensor in [*tensors_of(given), *(ride.tensor for ride in riders.values())])
+    return _require_gradients(given, riders)
+
+
+def _require_gradients(given: Any, beside: Mapping[str, Any]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_of([given, *beside.values()]))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())
+
+
+def _leave(
+    module: nn.Module, trained: Sequence[bool], given: Any, taken: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return what a block leaves on the meta device, and what rides along, with graphs."""
+    bare = before_fully_shard(module)
+    weights = {name: tensor.detach().to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
+    for (name, _), flag in zip(module.named_parameters(), trained, strict=True):
+        weights[name].requires_grad_(flag)
+    with draws_undone(), attributes_untouched(module), torch.enable_grad():
+        left, fresh, _ = split_result(_run(bare, weights, given, taken))
+    return left, fresh
 
 
 def _state(before: Snapshot) -> Iterator[State]:

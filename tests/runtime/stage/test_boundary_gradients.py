@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -88,9 +89,13 @@ def train_alone(blocks: list[nn.Module], change: Change) -> list[float]:
     return losses
 
 
-def train_rank(transport: Transport, kind: Callable[[], nn.Module], change: Change, mesh: str) -> list[float]:
+def train(kind: Callable[[], nn.Module], change: Change) -> list[list[float]]:
     blocks = model(kind)
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    return run_local(2, lambda transport: train_rank(transport, copy.deepcopy(blocks), change))
+
+
+def train_rank(transport: Transport, blocks: list[nn.Module], change: Change) -> list[float]:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
     engine = Engine(plan, blocks, F.cross_entropy, adam, transport=transport)
     losses = []
     for step in range(STEPS):
@@ -117,7 +122,7 @@ FROZEN = {
 @pytest.mark.parametrize(("kind", "change"), FROZEN.values(), ids=FROZEN)
 def test_what_frozen_stages_send_requires_no_gradient(kind: Any, change: Any) -> None:
     expected = train_alone(model(kind), change)
-    for found in run_local(2, lambda transport: train_rank(transport, kind, change, "pp=2")):
+    for found in train(kind, change):
         assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -128,11 +133,11 @@ def stop(blocks: list[nn.Module], step: int) -> None:
 @pytest.mark.parametrize(("kind", "change"), [(Codes, lambda *_: None), (Layer, stop)], ids=["argmax", "detach"])
 def test_a_stage_that_gives_no_gradient_back_is_refused(kind: Any, change: Any) -> None:
     with pytest.raises(MisfitError, match=r"blocks from \d on give no gradient .* freeze blocks 0 to \d"):
-        run_local(2, lambda transport: train_rank(transport, kind, change, "pp=2"))
+        train(kind, change)
 
 
 def test_it_trains_once_what_is_before_is_frozen() -> None:
     change = partial(freeze, count=3)
     expected = train_alone(model(Codes), change)
-    for found in run_local(2, lambda transport: train_rank(transport, Codes, change, "pp=2")):
+    for found in train(Codes, change):
         assert found == pytest.approx(expected, abs=1e-12)
