@@ -31,7 +31,7 @@ from ..parallel.tensor.shard import shard_of
 from ..settings.run_settings import ZeroSplit
 from ..stage.rank_model import RankModel
 from .chained import chained
-from .coupling import STEPS, Coupling, coupling_of, kind_of, require_free_hooks, require_steppable
+from .coupling import STEPS, Coupling, coupling_of, hooks_of, kind_of, require_free_hooks, require_steppable
 from .gathered import GatheredMatrix, Stepper
 from .given import Builder
 from .remake import holds_tensors, parameters_of, rebound
@@ -153,13 +153,10 @@ class OptimizerBuilds:
         whole: set[str] = set()
         for optimizer in next(iter(self._made.values()), []):
             require_free_hooks(optimizer)
-            found, kind = coupling_of(optimizer, self._tensor.device), kind_of(optimizer)
-            names = self._names_in(optimizer)
+            found, kind, names = coupling_of(optimizer), kind_of(optimizer), self._names_in(optimizer)
             if found is None:
-                self._require_all_whole(type(optimizer).__name__)
-            elif Coupling.ACROSS in found or (
-                Coupling.NORM in found and (self._has_copies or len(names) < len(self._stand_ins))
-            ):
+                self._require_all_whole(kind, "optimizer" if hooks_of(optimizer) else kind)
+            elif Coupling.NORM in found and (self._has_copies or len(names) < len(self._stand_ins)):
                 self._require_all_here(kind)
                 found = Coupling.ACROSS
             found = Coupling.ACROSS if found is None else found
@@ -184,21 +181,25 @@ class OptimizerBuilds:
         plan = self._model.plan
         return any(len({*map(plan.layout.rank_of, held)}) < len(held) for held in plan.tied.values())
 
-    def _require_all_whole(self, kind: str) -> None:
-        """Let one replica step all parameters, whole, for a class that does not say what its steps depend on."""
+    def _require_all_whole(self, kind: str, owner: str) -> None:
+        """Let one replica step all parameters, whole, for what does not say what its steps depend on.
+
+        `owner` is the object, in words, of which that may be an attribute.
+        """
         if not self._is_whole_here or self._tensor.size > 1 or self._has_copies:
             raise MisfitError(
                 f"{kind} does not say what its step depends on, but the ranks of mesh {self._model.plan.mesh} hold "
-                f"shares of the parameters; write {kind}.needs_whole_parameters = False where it steps each number by "
-                f"its own gradients, True where by its whole parameter, and {kind}.needs_gradient_norm = True where by "
-                "the norm of all gradients; one that depends on all parameters otherwise trains on dp and cp alone"
+                f"shares of the parameters; write {owner}.needs_whole_parameters = False where it steps each number "
+                f"by its own gradients, True where by its whole parameter, and {owner}.needs_gradient_norm = True "
+                "where by the norm of all gradients; one that depends on all parameters otherwise trains on dp and cp "
+                "alone"
             )
         self.at_one_place = True
         _logger.warning(
             "%s does not say what its step depends on: one replica steps all parameters; write "
             "%s.needs_whole_parameters = True or False to share them out",
             kind,
-            kind,
+            owner,
         )
 
     def _require_all_here(self, kind: str) -> None:
