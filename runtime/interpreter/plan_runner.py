@@ -227,24 +227,14 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
-        self.losses.begin(state.flows.plan, step.given_targets, last=last)
-        for stage in self._model.stages.values() if state.flows.trains else ():
-            stage.require_known_weights(self._state.gradients.reducer.known)
-        self._latest, self._is_broken = interpreter, True
-        current, trains = state.current, state.flows.trains
-        current.number, current.units, current.last = self.steps.total, step.units, last
-        self._model.follow(alike=step.units.alike)
-        self._transport.stamp.begin(self.steps.total + 1)
-        if trains:
-            self._model.boundaries.begin_step(step.units.first_spec)
-        current.samples_before = self._samples_before if trains else 0
-        current.outputs = {} if wants_outputs else None
-        self._state.gradients.reducer.follow(state.flows.program)
+        trains = state.flows.trains
+        self._begin(step, last=last, wants_outputs=wants_outputs)
         watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run)
         shared = self._model.buffers.shared() if trains else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared, watched:
-            if self._graphs and calls is None and last and self._is_whole(interpreter):
+            alone = trains and last and calls is None and not self._samples_before
+            if self._graphs and alone and not interpreter.records(self.steps.in_run):
                 self._graphs.run(step, self.steps.total + 1, watch)
             else:
                 watch()
@@ -257,8 +247,9 @@ class PlanRunner:
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
         if trains:
-            so_far = self._samples_before + self._model.num_replicas * step.units.num_samples
-            self._samples_before = 0 if last else so_far
+            self._samples_before = (
+                0 if last else self._samples_before + self._model.num_replicas * step.units.num_samples
+            )
             if not last:
                 self._state.masters.note_versions()
         if trains and last and not outcome.empty:
@@ -271,17 +262,28 @@ class PlanRunner:
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked, self.losses.why_late(trains)
         return StepResult(tally.figures, tuple(self._options.metrics), *told)
 
-    def _is_whole(self, interpreter: Interpreter) -> bool:
-        """Whether a step that is the last of its batches is the only one, trains, and is not written down."""
-        return interpreter.state.flows.trains and not (interpreter.records(self.steps.in_run) or self._samples_before)
+    def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
+        """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""
+        interpreter, state, model = step.interpreter, step.interpreter.state, self._model
+        current, trains = state.current, state.flows.trains
+        self.losses.begin(state.flows.plan, step.given_targets, last=last)
+        for stage in model.stages.values() if trains else ():
+            stage.require_known_weights(self._state.gradients.reducer.known)
+        self._latest, self._is_broken = interpreter, True
+        current.number, current.units, current.last = self.steps.total, step.units, last
+        current.samples_before = self._samples_before if trains else 0
+        current.outputs = {} if wants_outputs else None
+        model.follow(alike=step.units.alike)
+        if trains:
+            model.boundaries.begin_step(step.units.first_spec)
+        self._transport.stamp.begin(self.steps.total + 1)
+        self._state.gradients.reducer.follow(state.flows.program)
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current
         outputs, current.outputs = current.outputs or {}, None
         shape = next((step.units.shapes[unit] for unit in outputs), None)
-        if shape is None:
-            return None
-        return OutputJoiner(self._model, self._groups)(outputs, shape)
+        return None if shape is None else OutputJoiner(self._model, self._groups)(outputs, shape)
 
     def _settle_overlaps(self, overlaps: Overlaps) -> None:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""

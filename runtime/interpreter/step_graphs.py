@@ -122,9 +122,8 @@ class StepGraphs:
     def _changed(self, shape: _Shape) -> str | None:
         """Return what has changed of what a graph relies on, in words."""
         held = self._held()
-        if held != shape.held:
-            return next(words for words, was in shape.held.items() if held[words] != was)
-        return None if shape.host is None else shape.host.changed()
+        other = next((words for words, was in shape.held.items() if held[words] != was), None)
+        return other or (None if shape.host is None else shape.host.changed())
 
     def _weights(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Return this rank's weights and buffers."""
@@ -153,13 +152,9 @@ class CapturedStep:
     def __init__(
         self, step: PreparedStep, state: TrainingState, clock: Clock, graph: Any, changing: list[Tensor], number: int
     ) -> None:
-        self._interpreter, self._reducer, self._clock, self._graph = (
-            step.interpreter,
-            state.gradients.reducer,
-            clock,
-            graph,
-        )
-        self._gradients, self._tally, self._changing = state.gradients, step.interpreter.state.compute.tally, changing
+        self._interpreter, self._tally = step.interpreter, step.interpreter.state.compute.tally
+        self._gradients, self._reducer = state.gradients, state.gradients.reducer
+        self._clock, self._graph, self._changing = clock, graph, changing
         self._replays, self._batch = 0, step.batch.copy()
         self._inputs = self._batch.tensors()
         try:
@@ -167,11 +162,11 @@ class CapturedStep:
                 self._figures = self._interpreter.lead(self._batch)
         except (RuntimeError, QuintschedError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise UsageError(
-                f"cuda_graph: step {number} cannot be captured: {said}. Where a block, the loss or a metric asks the "
-                "device for a number (.item(), .tolist(), a mask as an index) or copies from the host in every step, "
-                "leave that out; or run without cuda_graph"
-            ) from error
+            advice = (
+                "Where a block, the loss or a metric asks the device for a number (.item(), .tolist(), a mask as an "
+                "index) or copies from the host in every step, leave that out; or run without cuda_graph"
+            )
+            raise UsageError(f"cuda_graph: step {number} cannot be captured: {said}. {advice}") from error
         self._table = self._tally.figures.table
         self._discard_step()
         _logger.info("step %d is captured; steps of its shape run from its graph", number)
@@ -201,8 +196,7 @@ class CapturedStep:
             raise UsageError(
                 f"cuda_graph: step {number}, run from its graph, is not what its instructions do. Something that a "
                 "block or the loss goes by has changed where none sees it; what was learnt in the last "
-                f"{COMPARED_EVERY} steps of this shape may be wrong. Go back to a checkpoint, and run without "
-                "cuda_graph"
+                f"{COMPARED_EVERY} steps of this shape may be wrong. Go back to a checkpoint, without cuda_graph"
             )
         self._replays += 1
         self._tally.note_stop()
