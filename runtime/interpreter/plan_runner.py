@@ -247,9 +247,8 @@ class PlanRunner:
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
         if trains:
-            self._samples_before = (
-                0 if last else self._samples_before + self._model.num_replicas * step.units.num_samples
-            )
+            so_far = self._samples_before + self._model.num_replicas * step.units.num_samples
+            self._samples_before = 0 if last else so_far
             if not last:
                 self._state.masters.note_versions()
         if trains and last and not outcome.empty:
