@@ -28,7 +28,7 @@ from .comm import Transport
 from .comm.connection import connect_for, watch_by
 from .comm.control import ControlGroup
 from .interpreter.activation_memory import SavedBytes
-from .interpreter.clock import Clock
+from .interpreter.busy_clock import Clock
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
 from .interpreter.rank_state import LossFn, MetricFn, RunOptions

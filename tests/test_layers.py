@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.size import longest_chain, repeated, uses
+
 pytestmark = pytest.mark.xdist_group("layers")  # files are parsed once
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "matplotlib", "safetensors", "sklearn"}
@@ -103,7 +105,7 @@ INNER_ORDER = {"quintsched.runtime.parallel": ("proof", "tensor", "expert", "con
 """The folders of a room, from top to bottom; the files beside them may be anywhere."""
 
 ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
-MOST_FILES, MOST_LINES = 15, 400
+MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 
 
 @cache
@@ -228,6 +230,12 @@ def test_rooms_and_files_are_small(layer):
         assert files <= MOST_FILES, f"{folder.relative_to(ROOT)} has {files} files"
 
 
+def test_names_of_modules_say_which_is_meant_and_chains_of_rooms_are_short():
+    runtime = LAYERS["quintsched.runtime"]
+    assert not repeated(runtime)
+    assert len(longest_chain(uses(runtime))) <= MOST_ROOMS_IN_A_CHAIN
+
+
 @pytest.mark.parametrize("layer", ORDERED)
 def test_every_room_says_what_lives_there_and_what_it_may_import(layer):
     for folder in {path.parent for path in sources(layer)} - {LAYERS[layer]}:
@@ -256,7 +264,7 @@ def test_kinds_of_accelerators_are_known_in_one_file():
 
 
 def test_the_time_is_read_by_the_clocks_alone():
-    clocks = {ROOT / "runtime" / room / "clock.py" for room in ("comm", "watch")}
+    clocks = {ROOT / "runtime" / name for name in ("comm/clock.py", "watch/wall_time.py")}
     for path in sources("quintsched.runtime"):
         read = {module for module, _ in imports(path, "quintsched.runtime") if within(module, "time")} - {"time.sleep"}
         assert not read or path in clocks, f"{path.relative_to(ROOT)} imports {read}"

@@ -33,8 +33,8 @@ from ..parallel.proof.twins import draw_weight
 from .block_runs import RunBlock, run_with_graph
 from .losses.calls_checked import CallsChecked
 from .losses.examination import LossExamination
+from .losses.loss_weights import LossWeight, Over
 from .losses.parts import Parts, rows_of_each, with_other_targets
-from .losses.rules import LossWeight, Over
 from .other_numbers import Agree, others_of
 
 SAMPLES = 13

@@ -16,7 +16,7 @@ from quintsched.ir.values import Kind, Value
 
 from ..blocks.trees import TensorSpec
 from ..comm import Work
-from ..stage.forward import Outputs
+from ..stage.stage_forward import Outputs
 from ..watch.waiting import NOTHING, WaitCell, receive_code, send_code
 from .data_flow import activation_of
 from .recorder import Recorder

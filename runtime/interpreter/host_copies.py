@@ -20,7 +20,7 @@ from quintsched.ir.values import Kind, Value
 from ..autograd.kv_store import Store
 from ..autograd.offload import SavedActivations, SavedMemory, Track, identities, vacate
 from ..comm.host_link import Copy, HostLink
-from ..stage.forward import Outputs
+from ..stage.stage_forward import Outputs
 from .cells import Waits
 from .data_flow import ProgramFlow
 

@@ -31,19 +31,19 @@ from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
-from ..stage.forward import StageForward
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import require_planned_losses
+from ..stage.stage_forward import StageForward
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
 from ..steps.outputs import OutputJoiner
 from ..steps.refusing import refuse_together
 from ..steps.settle import StepSettler
-from ..steps.trial import Trial
+from ..steps.trial_unit import Trial
 from ..steps.units import Latest, Units, UnitShape, UnitSpec
 from .activation_memory import resident_tensors
+from .busy_clock import Clock
 from .cells import Cells, ReceiveBuffers, Waits
-from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter, PreparedStep

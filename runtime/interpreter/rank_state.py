@@ -26,7 +26,7 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.interleaving import Overlaps
-from ..optim.gathered import Stepper
+from ..optim.gathered_steps import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import Unit
 from ..settings.run_settings import RunSettings
@@ -34,15 +34,15 @@ from ..stage.batches.data_marks import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.boundary_gradients import BoundaryGradients
 from ..stage.cargo import Cargo
-from ..stage.forward import Outputs, StageForward
 from ..stage.mean_losses import WeighedLoss
+from ..stage.stage_forward import Outputs, StageForward
 from ..stage.weighed_metrics import WeighedMetric
 from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
 from ..steps.units import NO_UNITS, Units, UnitShape
+from .busy_clock import Clock
 from .cells import Cells, ReceiveBuffers, Waits
-from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .tally import Figures, Tally

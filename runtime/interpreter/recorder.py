@@ -7,7 +7,7 @@
     recorder.end_step()
     recorder.save(directory)
 
-While a step runs, only stamps of a clock are kept (`clock`); they become seconds when the trace is saved.
+While a step runs, only stamps of a clock are kept (`busy_clock`); they become seconds when the trace is saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quintsched.trace.trace_json import RankTrace, digest_of
 
 from ..comm import Transport
 from ..comm.device import is_accelerator
-from .clock import EventClock, HostClock, Stamp, TraceClock
+from .busy_clock import EventClock, HostClock, Stamp, TraceClock
 
 Call = Callable[[], None]
 STEPS = range(2, 10)

@@ -23,8 +23,8 @@ from ..blocks.blocks import Parcel
 from ..blocks.trees import map_tensors
 from ..comm.control import greatest, share_texts
 from ..examine.losses.examined import OF_REST, Examined
+from ..examine.losses.loss_weights import LossWeight, Over
 from ..examine.losses.real_batches import RealBatch, Unit
-from ..examine.losses.rules import LossWeight, Over
 from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits

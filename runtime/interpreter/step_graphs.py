@@ -28,7 +28,7 @@ from ..parallel.dropout import KeyedDropout
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from ..steps.units import Latest
-from .clock import Clock
+from .busy_clock import Clock
 from .interpreter import PreparedStep
 
 _logger = logging.getLogger(__name__)

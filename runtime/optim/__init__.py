@@ -2,6 +2,6 @@
 
 `given` reads what is given; `coupling` says what an update depends on; `builds` settles which parameters must stay
 whole, and makes the optimizers of a rank over its shards; `remake` makes an optimizer again over other parameters;
-`chained` has several in one, and their schedulers; `gathered` lets ranks of tp step whole matrices. Imports `parallel`,
-`blocks`, `comm`, `job`.
+`chained` has several in one, and their schedulers; `gathered_steps` lets ranks of tp step whole matrices. Imports
+`parallel`, `blocks`, `comm`, `job`.
 """

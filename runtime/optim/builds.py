@@ -32,7 +32,7 @@ from ..settings.run_settings import ZeroSplit
 from ..stage.rank_model import RankModel
 from .chained import chained
 from .coupling import STEPS, Coupling, coupling_of, hooks_of, kind_of, require_free_hooks, require_steppable
-from .gathered import GatheredMatrix, Stepper
+from .gathered_steps import GatheredMatrix, Stepper
 from .given import Builder
 from .remake import holds_tensors, parameters_of, rebound
 

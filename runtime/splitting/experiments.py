@@ -33,7 +33,7 @@ from ..objects.plain_code import asking_elsewhere
 from ..objects.user_code import is_of_library
 from .building import BlockBuilder
 from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
-from .frame import Frame, Walk
+from .weightless_model import Frame, Walk
 
 Place = tuple[int, str]
 """A call, and a place among its arguments."""

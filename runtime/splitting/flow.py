@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from quintsched.errors import MisfitError
 
 from ..comm.modes import Modes, modes_kept
-from .frame import Frame, Walk
+from .weightless_model import Frame, Walk
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, by place and by name."""

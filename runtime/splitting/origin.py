@@ -20,7 +20,7 @@ from .adapters import routers, transformers
 from .adapters.attention import Sight
 from .experiments import Found
 from .flow import HIDDEN, Call, SpanWalk, Stop, replaced
-from .frame import Frame
+from .weightless_model import Frame
 
 
 class Origin:

@@ -21,7 +21,7 @@ from ..blocks.blocks import accepted_extras, split_result
 from ..blocks.untouched import run_alone, untouched
 from ..comm.device import AllGenerators
 from ..objects.user_code import is_of_library
-from .frame import by_place_or_name
+from .weightless_model import by_place_or_name
 
 TOLERANCE = 1e-5
 """Of the largest number; the same operations run, so there is no rounding to speak of."""

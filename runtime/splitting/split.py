@@ -34,14 +34,14 @@ from .adapters import routers, transformers
 from .building import BlockBuilder, built_without_weights, materialised
 from .experiments import explore
 from .flow import Flow
-from .frame import Frame
 from .origin import Origin
-from .parts import TARGET_NAMES, layer_block, segment
 from .proof import require_equal, require_equal_loss
+from .split_blocks import TARGET_NAMES, layer_block, segment
 from .structure import find_layers, named_layers
 from .ties import apart, untie
 from .traced import segments
 from .tracing import Untraceable
+from .weightless_model import Frame
 
 NOT_INPUTS = frozenset(
     {*TARGET_NAMES, "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}

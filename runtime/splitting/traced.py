@@ -23,7 +23,7 @@ from quintsched.errors import MisfitError
 from ..blocks.blocks import Carry
 from ..blocks.module_state import saved_tensors
 from ..comm.modes import Modes, recordable
-from .parts import block_class
+from .split_blocks import block_class
 from .trace_source import TraceSource
 
 

@@ -32,7 +32,7 @@ from ..examine.followed import label_of, line_of, tensors_in
 from ..examine.steady_state import HostChanges
 from ..objects.plain_code import asking_elsewhere
 from ..objects.spaces import HOOKS
-from .frame import by_place_or_name, needed
+from .weightless_model import by_place_or_name, needed
 
 
 class Untraceable(Exception):

@@ -28,8 +28,8 @@ from ..examine.functions_kept import FunctionKept, versions_kept
 from ..examine.losses.divisors import divisor_of
 from ..examine.losses.examination import LossExamination
 from ..examine.losses.examined import Examined
+from ..examine.losses.loss_weights import LossWeight, Over, named
 from ..examine.losses.real_batches import RealBatch
-from ..examine.losses.rules import LossWeight, Over, named
 from ..settings.run_settings import LossOver
 
 NO_WEIGHT = (

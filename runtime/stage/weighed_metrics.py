@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..examine.losses.examined import Examined
-from ..examine.losses.rules import Over, named
+from ..examine.losses.loss_weights import Over, named
 
 
 class WeighedMetric:

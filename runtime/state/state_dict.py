@@ -31,7 +31,7 @@ from ..blocks.module_state import load_beside, pack_beside, saved_tensors
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import share_texts
-from ..optim.gathered import Stepper
+from ..optim.gathered_steps import Stepper
 from ..optim.own_state import BESIDE
 from ..parallel.tensor.apply import gather_full
 from ..stage.build import Stage

@@ -21,7 +21,7 @@ from ..blocks.dtensor import local_of
 from ..blocks.number_types import is_low
 from ..comm import Group
 from ..optim.builds import OptimizerBuilds
-from ..optim.gathered import Stepper
+from ..optim.gathered_steps import Stepper
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from ..stage.build import Stage

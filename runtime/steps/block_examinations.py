@@ -26,7 +26,7 @@ from ..comm.control import greatest, share_texts
 from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
 from ..examine.gradients.backwards import BlockBackwards, Unlinear
-from ..examine.losses.rules import LossWeight, Over
+from ..examine.losses.loss_weights import LossWeight, Over
 from ..objects.host_state import HostState
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import SAMPLES as FEW

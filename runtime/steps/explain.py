@@ -19,8 +19,8 @@ from ..autograd.run_backward import run_backward
 from ..blocks.blame import block_of, frames, place_of
 from ..blocks.trees import TreeSpec
 from ..examine.functions_kept import tensors_with_rows
-from ..stage.forward import StageForward
 from ..stage.mean_losses import WeighedLoss
+from ..stage.stage_forward import StageForward
 from ..stage.weighed_metrics import WeighedMetric
 from .units import Units
 

@@ -32,7 +32,7 @@ from ..examine.microbatch_state import changed_line, state_named
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, Sizes, sizes_of
 from ..stage.cargo import Cargo, require_planned_skips
-from ..stage.in_place import require_own_memory
+from ..stage.in_place_copies import require_own_memory
 from ..stage.rank_model import RankModel
 from .header import Announcer
 from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of

@@ -29,7 +29,6 @@ from quintsched.plan import Plan
 from quintsched.stalls.states import Fate
 
 from .cell import CellReader, place_of
-from .clock import now_s
 from .frames import FrameError
 from .hub_connection import ADDRESS, KEY, Connection, Listener
 from .judge import SETTLE_S, Judge, Ruling, is_silent
@@ -37,6 +36,7 @@ from .process import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
 from .roster import Member
 from .verdict import Plans, Verdict, make_verdict, own_errors
+from .wall_time import now_s
 
 TICK_S = 0.1
 HURRY_S = 0.01

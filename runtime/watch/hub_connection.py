@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from . import clock
+from . import wall_time
 from .frames import JSON, FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_of
 
 ADDRESS, KEY = "QUINTSCHED_WATCH", "QUINTSCHED_WATCH_KEY"
@@ -55,7 +55,7 @@ class Connection:
         self.socket = connected
         self.rank: int | None = None
         self.is_closed = self.is_cut = False
-        self.since_s = clock.now_s()
+        self.since_s = wall_time.now_s()
         self._key, self._asked = key, challenge()
         self._reader = FrameReader()
         self.send({"ask": self._asked})
@@ -170,7 +170,7 @@ class Listener:
             self._selector.register(connected, selectors.EVENT_READ)
 
     def _drop_strangers(self) -> None:
-        now = clock.now_s()
+        now = wall_time.now_s()
         for connection in list(self._connections.values()):
             if connection.rank is None and now > connection.since_s + STRANGER_S:
                 self.drop(connection)

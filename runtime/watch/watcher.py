@@ -25,7 +25,7 @@ from quintsched.errors import CodeError, QuintschedError, StallError, printable
 from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, lost_peer, said
 
-from . import clock
+from . import wall_time
 from .cell import Cell
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
 from .hub_connection import CHUNK, keep_alive
@@ -186,7 +186,7 @@ class Watcher:
                 return
             for _, payload in self._reader.feed(data or b""):
                 self._hear(message_of(payload))
-            place, now_s = self._cell.read(), clock.now_s()
+            place, now_s = self._cell.read(), wall_time.now_s()
             if not self._is_seen and (place != sent or now_s > sent_s + BEAT_S):
                 sent, sent_s = place, now_s
                 self._say_place()
@@ -201,7 +201,7 @@ class Watcher:
             [self._socket, *([signals] if signals else [])], [], [], None if sleeps else SAMPLE_S
         )
         if self._held is not None and signals in ready and self._held.has_come():
-            self._term_s = min(self._term_s, clock.now_s())
+            self._term_s = min(self._term_s, wall_time.now_s())
         return self._socket.recv(CHUNK) if self._socket in ready else None
 
     def _say_place(self) -> None:

@@ -38,7 +38,7 @@ from ...parallel.proof.features_apart import draws_of_python
 from ...parallel.proof.kinds import content_of
 from ..block_runs import RunBlock, run_with_graph
 from ..other_numbers import Agree, others_of
-from .microbatches import Alike, anyhow, gradients_kept, why_of_microbatch, why_of_others
+from .microbatch_gradients import Alike, anyhow, gradients_kept, why_of_microbatch, why_of_others
 from .other_answers import MOST_ASKED, OtherAnswers, answered
 from .own_backwards import Calls, Code, Shape, Watched, hooks_of
 

@@ -28,6 +28,7 @@ from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_n
 from .calls_checked import CallsChecked
 from .divisors import divisor_of
 from .linear import FACTORS, UNLINEAR, gradients_of, is_linear
+from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .own_writes import depends_on_calls
 from .parts import (
     Given,
@@ -41,7 +42,6 @@ from .parts import (
     with_ignored_tokens,
     with_other_targets,
 )
-from .rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
 
 Loss = Callable[[Any, Any], Any]
 

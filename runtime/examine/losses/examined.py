@@ -22,9 +22,9 @@ from ...blocks.trees import tensors_of
 from ..functions_kept import FunctionKept, FunctionState, class_weights, versions_kept
 from .divisors import counts, divisor_of
 from .examination import WRITES, LossExamination
+from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .metrics import MetricExamination, StatedMetricExamination
 from .real_batches import RealBatch, Unit, Way
-from .rules import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .stated import StatedExamination
 from .values import Late, compare_values, is_known
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .calls_checked import CallsChecked
 from .examination import WRITES, Candidates, LossExamination, Share, Tried
+from .loss_weights import Finding, LossWeight, Over
 from .parts import Parts, with_other_targets
-from .rules import Finding, LossWeight, Over
 
 _NEAR = 2e-3
 

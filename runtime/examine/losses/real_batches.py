@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...blocks.trees import DIFFERENTIABLE, Tree, flatten
 from .examination import LossExamination, Tried
+from .loss_weights import LossWeight, Over
 from .parts import rows_of_each, shortened
-from .rules import LossWeight, Over
 
 _FREE_BYTES = 8 << 20
 _ROUNDING = 10

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .examination import WRITES, LossExamination, Tried
+from .loss_weights import Finding, LossWeight, Over
 from .parts import Parts, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
-from .rules import Finding, LossWeight, Over
 
 
 class StatedExamination(LossExamination):

@@ -18,8 +18,8 @@ from torch import Tensor
 from ...objects.spaces import HOOKS
 from ..functions_kept import class_weights
 from .divisors import divisor_of
+from .loss_weights import LossWeight, Over, named
 from .real_batches import RealBatch, Unit, Way
-from .rules import LossWeight, Over, named
 
 _KNOWN = ("torch.nn.functional", "torch.nn.modules.loss", "transformers.loss.")
 

@@ -18,8 +18,8 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.values import Kind
 
 from ...autograd.run_backward import run_backward
-from ...stage.forward import Outputs, apart
-from ..clock import NoClock
+from ...stage.stage_forward import Outputs, apart
+from ..busy_clock import NoClock
 from ..rank_state import ComputeState
 from .forward import bind_fwd, parts_of, unless_empty
 

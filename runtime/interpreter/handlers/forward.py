@@ -30,7 +30,7 @@ from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
 from ...blocks.untouched import tensors_of_training
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
-from ...stage.forward import UNIT, Extras, Outputs, apart
+from ...stage.stage_forward import UNIT, Extras, Outputs, apart
 from ...steps.explain import called
 from ..cells import Cell, Parts
 from ..rank_state import ONLY, ComputeState, Saved, Start

@@ -26,9 +26,9 @@ from ..dropout import KeyedDropout
 from ..expert.moe import mixtures
 from ..expert.tensor_boundary import TensorBoundary
 from .column_linear import Entry
+from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .consistency import require_same, watch_gradient
 from .cuts import Cut, cut_weights, is_linear, join, pairs_of
-from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .pairs import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .rules import Rules, find_cuts, require_pairs
 from .shard import Shard, gather_full, shard_of, take_shard

@@ -22,9 +22,9 @@ from ...comm import Group
 from ...comm.autograd_collectives import all_gather
 from ..column_row import ColumnRowPair
 from ..dropout import KeyedDropout
+from .column_row_layers import ColumnParallelLinear, RowParallelLinear
 from .cuts import Cut, sizes_of
 from .families import divided
-from .layers import ColumnParallelLinear, RowParallelLinear
 from .shard import shard_of
 
 _ORIGINAL = "_quintsched_sizes"

@@ -24,7 +24,7 @@ from quintsched.plan import Plan
 
 from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, map_tensors, require_known
 from ...parallel.context.context import WHOLE, SequenceShard
-from ..forward import Extras
+from ..stage_forward import Extras
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, MoE, run_local
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.examine.block_losses import examine_block_loss
-from quintsched.runtime.examine.losses.rules import Over
+from quintsched.runtime.examine.losses.loss_weights import Over
 from quintsched.runtime.parallel.proof import arrivals
 from quintsched.runtime.parallel.proof.arrivals import Arrival, GivenTree
 

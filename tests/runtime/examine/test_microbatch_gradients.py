@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.examine.gradients.microbatches import why_of_microbatch, why_of_others
+from quintsched.runtime.examine.gradients.microbatch_gradients import why_of_microbatch, why_of_others
 
 from .backward_blocks import ARRIVAL, LINEAR, Block, backward_of, halve, hooked, run
 

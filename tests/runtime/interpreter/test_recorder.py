@@ -8,7 +8,7 @@ import torch
 
 import quintsched as qs
 from quintsched.ir.instructions import RecvGrad
-from quintsched.runtime.interpreter.clock import EventClock
+from quintsched.runtime.interpreter.busy_clock import EventClock
 from quintsched.runtime.interpreter.recorder import STEPS, Recorder
 from quintsched.trace.measured import Trace
 

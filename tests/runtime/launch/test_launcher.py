@@ -19,8 +19,8 @@ from quintsched.runtime.launch.elastic import Worlds
 from quintsched.runtime.launch.local import start_ranks
 from quintsched.runtime.launch.rank_processes import Ranks
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
-from quintsched.runtime.watch.clock import now_s
 from quintsched.runtime.watch.hub import Hub
+from quintsched.runtime.watch.wall_time import now_s
 from quintsched.stalls.states import Fate
 
 pytestmark = pytest.mark.processes

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime.comm import Transport, connect, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.interpreter.clock import Clock
-from quintsched.runtime.optim.gathered import Stepper
+from quintsched.runtime.interpreter.busy_clock import Clock
+from quintsched.runtime.optim.gathered_steps import Stepper
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder, saved_steps
 

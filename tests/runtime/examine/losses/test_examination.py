@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from quintsched.runtime.examine.functions_kept import versions_kept
 from quintsched.runtime.examine.losses.examination import LossExamination
+from quintsched.runtime.examine.losses.loss_weights import Over
 from quintsched.runtime.examine.losses.metrics import MetricExamination, StatedMetricExamination
-from quintsched.runtime.examine.losses.rules import Over
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8
 RANDOM = torch.Generator().manual_seed(1)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from quintsched.runtime.examine.losses.examination import LossExamination
-from quintsched.runtime.examine.losses.rules import Over
+from quintsched.runtime.examine.losses.loss_weights import Over
 from quintsched.runtime.examine.losses.stated import StatedExamination
 
 RANDOM = torch.Generator().manual_seed(5)

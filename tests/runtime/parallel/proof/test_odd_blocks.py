@@ -20,7 +20,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.connection import connect_for
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context.context import Context
-from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear
+from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear
 from tests.compiling import torch_compiles
 
 from ...launch.test_processes import run as run_command

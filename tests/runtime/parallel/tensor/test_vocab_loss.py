@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding
+from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear, VocabParallelEmbedding
 from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 
 from ...toys import Outcome, ids_task, sgd, share, tiny_gpt, train_plainly, train_rank, worst_difference

@@ -24,7 +24,7 @@ from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
 from ..blocks.untouched import as_leaves, detached
 from ..comm import Group
 from ..parallel.dropout import Masks
-from .in_place import NOTHING_COPIED, Copied, copied_in
+from .in_place_copies import NOTHING_COPIED, Copied, copied_in
 from .stage_draws import UNIT, Extras, Outputs, Run, StageDraws
 
 __all__ = ["UNIT", "Chain", "Extras", "Outputs", "Run", "StageForward", "apart"]

@@ -26,9 +26,9 @@ from ..comm.modes import recordable
 from .adapters import routers
 from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
-from .frame import Frame, needed
 from .origin import Origin, as_meta, computable
 from .ties import shallow_copy
+from .weightless_model import Frame, needed
 
 
 class _Itself:
