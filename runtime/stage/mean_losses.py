@@ -25,7 +25,6 @@ from ..blocks.sum_of_means import SumOfMeans
 from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
 from ..comm import Group
 from ..examine.functions_kept import FunctionKept, versions_kept
-from ..examine.losses.divisors import divisor_of
 from ..examine.losses.examination import LossExamination
 from ..examine.losses.examined import Examined
 from ..examine.losses.loss_weights import LossWeight, Over, named
@@ -201,13 +200,6 @@ class WeighedLoss:
             self._find_terms(output, targets, samples)
             with self.watched:
                 return Summed(self.means.over(output, targets, self._totals))
-        rule = self._evens[0].rule if self._evens else self._weight if self.is_known else None
-        if (rule is None or rule.over is Over.DIVISOR) and not torch.is_grad_enabled():
-            with torch.enable_grad():  # its graph has the divisor
-                leaves = map_tensors(lambda t: t.detach().requires_grad_(t.dtype in DIFFERENTIABLE), output)
-                weighed = self(leaves, targets, samples, usual, slices)
-            parts = [part.detach() if isinstance(part, Tensor) else part for part in weighed]
-            return Summed(*parts) if isinstance(weighed, Summed) else tuple(parts)
         if not self.is_known:
             for examined in self.examined:
                 examined.before_call(output)
@@ -283,36 +275,34 @@ class WeighedLoss:
         if rule.over is Over.SUM:
             return Summed(found)
         for even in self._evens:
-            self._require_even(even, found, output, targets, samples)
+            self._require_even(even, output, targets, samples)
         if rule.over in _BY_SAMPLES:
             share = samples / usual
             return found * share if share != 1 else found, share if rule.by_slices else share / slices
-        weight = self._weight_by(rule, found, output, targets, samples)
+        weight = self._weight_by(rule, output, targets, samples)
         if rule.over is Over.TOKENS:
             return found * weight, weight
         if rule.is_clamped:
-            weight = _clamped(rule, torch.as_tensor(weight), found.detach())
+            weight = _clamped(torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
         wide = found.to(torch.promote_types(found.dtype, torch.float32))
         return torch.where(is_nothing, 0.0, wide * weight), weight
 
-    def _weight_by(self, rule: LossWeight, found: Tensor, output: Any, targets: Any, samples: int) -> Tensor | float:
+    def _weight_by(self, rule: LossWeight, output: Any, targets: Any, samples: int) -> Tensor | float:
         """Return what a microbatch weighs by a rule for means that are not over samples."""
         if rule.over is Over.TOKENS:
             length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
             return float(samples * length)
-        if rule.over is not Over.DIVISOR:
-            return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
-        return _divisor_of(found)
+        return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
 
-    def _require_even(self, even: EvenWeights, found: Tensor, output: Any, targets: Any, samples: int) -> None:
+    def _require_even(self, even: EvenWeights, output: Any, targets: Any, samples: int) -> None:
         """Refuse a microbatch whose samples do not weigh as those of others, before weights change on all ranks.
 
         Raises `MisfitError` in an evaluation.
         """
         if self.is_alone:
             return
-        why = even.doubt(self._weight_by(even.rule, found, output, targets, samples), samples)
+        why = even.doubt(self._weight_by(even.rule, output, targets, samples), samples)
         self._refusal = self._refusal or why
         self.is_uneven = self.is_uneven or bool(why)
         if why and self.is_settled and not torch.is_grad_enabled():
@@ -325,24 +315,9 @@ def _term(
     return add(output, targets), count(targets)
 
 
-def _clamped(rule: LossWeight, weight: Tensor, found: Tensor) -> Tensor:
+def _clamped(weight: Tensor, found: Tensor) -> Tensor:
     """Return what a microbatch weighs; one of nothing so little that it matters only where all are."""
-    is_nothing = (found == 0) & (weight == 1) if rule.over is Over.DIVISOR else weight == 0
-    return torch.where(is_nothing & found.isfinite(), _NEXT_TO_NOTHING, weight.double())
-
-
-def _divisor_of(found: Tensor) -> Tensor | int:
-    """Return what a loss was divided by; one that is zero may not have been, as it is of nothing.
-
-    Raises `MisfitError` for another.
-    """
-    weight = divisor_of(found)
-    if weight is None and found.detach().any():
-        raise MisfitError(
-            "the loss function has given a sum that it divides at its end, and now a number whose divisor is not "
-            'known, as of one that a block has found in an evaluation; return (sum, weight), or loss_over="samples"'
-        )
-    return 0 if weight is None else weight
+    return torch.where((weight == 0) & found.isfinite(), _NEXT_TO_NOTHING, weight.double())
 
 
 class EvenWeights:

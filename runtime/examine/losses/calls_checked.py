@@ -1,4 +1,4 @@
-"""What a user's loss calls while it is tried: what it divides by, in which numbers, and memory that is not there."""
+"""What a user's loss calls while it is tried: in which numbers, and memory that is not there."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ class CallsChecked(TorchFunctionMode):
     """While it is entered, what torch does not check itself before it reads memory is refused.
 
     Attributes:
-        has_divided: whether something was divided by a tensor of no dimensions, such as a count.
         dtype: the shortest type of floating numbers that a gradient goes through.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_divided, self.dtype = False, torch.float64
+        self.dtype = torch.float64
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        by = args[1] if "div" in name and len(args) > 1 else None
-        self.has_divided |= isinstance(by, Tensor) and not by.dim()
         given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False))
         given |= kwargs or {}
         if func in (torch.ctc_loss, F.ctc_loss) and any(

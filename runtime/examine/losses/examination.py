@@ -26,7 +26,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...blocks.trees import flatten
 from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_numbers
 from .calls_checked import CallsChecked
-from .divisors import divisor_of
 from .linear import FACTORS, UNLINEAR, gradients_of, is_linear
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .own_writes import depends_on_calls
@@ -46,19 +45,19 @@ from .parts import (
 Loss = Callable[[Any, Any], Any]
 
 
-Candidates = dict[LossWeight, Callable[["Parts", "Share"], float | None]]
+Candidates = dict[LossWeight, Callable[[Parts], float | None]]
 """Weights that fit so far, and what gives the first part's share by them."""
 
 
 class Tried(NamedTuple):
-    """A loss of a batch or a part: its value, gradients of the outputs' leaves, what it was divided by.
+    """A loss of a batch or a part: its value, gradients of the outputs' leaves, the weight that it states.
 
     `dtype` is the shortest type of numbers that it was found in.
     """
 
     value: Tensor
     gradients: Sequence[Tensor | None]
-    divisor: Tensor | int | float | None
+    weight: float | None = None
     dtype: torch.dtype = torch.float64
 
 
@@ -69,7 +68,6 @@ class Share(NamedTuple):
     """
 
     first: float | None = None
-    divisors: tuple[float, float] | None = None
     is_empty: tuple[bool, bool] = (False, False)
     tolerance: float = 0.0
     why: str = ""
@@ -103,7 +101,7 @@ class LossExamination:
         self._tables = class_weights(loss)
         self._leaves, self._samples = ([t.detach() for t in outputs], given), samples
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
-        self.is_safe, self._counts = True, False
+        self.is_safe = True
         self._usual: float | None = None
         self._is_linear, self._factors = True, cycle(FACTORS)
 
@@ -135,7 +133,7 @@ class LossExamination:
             share = self.share(some)
             if share.why and not some.is_odd:
                 return Finding(None, share.why)
-            fitting = {w: of for w, of in candidates.items() if share.is_told and _fits(of(some, share), share)}
+            fitting = {w: of for w, of in candidates.items() if share.is_told and _fits(of(some), share)}
             if share.is_told and not (some.is_odd and (share.why or not fitting)):
                 told.append(share)
                 candidates = fitting
@@ -157,15 +155,10 @@ class LossExamination:
         return any(rows_of_each(leaf, self._samples) for leaf in self._leaves[0] if leaf.is_floating_point())
 
     def chosen(self, candidates: Candidates) -> LossWeight:
-        """Return one of the weights that fit: where ids could not be tried, targets may be ignored later.
-
-        What a loss has counted itself it may count otherwise later.
-        """
-        if not self.is_safe:
-            return next((w for w in candidates if w.over is Over.TARGETS and w.ignored == -100), next(iter(candidates)))
-        first, counted = next(iter(candidates)), LossWeight(Over.DIVISOR)
-        is_counted = self._counts and not self.is_sliced and first.over is Over.SAMPLES and counted in candidates
-        return counted if is_counted else first
+        """Return one of the weights that fit: where ids could not be tried, targets may be ignored later."""
+        first = next(iter(candidates))
+        may_ignore = (w for w in candidates if w.over is Over.TARGETS and w.ignored == -100)
+        return first if self.is_safe else next(may_ignore, first)
 
     def _along_tokens(self, parts: Parts, weight: LossWeight, candidates: Candidates) -> Finding:
         """Return the weight of slices of sequences too; and of samples of other lengths."""
@@ -184,7 +177,7 @@ class LossExamination:
             holds = not is_odd and all(share.first is not None and _fits(cut.share, share) for cut, share in told)
             weight = LossWeight(Over.TOKENS) if holds else weight
         else:
-            means = ((candidates[weight](cut, share), share) for cut, share in told)
+            means = ((candidates[weight](cut), share) for cut, share in told)
             holds = not is_odd and all(share.first is not None and _fits(its, share) for its, share in means)
         if self.is_sliced and not holds:
             return Finding(None, "it is not the same over slices of the sequences, into which they are cut here")
@@ -192,8 +185,6 @@ class LossExamination:
 
     def _as_of_nothing(self, parts: Parts, weight: LossWeight) -> LossWeight:
         """Return a weight that knows what the loss is where all targets weigh nothing."""
-        if weight.over is Over.DIVISOR:
-            return replace(weight, is_guarded=True)
         if weight.over not in (Over.TARGETS, Over.NUMBERS, Over.CLASSES):
             return weight
         place, values = self._paths.index(weight.leaf), [0 if weight.over is Over.NUMBERS else weight.ignored]
@@ -255,13 +246,11 @@ class LossExamination:
         places = [self._device] if is_bound else list(dict.fromkeys([torch.device("cpu"), self._device]))
         yield from product(places, (torch.float64, torch.float32, None))
 
-    def candidates(self, parts: Parts) -> Iterator[tuple[LossWeight, Callable[[Parts, Share], float | None]]]:
+    def candidates(self, parts: Parts) -> Iterator[tuple[LossWeight, Callable[[Parts], float | None]]]:
         """Yield weights that are known, and what gives the share of the first part by them."""
-        yield LossWeight(Over.SAMPLES), lambda parts, _: parts.share
+        yield LossWeight(Over.SAMPLES), lambda parts: parts.share
         for weight in self.weights_of_targets(parts):
-            yield weight, lambda parts, _, weight=weight: self.share_of(weight, parts)  # type: ignore[misc]
-        for is_clamped in (False, True):
-            yield LossWeight(Over.DIVISOR, is_clamped=is_clamped), partial(_by_divisors, is_clamped)
+            yield weight, partial(self.share_of, weight)
 
     def weights_of_targets(self, parts: Parts) -> Iterator[LossWeight]:
         """Yield weights that targets may have."""
@@ -323,9 +312,7 @@ class LossExamination:
         assert r_b is not None
         if abs(r_a + r_b - 1) > tolerance * 4 or abs(value - r_a * of_one - r_b * of_other) > least:
             return Share(why="of two batches together it is neither the sum nor a mean of what it is of each")
-        by_a, by_b = (0 if no and t.divisor is None else t.divisor for no, t in zip(is_empty, (a, b), strict=True))
-        divisors = None if by_a is None or by_b is None else (float(by_a), float(by_b))
-        return Share(r_a, divisors, is_empty, tolerance * 4)
+        return Share(r_a, is_empty, tolerance * 4)
 
     def tolerance(self, tried: Tried) -> float:
         """Return by how much gradients may differ, relative to what they are."""
@@ -347,31 +334,21 @@ class LossExamination:
                     value = self.call(leaves, targets)
                     if not isinstance(value, Tensor) or value.dim():
                         return None
-                divisor = divisor_of(value)
                 found = gradients_of(value, wanted) if value.requires_grad else ()
                 self._is_linear = self._is_linear and is_linear(value, wanted, found, next(self._factors))
         except Exception:  # what a user's code says to what is no batch of its own
             return None
         finally:
-            self._counts |= checked.has_divided
             self.kept.put_back()
         by_leaf = iter(found or [None] * len(wanted))
         gradients = [next(by_leaf) if t.requires_grad else None for t in leaves]
         finite = all(g is None or bool(g.isfinite().all()) for g in gradients) and bool(value.isfinite())
-        return Tried(value.detach(), gradients, divisor, checked.dtype) if finite or may_be_infinite else None
+        return Tried(value.detach(), gradients, dtype=checked.dtype) if finite or may_be_infinite else None
 
 
 def _fits(share: float | None, seen: Share) -> bool:
     """Whether a weight gives the first part the share that it was seen to have; of a sum nothing is asked."""
     return seen.first is None or (share is not None and abs(share - seen.first) <= seen.tolerance)
-
-
-def _by_divisors(is_clamped: bool, _: Parts, share: Share) -> float | None:
-    """Return the first part's share by what each was divided by; where these are clamped, by 1 for nothing."""
-    if share.divisors is None:
-        return None
-    nothing = [is_clamped and is_empty and by == 1 for is_empty, by in zip(share.is_empty, share.divisors, strict=True)]
-    return _quotient(*(0.0 if no else by for no, by in zip(nothing, share.divisors, strict=True)))
 
 
 def _quotient(first: float, rest: float) -> float | None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...blocks.trees import tensors_of
 from ..functions_kept import FunctionKept, FunctionState, class_weights, versions_kept
-from .divisors import counts, divisor_of
 from .examination import WRITES, LossExamination
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .metrics import MetricExamination, StatedMetricExamination
@@ -54,7 +53,7 @@ class Examined:
         is_blind: whether it has had no gradient so far.
         late: what values have shown in this step; None: they were not compared.
         rests: what it goes by in outputs of microbatches that belongs to no sample (see `RealBatch.rests`).
-        of_each: by what it was last seen to be divided for each sample; None: by unlike numbers, or nobody knows.
+        of_each: how many numbers each sample has, where it is a mean over samples; None: nobody knows.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, is_loss: bool = True, is_cut: bool = False) -> None:
@@ -177,8 +176,7 @@ class Examined:
         if self._old is not None and self._holds_still(output, targets, samples):
             return Finding(self._old)
         if self._is_loss and any(found is tensor for tensor in tensors_of(output)):
-            is_mean = counts(divisor_of(found), samples)
-            return Finding(LossWeight(Over.DIVISOR, is_guarded=True)) if is_mean else Finding(None, HANDED_ON)
+            return Finding(None, HANDED_ON)
         self._kind = _KINDS[self._is_loss, isinstance(found, tuple)]
         with versions_kept(self._function):
             after = FunctionKept(self._function, torch.device("cpu") if self._first is None else self._first.device)

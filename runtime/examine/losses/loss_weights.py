@@ -24,7 +24,6 @@ class Over(StrEnum):
     TARGETS = "targets"
     NUMBERS = "numbers"
     CLASSES = "classes"
-    DIVISOR = "divisor"
     MICROBATCH = "microbatch"
     STATED = "stated"
 
@@ -58,11 +57,7 @@ class LossWeight:
         if self.over in (Over.TARGETS, Over.CLASSES):
             where = f"targets{self.leaf} that are not {self.ignored}"
             return f"a mean over {where}" + (", by the weights of classes" if self.over is Over.CLASSES else "")
-        what = {
-            Over.NUMBERS: f"targets{self.leaf}, as weights",
-            Over.DIVISOR: "the number that it divides by at its end",
-        }
-        return f"a mean over {what.get(self.over, self.over)}"
+        return f"a mean over {f'targets{self.leaf}, as weights' if self.over is Over.NUMBERS else self.over}"
 
     def of_targets(self, targets: Mapping[str, Tensor], tables: Sequence[Tensor]) -> Tensor:
         """Return what targets weigh, 0-dimensional; raises `MisfitError` for shares of classes in place of ids."""

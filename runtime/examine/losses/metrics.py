@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls_checked import CallsChecked
-from .examination import WRITES, Candidates, LossExamination, Share, Tried
+from .examination import WRITES, Candidates, LossExamination, Tried
 from .loss_weights import Finding, LossWeight, Over
 from .parts import Parts, with_other_targets
 
@@ -89,7 +89,7 @@ class StatedMetricExamination(MetricExamination):
         for some in self._tried(parts):
             halves = some.halves()
             tried = [self.try_once(*given) for given in ((some.outputs, some.targets), *halves)]
-            whole, *each = [(float(one.value), float(one.divisor or 0)) for one in tried if one is not None]
+            whole, *each = [(float(one.value), float(one.weight or 0)) for one in tried if one is not None]
             total, weight = map(sum, zip(*each, strict=True)) if len(each) == len(halves) else (0.0, 0.0)
             if weight and whole[1] and abs(whole[0] / whole[1] - total / weight) > _NEAR * abs(whole[0] / whole[1]):
                 return Finding(None, "of two batches together it is not the sums of both by their weights")
@@ -101,7 +101,7 @@ def _fitting(candidates: Candidates, parts: Parts, values: Sequence[float], leas
     whole, a, b = values
     found = Candidates()
     for weight, of in candidates.items():
-        share = of(parts, Share())
+        share = of(parts)
         if share is not None and abs(whole - share * a - (1 - share) * b) <= least:
             found[weight] = of
     return found

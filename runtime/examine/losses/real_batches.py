@@ -105,7 +105,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         why: why a loss of samples together is not what a rule says, in words; "": it is, or nothing can be told.
-        of_each: by what it is divided for each sample; None: by unlike numbers, or nobody knows.
+        of_each: how many numbers each sample has, where it is a mean over samples; None: nobody knows.
         way: how it was called; None: it could not be.
     """
 
@@ -183,7 +183,7 @@ class RealBatch:
                 break
             tolerance = _ROUNDING * of.tolerance(together)
             why = _misfit(rule, tables, parts, each, together, self._copies, tolerance) or of.why_unlinear(rule)
-            return Comparison(why, self._divisor_of_each(rule, parts, each), Way(dtype, tolerance))
+            return Comparison(why, self._numbers_of_each(rule, parts[0]), Way(dtype, tolerance))
         return Comparison()
 
     def rests(self, kind: type[LossExamination], loss: Callable[[Any, Any], Any]) -> dict[str, list[str]]:
@@ -201,7 +201,7 @@ class RealBatch:
             if (one := of.try_once(moved.outputs, moved.targets)) is None:
                 continue
             halved = {n: t * 0.5 for n, t in enumerate(moved.outputs) if moved.rows[n] and t.is_floating_point()}
-            if isinstance(one.divisor, float) and not _differs(of, one, moved, halved):
+            if one.weight is not None and not _differs(of, one, moved, halved):
                 break
             used = [n for n in moved.of_rest if _differs(of, one, moved, {n: _other(moved.outputs[n])})]
             return {unit.output.paths[n]: sorted({_told(some.outputs[n]) for some in units}) for n in used}
@@ -231,17 +231,12 @@ class RealBatch:
         other = _joined(units[1:]) if len(units) > 2 else units[1]
         return units[0], other, _joined(units)
 
-    def _divisor_of_each(self, rule: LossWeight, parts: Sequence[Unit], each: Sequence[Tried]) -> float | None:
-        """Return the divisor of a mean over samples, or tokens: on all ranks they have to be alike for each."""
-        if rule.over not in (Over.SAMPLES, Over.TOKENS) or self._is_short:
+    def _numbers_of_each(self, rule: LossWeight, part: Unit) -> float | None:
+        """Return how many numbers a sample has, over which its mean may be: on all ranks they have to be alike."""
+        if rule.over is not Over.SAMPLES or self._is_short:
             return None
-        lengths = [t.shape[1] for t in parts[0].outputs if t.dim() > 1 and t.is_floating_point()]
-        length = lengths[0] if rule.over is Over.TOKENS else 1
-        found = {
-            None if one.divisor is None else round(float(one.divisor) / (part.samples * length), 6)
-            for part, one in zip(parts, each, strict=True)
-        }
-        return found.pop() if len(found) == 1 else None
+        of_rows = zip(part.outputs, part.rows, strict=False)
+        return float(sum(leaf[:rows].numel() for leaf, rows in of_rows if rows and leaf.is_floating_point()))
 
 
 def _misfit(
@@ -262,7 +257,7 @@ def _misfit(
     if not total:
         return ""
     if rule.over is Over.STATED:
-        by = float(whole.divisor or 0)
+        by = float(whole.weight or 0)
         if not by:
             return "of all together it weighs nothing"
         known = [1.0] * len(known)
@@ -308,7 +303,7 @@ def _told(rest: Tensor) -> str:
 def _differs(of: LossExamination, one: Tried, unit: Unit, others: Mapping[int, Tensor]) -> bool:
     """Whether a loss is another where some leaves of the output are; what cannot be called so tells nothing."""
     other = of.try_once(unit.with_leaves(others).outputs, unit.targets)
-    return other is not None and (not torch.equal(one.value, other.value) or str(one.divisor) != str(other.divisor))
+    return other is not None and (not torch.equal(one.value, other.value) or one.weight != other.weight)
 
 
 def _is_of_rest(tried: Tried, rows: Sequence[int]) -> bool:
@@ -324,11 +319,7 @@ def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: Unit, tried: Tr
     if rule.over in (Over.SAMPLES, Over.MICROBATCH, Over.TOKENS):
         return float(part.samples)  # of one length
     if rule.over is Over.STATED:
-        return float(tried.divisor or 0)
-    if rule.over is Over.DIVISOR:
-        if not tried.value and (tried.divisor is None or (rule.is_clamped and tried.divisor == 1)):
-            return 0.0  # of nothing
-        return None if tried.divisor is None else float(tried.divisor)
+        return float(tried.weight or 0)
     return float(rule.of_targets(dict(zip(part.target.paths, part.targets, strict=True)), tables))
 
 

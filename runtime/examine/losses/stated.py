@@ -74,4 +74,4 @@ class StatedExamination(LossExamination):
     ) -> Tried | None:
         """Return what it makes of these, and what it says that this is over."""
         tried = super().try_once(outputs, targets, may_be_infinite=may_be_infinite)
-        return None if tried is None else tried._replace(divisor=self.weights[-1])
+        return None if tried is None else tried._replace(weight=self.weights[-1])

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...objects.spaces import HOOKS
 from ..functions_kept import class_weights
-from .divisors import divisor_of
 from .loss_weights import LossWeight, Over, named
 from .real_batches import RealBatch, Unit, Way
 
@@ -100,10 +99,7 @@ def _called(
 ) -> tuple[Tensor, Tensor | float]:
     """Return what a function gives of a unit as a mean, or a sum where it says so, and its weight."""
     output, targets = unit.built()
-    wants_graph = rule.over is Over.DIVISOR
-    if wants_graph:
-        output = unit.output.build([t.requires_grad_() if t.is_floating_point() else t for t in unit.outputs])
-    with torch.set_grad_enabled(wants_graph):
+    with torch.no_grad():
         found = function(output, targets)
     if rule.over is Over.STATED:
         total, weight = found
@@ -111,9 +107,4 @@ def _called(
     value = torch.as_tensor(found).detach().double()
     if rule.over in (Over.SUM, Over.SAMPLES, Over.TOKENS):
         return value, unit.samples
-    if wants_graph:
-        weight = divisor_of(found)
-        assert weight is not None
-        nothing = (value == 0) & torch.as_tensor(weight == 1)
-        return value, torch.where(nothing, 0, weight) if rule.is_clamped else weight
     return value, rule.of_targets(named(targets), tables)

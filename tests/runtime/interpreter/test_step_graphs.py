@@ -189,9 +189,10 @@ def test_losses_that_are_means(loss: str) -> None:
     def mean(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
+    classes = torch.linspace(0.5, 2.0, 10)
+
     def weighed(logits: Tensor, targets: Tensor) -> Tensor:
-        classes = torch.linspace(0.5, 2.0, 10, dtype=logits.dtype)
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), weight=classes)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), weight=classes.to(logits.dtype))
 
     loss_fn = {"mask": masked, "mean": mean, "weighed": weighed}[loss]
     require_same(lambda **more: engine_of(loss_fn=loss_fn, **more))

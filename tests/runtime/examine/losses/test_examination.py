@@ -89,9 +89,6 @@ FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
     "another pad": (lambda o, t: F.cross_entropy(o, t, ignore_index=255), ROWS, IDS, Over.TARGETS),
     "shifted": (lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten()), LOGITS, LABELS, None),
     "mask": (masked, LOGITS, (LABELS, MASK), Over.NUMBERS),
-    "two pads": (of_two_pads, LOGITS, LABELS, Over.DIVISOR),
-    "two pads, clamped": (of_two_pads_clamped, LOGITS, LABELS, Over.DIVISOR),
-    "two pads, indexed": (lambda o, t: -each(o, t)[(t != 0) & (t != 3)].mean(), LOGITS, LABELS, Over.DIVISOR),
     "mask, clamped": (masked_clamped, LOGITS, (LABELS, MASK), Over.NUMBERS),
     "gradient": (with_a_gradient, ROWS, NUMBERS, Over.TOKENS),
     "mean of means": (by_samples, LOGITS, LABELS, Over.SAMPLES),
@@ -145,6 +142,9 @@ def gan_hinge(output: Tensor, targets: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
+    "two pads": (of_two_pads, LOGITS, LABELS),
+    "two pads, clamped": (of_two_pads_clamped, LOGITS, LABELS),
+    "two pads, indexed": (lambda o, t: -each(o, t)[(t != 0) & (t != 3)].mean(), LOGITS, LABELS),
     "rmse": (lambda o, t: F.mse_loss(o, t).sqrt(), ROWS, NUMBERS),
     "by those found": (lambda o, t: o.square().sum() / (t > 0).sum().clamp(min=1), LOGITS, LABELS),
     "norm": (lambda o, t: (o - t).norm(), ROWS, NUMBERS),

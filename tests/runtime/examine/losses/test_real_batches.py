@@ -87,14 +87,9 @@ def step_all(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
 def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
-    gone = NUMBERS.clone()
-    gone[3:6, 1:] = torch.nan
     for (said,) in step_all(mesh, in_batches, [LABELS]):
         assert "in step 0 it is not so" in said
         assert "return (sum, weight)" in said
-    (whole,) = step_all("pp=1", of_known, [NUMBERS, gone], microbatches=1)
-    for found in step_all(mesh, of_known, [NUMBERS, gone]):
-        assert found == pytest.approx(whole, rel=1e-12)
     large = [NUMBERS, NUMBERS, NUMBERS, 1e6 * NUMBERS]
     for found in step_all(mesh, by_size, large):
         assert len(found) == 4
@@ -176,13 +171,13 @@ def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
 
 
 def test_ranks_of_one_rule_agree_though_one_alone_has_seen_nothing() -> None:
-    def mean_of_positive(output: Tensor, targets: Tensor) -> Tensor:
-        losses = (targets - output).sum(1).relu()
-        return losses.sum() / (losses > 0).sum().clamp(min=1)
+    def mean_of_some(output: Tensor, targets: Tensor) -> Tensor:
+        kept = targets != 0
+        return F.cross_entropy(output, targets, reduction="none").mul(kept).sum() / kept.sum().clamp(min=1)
 
-    few = 3 + NUMBERS.abs()
-    few[:6] -= 20
-    for losses in step_all("dp=2,pp=2", mean_of_positive, [3 + NUMBERS.abs(), few]):
+    few = LABELS.clamp(min=1)
+    few[:6] = 0
+    for losses in step_all("dp=2,pp=2", mean_of_some, [LABELS.clamp(min=1), few]):
         assert len(losses) == 2
         assert all(isinstance(loss, float) for loss in losses)
 
