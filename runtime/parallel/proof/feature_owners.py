@@ -81,11 +81,15 @@ class FeatureOwners(TorchDispatchMode):
         result = func(*args, **given)
         if name in ("_local_scalar_dense", "equal"):
             return self._read(result, args[0], is_owned=is_owned)
-        if is_owned:
-            self._follow(func, args, given, result)
+        self._hear(func, args, given, result, is_owned=is_owned)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draws(func, args, given, result)
         return result
+
+    def _hear(self, func: Any, args: Any, given: Mapping[str, Any], result: Any, *, is_owned: bool) -> None:
+        """Hear of a call, of numbers that are followed or not."""
+        if is_owned:
+            self._follow(func, args, given, result)
 
     def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
         """Note that ranks draw for their own features, where a draw has a dimension of what is cut by then."""

@@ -102,7 +102,7 @@ class Labels:
         except Joined:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if not (of_features and self._trusts):
-                self._renew(leaves)
+                self._lose(func, (args, kwargs), leaves)
                 return
             for leaf in leaves:
                 self.note(leaf, torch.full((), start_of(self._next()), dtype=LABEL, device=leaf.device))
@@ -127,6 +127,10 @@ class Labels:
                     labels = mixed(labels + mixed(places.to(LABEL)).view([-1] + [1] * (leaf.dim() - dim - 1)))
                 self.note(leaf, labels)
 
+    def _lose(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
+        """Label what a function gave of which nobody knows what it makes of what."""
+        self._renew(results)
+
     def _renew(self, result: Any) -> None:
         """Let numbers have labels that nothing else has."""
         for leaf in tree_leaves(result):
@@ -138,7 +142,7 @@ class Labels:
         return self._last
 
 
-def start_of(number: int) -> int:
+def start_of(number: object) -> int:
     """Return where labels begin of what has this number."""
     return crc32(str(number).encode()) >> 2
 

@@ -38,6 +38,10 @@ class Shadows:
         """Take marks for the whole memory of a tensor."""
         self._found[key_of(tensor)] = tensor.untyped_storage(), _unit(tensor), shadow
 
+    def forget(self, tensor: Tensor) -> None:
+        """Let a tensor's memory have no marks."""
+        self._found.pop(key_of(tensor), None)
+
 
 def key_of(tensor: Tensor) -> int:
     """Return what a tensor's memory is known by."""

@@ -17,7 +17,7 @@ from ....blocks.blocks import TOKENS
 from ....settings.tensor_rules import TensorSplit
 from ...tensor.cuts import Cut, pairs_of
 from ..marks.owner_rules import Joined
-from .token_owners import MANY, TokenOwners
+from .token_owners import MANY, Marked, TokenOwners
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Gathered:
     gathers_before: bool
 
     @contextmanager
-    def around(self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Tensor]) -> Iterator[None]:
+    def around(self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Marked]) -> Iterator[None]:
         """A context in which a twin's pairs do so; what is gathered is noted in `told`, or taken from it by a part."""
         is_part, cuts = bool((vector == 0).any()), self.cuts_of(twin)  # before hooks: what has some is not cut
 
@@ -43,14 +43,18 @@ class Gathered:
             with owners.unfollowed():
                 if is_part and not told:
                     raise Joined("calls its pairs another number of times where tokens are sliced")
+                owners.show("pair", given)
                 if not is_part:
-                    told.append(given.detach().clone())
-                common = owners.note_common(given, told.pop(0) if is_part else given.clone())
+                    told.append(owners.marked(given))
+                whole, labels = told.pop(0) if is_part else (given.clone(), told[-1][1])
+                common = owners.note_common(given, whole, labels)
             return (args, {**kwargs, name: common}) if name else ((common, *args[1:]), kwargs)
 
         def scatter(module: nn.Module, args: Any, result: Tensor) -> Tensor:
             with owners.unfollowed():
-                mine = result.index_select(TOKENS, vector.nonzero()[:, 0]) if is_part else result
+                here = vector.nonzero()[:, 0]
+                mine = result.index_select(TOKENS, here) if is_part else result
+                owners.labels.note(mine, owners.labels.of(result).index_select(TOKENS, here))
                 shape = [-1 if dim == TOKENS else 1 for dim in range(mine.dim())]
                 many = bool((owners.of(result) == MANY).any())
                 of = torch.full_like(vector[vector != 0], MANY) if many else vector[vector != 0]

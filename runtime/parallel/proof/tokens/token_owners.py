@@ -10,6 +10,7 @@ and keys that `past.extend` gave are everybody's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,20 @@ from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
 from ...context.context import Context, SequenceShard
 from ..feature_owners import FeatureOwners, Place, line
-from ..marks.labels import DRAWN
-from ..marks.owner_rules import MOVING, Joined, goes_by_data, joined, name_of, require_one
+from ..marks.labels import DRAWN, start_of
+from ..marks.owner_rules import LABEL, MOVING, Joined, blended, goes_by_data, name_of, require_one
+from .lookups import looked_up
+from .token_labels import TokenLabels, placed
 
 MANY = 127
 """The owner of numbers that are made of several ranks' tokens."""
 
+Marked = tuple[Tensor, Tensor | None]
+"""Numbers and their labels, where these are followed."""
+
 _BOUNDS = {"low", "high", "from", "to", "n"}
 """Whole numbers that are bounds of draws, and no sizes."""
 _READS = {"tolist", "numpy", "__array__", "__dlpack__"}
-_SCATTERING = {"index_put", "index_add", "scatter_add", "index_copy", "scatter"}
 
 
 class TokenOwners(FeatureOwners):
@@ -48,13 +53,16 @@ class TokenOwners(FeatureOwners):
         reasons: where tokens of several ranks met, by the function and line, in this order.
         calls: what was done to tokens, by the function and its numbers, with the line where that first was.
         is_routed: whether Python was given places or counts of tokens, by which it may choose what is done to which.
+        seen: what of tokens it gave, or had gathered, with its labels, by name.
     """
 
     def __init__(
-        self, flipped: Set[Place] = frozenset(), drawn: Sequence[Tensor] = (), mine: Tensor | None = None
+        self, flipped: Set[Place] = frozenset(), drawn: Sequence[Marked] = (), mine: Tensor | None = None
     ) -> None:
         super().__init__(trusts=False, flipped=flipped)
-        self.drawn: list[Tensor] = []
+        self.drawn: list[Marked] = []
+        self.seen: dict[str, Marked] = {}
+        self.labels: TokenLabels
         self.draws_otherwise = False
         self._to_draw, self._mine = list(drawn), mine
         self.reasons: dict[str, None] = {}
@@ -62,6 +70,25 @@ class TokenOwners(FeatureOwners):
         self.is_routed = False
         self._places: dict[int, torch.UntypedStorage] = {}
         """Memories of what `nonzero` gave, and of comparisons of this: places, which Python may be given."""
+
+    def begin(self, labels: TokenLabels) -> None:
+        """Begin another run, with these labels."""
+        self.labels = labels
+        self.drawn.clear()
+        self.seen.clear()
+
+    def _hear(self, func: Any, args: Any, given: Mapping[str, Any], result: Any, *, is_owned: bool) -> None:
+        super()._hear(func, args, given, result, is_owned=is_owned)
+        if not _has_meta((args, given, result)):
+            self.labels.hear(func, args, given, result, is_owned=is_owned)
+
+    def show(self, what: str, tensor: Tensor) -> None:
+        """Note tokens that have to be those of the whole, where some of them are here."""
+        self.seen[f"{what} {len(self.seen)}"] = self.marked(tensor)
+
+    def marked(self, tensor: Tensor) -> Marked:
+        """Return a copy of a tensor with its labels."""
+        return tensor.detach().clone(), None if self.labels.is_lost(tensor) else self.labels.of(tensor)
 
     def _see(self, name: str, tensor: Tensor) -> None:
         pass
@@ -73,7 +100,7 @@ class TokenOwners(FeatureOwners):
         return self._decide(number) if is_owned and isinstance(number, bool) and not is_place else number
 
     def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given, result))):
+        if _has_meta((args, given, result)):
             return  # there are shapes alone
         is_moving = func.is_view or func._schema.name.removeprefix("aten::") in MOVING
         if not self._are_places(func, args, result) and not is_moving:
@@ -94,17 +121,25 @@ class TokenOwners(FeatureOwners):
         if (name not in DRAWN and name != "native_dropout") or len(tensors) > 1:
             self.draws_otherwise = True
             return
-        if self._mine is None:
-            self.drawn.append(drawn.clone())
+        if self.labels.draws_alike:
+            self.labels.note(drawn, torch.full_like(drawn, start_of(line()), dtype=LABEL))
             return
-        same = _part_of(self._to_draw.pop(0), drawn.shape, self._mine) if self._to_draw else None
-        if same is None:
-            self.draws_otherwise = True
-        elif name == "native_dropout":
-            kept.copy_(tensors[0] * same / (1 - args[1]) if args[1] < 1 else kept)
-            drawn.copy_(same)
+        of: Tensor | None = placed(drawn, f"draw {len(self.drawn)}")
+        if self._mine is None:
+            self.drawn.append((drawn.clone(), of))
         else:
+            was = self._to_draw.pop(0) if self._to_draw else (drawn[:0], None)
+            same, of = (_part_of(one, drawn.shape, self._mine) for one in was)
+            if same is None:
+                self.draws_otherwise = True
+                return
+            if name == "native_dropout":
+                kept.copy_(tensors[0] * same / (1 - args[1]) if args[1] < 1 else kept)
             drawn.copy_(same)
+        if of is not None:
+            if name == "native_dropout":
+                self.labels.note(kept, blended(name, self.labels.of(kept), of))
+            self.labels.note(drawn, of)
 
     def _are_places(self, func: Any, args: Any, result: Any) -> bool:
         """Whether a function gives places, or compares these with what is the same for all tokens."""
@@ -137,74 +172,28 @@ class TokenOwners(FeatureOwners):
 
     def _looked_up(self, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> bool:
         """Follow what is looked up by tokens, or where: as mixtures of experts do; return whether it is such."""
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        if name == "embedding":
-            owners = joined(name, require_one(self.of(args[0]), [0, 1], keeps=False), self.of(args[1]))
-            self.note(result, owners[..., None].expand(result.shape))
-        elif name == "nonzero":  # where there are such: places, and no numbers
+        name = name_of(func)
+        if name == "nonzero":  # where there are such: places, and no numbers
             owners = self.of(args[0])[args[0] != 0]
             self.note(result, owners.masked_fill(owners == MANY, 0)[:, None].expand(result.shape))
-        elif name in ("index", "gather", "index_select") and any(self.of(i).any() for i in _indices(name, args)):
-            moved: Tensor = func(self.of(args[0]), *args[1:], **given)
-            self.note(result, joined(name, moved, self._of_places(name, args, result)))
         elif name == "sort" and args[0].dim() == 1 and not args[0].is_floating_point():  # by which experts tokens go to
             self._meet(func, args, result, "sort")
             self.note(result[1], self.of(args[0])[result[1]])
-        elif name in _SCATTERING:
-            self._scattered(name, func, args, given, result)
+        elif (found := looked_up(func, args, given, result, self.of, self.of)) is not None:
+            self.note(result, found)
         else:
             return False
         return True
-
-    def _of_places(self, name: str, args: Sequence[Any], result: Tensor) -> Tensor:
-        """Return the owners of the indices by which each number of a result is looked up."""
-        indices = _indices(name, args)
-        owners = [self.of(index)[index] if index.dtype is torch.bool else self.of(index) for index in indices]
-        of_places = joined(name, *owners)
-        if name == "gather":
-            return of_places
-        chosen = [dim for dim, index in enumerate(args[1]) if index is not None] if name == "index" else [args[1]]
-        is_apart = chosen != list(range(chosen[0], chosen[0] + len(chosen)))
-        behind = result.dim() - of_places.dim() - (0 if is_apart else chosen[0] % result.dim())
-        return of_places.reshape(*of_places.shape, *[1] * max(behind, 0))
-
-    def _scattered(self, name: str, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Tensor) -> None:
-        """Follow numbers to where they are put; by which owners a place is met is counted."""
-        at = 2 if name == "index_put" else 3
-        base, places = self.of(args[0]), self._of_targets(name, args)
-        values = self.of(args[at]) if isinstance(args[at], Tensor) else torch.zeros_like(places)
-        values = joined(name, values, places)
-        found = base
-        for owner in values.unique().tolist():
-            hit = torch.zeros(base.shape, dtype=torch.int32, device=base.device)
-            mine = (values == owner).int() if owner else torch.zeros_like(values, dtype=torch.int32)
-            if name == "index_put":
-                hit.index_put_(args[1], mine, accumulate=True)
-            elif name in ("index_add", "index_copy"):
-                hit.index_add_(args[1], args[2], mine)
-            else:
-                hit.scatter_add_(args[1], args[2], mine)
-            found = joined(name, found, (hit > 0) * torch.tensor(owner, dtype=torch.int8))
-        self.note(result, found)
-
-    def _of_targets(self, name: str, args: Sequence[Any]) -> Tensor:
-        if name == "index_put":
-            indices = [index for index in args[1] if index is not None]
-            owners = [self.of(index)[index] if index.dtype is torch.bool else self.of(index) for index in indices]
-            places = joined(name, *owners)
-            return places.reshape(*places.shape, *[1] * max(args[2].dim() - places.dim(), 0))
-        places = self.of(args[2])
-        if name in ("index_add", "index_copy"):
-            places = places.reshape([-1 if dim == args[1] % args[3].dim() else 1 for dim in range(args[3].dim())])
-        return places
 
     def require_apart(self, outputs: Mapping[str, Tensor]) -> None:
         """Raise `Joined` where what tokens of several ranks were made into reaches an output."""
         if any(bool((self.of(output) == MANY).any()) for output in outputs.values()):
             raise Joined(next(iter(self.reasons), "lets tokens of several ranks meet"))
 
-    def note_common(self, given: Tensor, common: Tensor) -> Tensor:
-        """Note that every rank has a tensor whole that was made of a given one."""
+    def note_common(self, given: Tensor, common: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Note that every rank has a tensor whole that was made of a given one, with these labels."""
+        if labels is not None:
+            self.labels.note(common, labels)
         if bool((self.of(given) == MANY).any()):
             self.note(common, torch.full(common.shape, MANY, dtype=torch.int8, device=common.device))
         elif self.of(common).any():
@@ -223,27 +212,32 @@ class FollowedContext(Context):
     """
 
     def __init__(
-        self, owners: TokenOwners, length: int, shard: SequenceShard, device: torch.device, told: list[Tensor]
+        self, owners: TokenOwners, length: int, shard: SequenceShard, device: torch.device, told: list[Marked]
     ) -> None:
         super().__init__(length, shard, SelfGroup(0, device), self._seen_by)
         self._owners, self._shard, self._told = owners, shard, told
 
-    def _tell(self, make: Callable[[], Tensor]) -> Tensor:
+    def _tell(self, make: Callable[[], Marked]) -> Marked:
         if self._shard.size == 1:
-            self._told.append(made := make())
-            return made.clone()
+            self._told.append(make())
+            made, labels = self._told[-1]
+            return made.clone(), labels
         if not self._told:
             raise Joined("asks its context for more where sequences are cut")
-        return self._told.pop(0).clone()
+        made, labels = self._told.pop(0)
+        return made.clone(), labels
 
     def _seen_by(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         with self._owners.unfollowed():
+            for tensor in (query, key, value):
+                self._owners.show("attention", tensor)
             of_query = require_one(self._owners.of(query), [query.dim() - 1], keeps=True)
-            mixed = self._tell(lambda: _attention(query, key, value, causal))
+            mixed, _ = self._tell(lambda: (_attention(query, key, value, causal), None))
             if self._shard.size > 1:
                 mixed = self._shard.cut("tokens", mixed.transpose(1, 2)).transpose(1, 2).contiguous()
             many = any(bool((self._owners.of(tensor) == MANY).any()) for tensor in (key, value))
             self._owners.note(mixed, torch.full_like(of_query, MANY) if many else of_query)
+            self._owners.labels.note_attention(query, mixed)
         return mixed
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -251,7 +245,8 @@ class FollowedContext(Context):
         if tensor.dim() < 2 or tensor.shape[1] != len(self.positions):
             return tensor
         with self._owners.unfollowed():
-            return self._owners.note_common(tensor, self._tell(tensor.clone))
+            self._owners.show("whole", tensor)
+            return self._owners.note_common(tensor, *self._tell(partial(self._owners.marked, tensor)))
 
 
 class FollowedPast(Past):
@@ -264,8 +259,11 @@ class FollowedPast(Past):
     def extend(self, site: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values so far, which are everybody's."""
         with self._owners.unfollowed():
+            self._owners.show("keys", keys)
+            self._owners.show("values", values)
             given = zip((keys, values), super().extend(site, keys, values), strict=True)
             first, second = (self._owners.note_common(one, whole) for one, whole in given)
+            self._owners.labels.lose(first, second)
             return first, second
 
 
@@ -275,8 +273,14 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tenso
     return mixed
 
 
-def _part_of(drawn: Tensor, shape: torch.Size, mine: Tensor) -> Tensor | None:
+def _has_meta(leaves: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(leaves))
+
+
+def _part_of(drawn: Tensor | None, shape: torch.Size, mine: Tensor) -> Tensor | None:
     """Return what was drawn for the tokens that are there, in a tensor of this shape; None: it is no such."""
+    if drawn is None:
+        return None
     dims = [dim for dim, size in enumerate(shape) if len(shape) == drawn.dim() and size != drawn.shape[dim]]
     if len(shape) != drawn.dim() or len(dims) > 1:
         return None
@@ -312,8 +316,8 @@ class TokenReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS and args[0].is_floating_point() and self._owners.of(args[0]).any():
             raise Joined(f"reads numbers of tokens on the host ({name}{line()})")
-        return func(*args, **(kwargs or {}))
-
-
-def _indices(name: str, args: Sequence[Any]) -> list[Tensor]:
-    return [index for index in args[1] if index is not None] if name == "index" else [args[2]]
+        result = func(*args, **(kwargs or {}))
+        if name == "scaled_dot_product_attention" and self._owners.labels.is_lost(result):
+            with self._owners.unfollowed():
+                self._owners.labels.note_attention(args[0] if args else kwargs["query"], result)
+        return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from ..marks.owner_rules import Joined
 from ..trial import LOSS, Setting, Tensors, outputs_of
 from ..twins import SEED, Blueprint
 from .gathered import Gathered
-from .token_owners import FollowedContext, FollowedPast, TokenOwners, TokenReads
+from .token_labels import TokenLabels, placed
+from .token_owners import FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 
 _MOST_CONDITIONS = 32
+_BY_PLACES = "does to some tokens by their places what it does not do to others, where each rank has others"
 
 
 def why_tokens_meet(
@@ -53,11 +56,10 @@ def why_tokens_meet(
 
 @dataclass(frozen=True)
 class _Run:
-    """What a block gave, who followed it, and what it was told by its context."""
+    """Who followed a block, and what it was told by its context."""
 
-    outputs: Tensors
     owners: TokenOwners
-    told: list[Tensor]
+    told: list[Marked]
 
 
 class _Follower:
@@ -76,20 +78,20 @@ class _Follower:
         self._gathered = gathered
         self._blueprint, self._arrival, self._setting = blueprint, arrival, setting
         self._device, self._trains, self._length = device, trains, _length(arrival)
+        self._draws_alike = False
 
     def run(self, flipped: Set[Place] = frozenset()) -> _Run:
         """Run it on whole sequences; raises `Joined` where tokens of several ranks reach an output."""
-        owners, told = TokenOwners(flipped), list[Tensor]()
+        owners, told = TokenOwners(flipped), list[Marked]()
         vector = _owners_of(self._length, self._setting).to(self._device)
-        outputs: Tensors = {}
         with self._mode():
             twin = self._twin()
             for _ in range(2 if self._trains else 1):
                 told.clear()
-                owners.drawn.clear()
-                outputs = self._outputs(twin, owners, vector, told, self._beside(owners, WHOLE, vector, told))
-                owners.require_apart(outputs)
-        return _Run(outputs, owners, told)
+                owners.require_apart(
+                    self._outputs(twin, owners, vector, told, self._beside(owners, WHOLE, vector, told))
+                )
+        return _Run(owners, told)
 
     def _twin(self) -> nn.Module:
         """Return a copy without dropout, and whose batch norms average over nothing: `stage.buffers` judges these."""
@@ -106,17 +108,21 @@ class _Follower:
             yield
 
     def _outputs(
-        self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Tensor], beside: Mapping[str, Any]
+        self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Marked], beside: Mapping[str, Any]
     ) -> Tensors:
         """Run a block on the tokens of these owners; 0 is nobody, whose tokens are not there."""
+        owners.begin(TokenLabels(twin, draws_alike=self._draws_alike))
         arrival = _owned(owners, self._arrival, vector)
         pairs = self._gathered.around(twin, owners, vector, told) if self._gathered is not None else nullcontext()
         with pairs, TokenReads(owners), owners:
             outputs = outputs_of(twin, arrival, beside)
-        return {name: output.detach() for name, output in outputs.items() if name != LOSS}
+        outputs = {name: output.detach() for name, output in outputs.items() if name != LOSS}
+        for output in outputs.values():
+            owners.show("output", output)
+        return outputs
 
     def _beside(
-        self, owners: TokenOwners, shard: SequenceShard, vector: Tensor, told: list[Tensor]
+        self, owners: TokenOwners, shard: SequenceShard, vector: Tensor, told: list[Marked]
     ) -> Mapping[str, Any]:
         if self._gathered is not None:
             return {}
@@ -129,13 +135,13 @@ class _Follower:
     def require_same(self, whole: _Run, condition: Place) -> None:
         """Raise `Joined` where a block gives something else if a condition on numbers of tokens is otherwise."""
         try:
-            other = self.run(frozenset([condition])).outputs
+            other = self.run(frozenset([condition])).owners.seen
         except Joined:
             raise
         except Exception:  # what no numbers lead to, or is refused by the block itself
             return
-        outputs = whole.outputs
-        same = outputs.keys() == other.keys() and all(_is_same(outputs[name], other[name]) for name in outputs)
+        seen = whole.owners.seen
+        same = seen.keys() == other.keys() and all(_is_same(seen[name][0], other[name][0]) for name in seen)
         if not same:
             where = "".join(f" in line {line} of {file.rpartition('/')[2]}" for file, line in condition[:1])
             raise Joined(f"asks for numbers of tokens{where}, and does something else where they are otherwise")
@@ -143,26 +149,45 @@ class _Follower:
     def require_same_of_parts(self, whole: _Run) -> None:
         """Raise `Joined` where parts of sequences are treated otherwise than whole ones, as they are shorter."""
         vector, store = _owners_of(self._length, self._setting).to(self._device), Store()
-        count, parts = int(vector.max()), list[_Run]()
-        for number in range(count):
+        num_parts, parts = int(vector.max()), list[_Run]()
+        for number in range(num_parts):
             mine, told = vector * (vector == number + 1), list(whole.told)
             owners = TokenOwners(drawn=whole.owners.drawn, mine=mine)
-            beside: Mapping[str, Any] = {"past": FollowedPast(owners, store, number, count, self._length // count)}
+            beside: Mapping[str, Any] = {
+                "past": FollowedPast(owners, store, number, num_parts, self._length // num_parts)
+            }
             comes_later = self._setting.context is None and self._gathered is None
             if not comes_later:
-                beside = self._beside(owners, SequenceShard(count, number), mine, told)
+                beside = self._beside(owners, SequenceShard(num_parts, number), mine, told)
             with self._mode():
                 if number == 0 or not comes_later:
                     twin = self._twin()
-                outputs = self._outputs(twin, owners, mine, told, beside)
-            parts.append(_Run(outputs, owners, told))
+                self._outputs(twin, owners, mine, told, beside)
+            parts.append(_Run(owners, told))
         if any(part.owners.is_routed for part in parts):  # what one part has no tokens for, another may have
             _require_same_calls(whole.owners.calls, {k: v for part in parts for k, v in part.owners.calls.items()})
         for number, part in enumerate(parts):
             if not part.owners.is_routed:
                 _require_same_calls(whole.owners.calls, part.owners.calls)
-            if not part.owners.draws_otherwise:
-                _require_same_tokens(whole.outputs, part.outputs, vector * (vector == number + 1))
+            if self._draws_alike or not part.owners.draws_otherwise:
+                self._require_same_tokens(whole.owners.seen, part.owners.seen, vector * (vector == number + 1))
+        if not self._draws_alike and any(part.owners.draws_otherwise for part in parts):
+            self._draws_alike = True  # by labels alone
+            self.require_same_of_parts(self.run())
+
+    def _require_same_tokens(self, whole: Mapping[str, Marked], part: Mapping[str, Marked], mine: Tensor) -> None:
+        if whole.keys() != part.keys():
+            raise Joined("gathers tokens another number of times where it is given a part of them")
+        for name, (output, labels) in part.items():
+            expected, of = whole[name]
+            dim = cut_dimension(expected.shape, output.shape, len(mine) // max(int((mine != 0).sum()), 1))
+            if dim is not None:
+                chosen = _places(mine, expected.shape[dim])
+                expected, of = expected.index_select(dim, chosen), None if of is None else of.index_select(dim, chosen)
+            if not self._draws_alike and not _is_same(expected, output):
+                raise Joined("gives other numbers where it is given a part of the tokens")
+            if labels is not None and of is not None and not torch.equal(labels, of):
+                raise Joined(_BY_PLACES)
 
 
 def _require_same_calls(whole: Mapping[str, str], part: Mapping[str, str]) -> None:
@@ -170,16 +195,6 @@ def _require_same_calls(whole: Mapping[str, str], part: Mapping[str, str]) -> No
     if other:
         place = whole.get(other[0], part.get(other[0], ""))
         raise Joined(f"depends on how many tokens it is given: it calls {other[0]}{place} for some lengths alone")
-
-
-def _require_same_tokens(whole: Tensors, part: Tensors, mine: Tensor) -> None:
-    for name, output in part.items():
-        expected = whole[name]
-        dim = cut_dimension(expected.shape, output.shape, len(mine) // max(int((mine != 0).sum()), 1))
-        if dim is not None:
-            expected = expected.index_select(dim, _places(mine, expected.shape[dim]))
-        if not _is_same(expected, output):
-            raise Joined("gives other numbers where it is given a part of the tokens")
 
 
 def _places(mine: Tensor, size: int) -> Tensor:
@@ -209,6 +224,7 @@ def _owners_of(length: int, setting: Setting) -> Tensor:
 
 def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
     """Return copies of what a block is given, whose tokens have owners; those of nobody are left out."""
+    numbers = count()
 
     def own(given: Given) -> Given:
         tensor, dim = given.tensor.clone(memory_format=torch.contiguous_format), given.tokens
@@ -217,6 +233,8 @@ def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
             tensor = tensor.index_select(dim, each.nonzero()[:, 0])
             shape = [-1 if other == dim else 1 for other in range(tensor.dim())]
             owners.note(tensor, each[each != 0].reshape(shape).expand(tensor.shape))
+        of = placed(given.tensor, f"given {next(numbers)}")
+        owners.labels.note(tensor, of if dim is None else of.index_select(dim, each.nonzero()[:, 0]))
         return Given(tensor, dim)
 
     def own_all(tree: GivenTree) -> GivenTree:

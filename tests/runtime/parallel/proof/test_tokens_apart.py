@@ -140,6 +140,44 @@ def test_what_depends_on_how_many_tokens_there_are_is_found(setting: Setting) ->
         assert word in why(mix, setting)
 
 
+def first(self: Any, y: Tensor, context: Context | None) -> Tensor:
+    return torch.cat([y[:, :1] * (1 + self.kept), y[:, 1:]], 1)
+
+
+BY_PLACES: list[Mix] = [
+    first,
+    lambda self, y, context: y + self.kept * y.tril(),
+    lambda self, y, context: y.index_put(
+        (torch.arange(len(y))[:, None], torch.zeros(1, 1).long()), self.kept + y[:, :1]
+    ),
+    lambda self, y, context: torch.where(torch.arange(y.shape[1])[:, None] == 0, y * (1 + self.kept), y),
+    lambda self, y, context: y + self.kept * self.proj.bias[: y.shape[1], None],
+    lambda self, y, context: torch.cat([c * (1 + self.kept * i) for i, c in enumerate(y.split(3, 1))], 1),
+    lambda self, y, context: torch.cat([y[:, :1], y[:, 1:] * (torch.rand_like(y[:, 1:]) > 0.5)], 1),
+    lambda self, y, context: y + 0 * whole(first(self, y, context), context).mean(1, keepdim=True),
+]
+
+
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_is_done_to_some_tokens_by_their_places_is_found_where_numbers_hide_it(setting: Setting) -> None:
+    for number, mix in enumerate(BY_PLACES[: None if setting is CP else -1]):
+        assert "by their places" in why(mix, setting), number
+
+
+def test_what_goes_by_true_positions_or_by_all_places_alike_may_be_cut() -> None:
+    def positions(context: Context | None) -> Tensor:
+        assert context is not None
+        return context.positions
+
+    for mix in (
+        lambda self, y, context: torch.where(positions(context)[:, None] == 0, y * (1 + self.kept), y),
+        lambda self, y, context: y * (1 + self.kept * self.proj.bias[positions(context), None]),
+        lambda self, y, context: y * (positions(context)[:, None] * self.proj.bias[:, None, None]).cos().sum(0),
+        lambda self, y, context: y + self.kept * y.unflatten(1, (-1, 2)).flip(2).flatten(1, 2),
+    ):
+        assert not why(mix, CP)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", [CP, SLICES])
 def test_what_keeps_tokens_apart_may_be_cut(setting: Setting) -> None:
@@ -233,6 +271,7 @@ def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused() -> None
         (lambda x: x.roll(1, 1), "meet in add in line"),
         (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),
         (lambda x: nn.functional.dropout(x, 1 / x.shape[1]), "calls bernoulli_ 0.9375 in line"),
+        (lambda x: torch.cat([x[:, :1] * torch.ones(()), x[:, 1:]], 1), "does to some tokens by their places"),
         (
             lambda x: x * torch.rand(x.shape[:2]).argsort(1)[..., None],
             "it gives other numbers where it is given a part",
