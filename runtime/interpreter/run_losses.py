@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +201,11 @@ class RunLosses:
             self.blocks.end()
         self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.blocks.since or self.first.refusal)
         self._of_pairs = self._of_pairs or self._model.prover.later.why_changed()
-        self._has_doubt |= bool(self._of_pairs or self.blocks.changed) or (self._adds and self._has_odd_sizes())
+        if self._model.common is not None:
+            self._of_pairs = self._of_pairs or self._model.common.why_changed()
+        self._has_doubt |= bool(self._of_pairs or self.blocks.changed or self._model.buffers.late) or (
+            self._adds and self._has_odd_sizes()
+        )
         if not self._watched:
             return self._has_doubt
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]
@@ -216,6 +221,7 @@ class RunLosses:
             self._look()
         if again and self._trains:
             self.blocks.examine_changed()
+            self._model.buffers.learn_late(self._groups.world)
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled
@@ -276,7 +282,7 @@ class RunLosses:
         of_each = {row.of_each: rank for rank, row in enumerate(told) if row.of_each is not None}
         if len(found) > 1 and not refusal:
             refusal = "; ".join(
-                f"rank {rank} has found {_named(rule)}" for rule, rank in sorted(found.items(), key=_second)
+                f"rank {rank} has found {_named(rule)}" for rule, rank in sorted(found.items(), key=itemgetter(1))
             )
         if len(of_each) > 1 and not refusal:
             numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
@@ -392,7 +398,3 @@ def _rule_of(text: str) -> LossWeight:
 def _named(text: str) -> str:
     of_each = json.loads(text)["of_each"]
     return f"{_rule_of(text)}" + "".join(f", {each:g} for each sample" for each in of_each if each is not None)
-
-
-def _second(pair: tuple[str, int]) -> int:
-    return pair[1]

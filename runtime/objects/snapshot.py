@@ -112,7 +112,7 @@ class Snapshot:
             if not _is_same_dict(before, now):
                 for key in [*before, *(key for key in now if key not in before)]:
                     was, found = before.get(key, GONE), now.get(key, GONE)
-                    if not _is_same(was, found):
+                    if not is_same(was, found):
                         was, found = (None if value is GONE else value for value in (was, found))
                         yield Change(space.label(name, key), name, (id(space.holder), key), was, found)
         for name, tensor, version, _, was in self._tensors:
@@ -130,6 +130,10 @@ class Snapshot:
             if isinstance(held.space, Cells):
                 for key, cell in held.space.cells.items():
                     yield held.space.label(held.name, key), id(cell)
+
+    def spaces(self) -> Iterator[tuple[str, Space]]:
+        """Yield the names and places of all that holds something."""
+        return ((held.name, held.space) for held in (*self._held, *self._empty))
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors, weights too, by their names, the nearer ones first."""
@@ -279,7 +283,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two are one object, or equal plain ones."""
     return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
 
 
@@ -288,4 +293,4 @@ def _is_same_dict(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
         return False
     if all(map(is_, one, other)) and all(map(is_, one.values(), other.values())):
         return True
-    return all((a is b or a == b) and _is_same(one[a], other[b]) for a, b in zip(one, other, strict=True))
+    return all((a is b or a == b) and is_same(one[a], other[b]) for a, b in zip(one, other, strict=True))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import _lru_cache_wrapper, cached_property, partial
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
@@ -25,7 +25,7 @@ from .host_values import GONE
 from .user_code import PLAIN, is_of_library, once_per_class
 
 _CODE = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
-CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 LONGEST = 1024
 """Entries of longer containers are not looked into."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

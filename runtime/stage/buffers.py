@@ -28,6 +28,7 @@ from quintsched.plan import Plan
 
 from ..agreement.sections import agree
 from ..comm import Group, ReduceOp
+from ..comm.control import share_texts
 from ..parallel.expert.moe import MoE
 from ..settings.run_settings import BufferChoice
 from .build import Stage
@@ -84,7 +85,7 @@ class SharedBuffers:
             for name, module, key in _own_buffers(block)
         ]
         self._known: set[str] | None = None
-        self._late: set[str] = set()
+        self.late: set[str] = set()
         for name, norm in self._norms:
             self._require_all_seen(name, norm, plan, stages)
 
@@ -144,11 +145,20 @@ class SharedBuffers:
                 self._refuse(sorted(changed)[0], "changes in a forward")
             if self._known and self._choice == "first" and self._replicas.index == 0:
                 _logger.info("of %s all replicas take what the first has", ", ".join(sorted(self._known)))
-        elif late := sorted(changed - self._known - self._late):
-            self._late.update(late)
+        elif late := sorted(changed - self._known - self.late):
+            self.late.update(late)
             _logger.warning(
-                "the buffer %s changes in a forward, and did not in the first step: replicas may differ in it", late[0]
+                "the buffer %s changes in a forward, and did not in the first step: replicas may differ in it",
+                late[0],
             )
+
+    def learn_late(self, world: Group) -> None:
+        """Hear which buffers have begun to change on any rank (collective): they are like others from now on."""
+        late = sorted({name for names in share_texts(world, " ".join(self.late)) for name in names.split()})
+        if late and self._choice == "refuse":
+            self._refuse(late[0], "changes in a forward")
+        self._known = None if self._known is None else self._known.union(late)
+        self.late.clear()
 
     def _watched(self) -> list[tuple[str, Tensor]]:
         """Return the buffers that change, in an order that all replicas have."""

@@ -30,8 +30,9 @@ from ..comm.control import share_bytes
 from ..comm.modes import Modes
 from ..examine.eval_mode import eval_mode_warning
 from ..examine.followed import Copies, Source, sources_of
+from ..examine.in_common.common_state import CommonState
+from ..examine.in_common.shared_state import SharedState
 from ..examine.late_state import LateState
-from ..examine.shared_state import SharedState
 from ..examine.weights_elsewhere import WeightsElsewhere
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -74,6 +75,8 @@ class RankModel:
         target_stages: the stages whose blocks take targets.
         shared_state: what blocks of several stages have in common besides weights.
         boundaries: whether what stages are given requires gradients, and gets them.
+        common: what blocks here may change that others read; None: nothing.
+        own_blocks: the blocks of these stages, by their numbers.
         late_state: the numbers that code of its blocks changes.
         elsewhere: the weights that this rank has not whole.
         tensor: how blocks are cut over tp.
@@ -166,7 +169,10 @@ class RankModel:
         )
         self.tensor.settle(self.prover.share(self._groups.world))
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
-        self.late_state = LateState({n: b for stage in self.stages.values() for n, b in stage.blocks.items()})
+        self.own_blocks = {int(n): b for stage in self.stages.values() for n, b in stage.blocks.items()}
+        self.late_state = LateState({str(n): block for n, block in self.own_blocks.items()})
+        self.common: CommonState | None = None
+        self._num_steps = 0
         is_resident = not self.plan.zero.shards_weights or self.num_replicas == 1
         self.elsewhere.settle(self.stages.values(), is_resident=is_resident)
         if options.compiled:
@@ -269,6 +275,11 @@ class RankModel:
         around = Modes.now()
         for source in self._sources:
             source.evaluates = evaluates
+        if not evaluates and not self._num_steps & (self._num_steps - 1):  # what is put in between comes to light
+            self.common = self.shared_state.common(self.own_blocks)
+        self._num_steps += not evaluates
+        if self.common is not None:
+            self.common.begin()
         tells = bool(self.late_state.places) and not (
             evaluates or self.replica or self._groups.tensor.index or self._groups.context.index
         )
@@ -276,6 +287,8 @@ class RankModel:
             self.late_state.begin()
         try:
             yield
+            if self.common is not None:
+                self.common.why_changed()
             if tells:
                 self.late_state.tell(self.plan.schedule.microbatches, self.num_replicas)
             if Modes.now() != around:

@@ -16,6 +16,9 @@ from quintsched.runtime import Engine, run_local
 class Place:
     h = None
 
+    def __init__(self):
+        self.log, self.norms = [], {}
+
 
 def counters_of(offsets):
     """Return functions that have variables around them: one that the first sets and the last reads, and their own."""
@@ -99,14 +102,35 @@ def with_aux(layers):
     return lambda output, y: nn.functional.mse_loss(output, y) + sum(getattr(layer, "aux") for layer in layers)  # noqa: B009
 
 
-def step(do, loss):
+def append_late(layer, place, h):
+    if layer.number == 0 and layer.training and layer.aux:
+        place.log.append(1)
+    return h * (1 + len(place.log)) if layer.number == 3 else h
+
+
+def append_in_backward(layer, place, h):
+    if layer.number == 3 and h.requires_grad:
+        h.register_hook(lambda grad: place.log.append(1))
+    return h * (1 + len(place.log)) if layer.number == 0 else h
+
+
+def log_in_backward(layer, place, h):
+    if h.requires_grad:
+        h.register_hook(lambda grad: place.norms.setdefault(f"layer {layer.number}", []).append(grad.norm()))
+    return h
+
+
+def step(do, loss, steps=1):
     plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
 
     def rank(transport):
         torch.manual_seed(0)
         layers = layers_of(do)
         sgd = lambda weights: torch.optim.SGD(weights, lr=0.1)  # noqa: E731
-        return Engine(plan, layers, loss(layers), sgd, transport=transport).step(torch.ones(4, 3), torch.ones(4, 3))
+        engine = Engine(plan, layers, loss(layers), sgd, transport=transport)
+        for number in range(steps):
+            layers[0].aux = number > 1
+            engine.step(torch.ones(4, 3), torch.ones(4, 3))
 
     return run_local(2, rank)
 
@@ -121,12 +145,27 @@ def step(do, loss):
             plain,
             r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'shared' on through an object, .* 0 and 1",
         ),
-        (keep_aux, with_aux, r"block 0 \(Layer\) sets 'aux' in its forward, and the loss reads it"),
+        (
+            keep_aux,
+            with_aux,
+            r"block 0 \(Layer\), or what runs on its stage, sets 'aux' in a forward, backward or hook, and the loss reads it",
+        ),
     ],
 )
 def test_what_stages_hand_on_through_objects_is_refused(do, loss, says):
     with pytest.raises(MisfitError, match=says + ".*pass it on in the forward"):
         step(do, loss)
+
+
+@pytest.mark.parametrize("do", [append_late, append_in_backward])
+def test_what_steps_begin_to_write_or_backwards_write_is_refused(do):
+    says = r"block \d \(Layer\), or what runs on its stage, sets .*log' .*, and block \d \(Layer\) reads it"
+    with pytest.raises(MisfitError, match=says):
+        step(do, plain, 4)
+
+
+def test_logs_that_only_the_loop_reads_may_be_in_one_object():
+    step(log_in_backward, plain, 3)
 
 
 @pytest.mark.parametrize("do", [use_as_scratch, cache, count_alone])

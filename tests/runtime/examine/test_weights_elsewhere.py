@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.examine.shared_state import SharedState
+from quintsched.runtime.examine.in_common.shared_state import SharedState
 from quintsched.runtime.examine.weights_elsewhere import ReadsElsewhere, WeightsElsewhere
 from quintsched.runtime.parallel.tensor.shard import Shard, mark_shard
 

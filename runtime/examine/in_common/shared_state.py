@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from quintsched.errors import MisfitError
 
-from ..blocks.blocks import Parcel, State
-from ..blocks.shapes import HAND_ON
-from ..objects.snapshot import Snapshot, label_in
-from .handed_on import MarkRead, ReadMark, Reads
-from .weights_elsewhere import require_own_weights
+from ...blocks.blocks import Parcel
+from ...blocks.shapes import HAND_ON
+from ...objects.snapshot import Snapshot, label_in
+from ..weights_elsewhere import require_own_weights
+from .code_reads import CodeReads
+from .common_state import CommonState, Runs
+from .handed_on import MarkRead, ReadMark
 
 Place = tuple[int, str]
 """The number of a block, and the name of something in a snapshot of it."""
@@ -47,12 +50,17 @@ class SharedState:
         self._homes: dict[Place, list[tuple[Place, bool]]] = {}
         self._tokens: dict[Place, set[int]] = {}
         self._places: dict[int, set[Place]] = {}
-        self._readers: dict[str, Reads] = {}
+        self._blocks = [ref(block) for block in blocks]
+        self._runs: list[Runs] = []
+        self._functions: dict[str, Any] = {}
+        self._judged = set[tuple[int, str | int | None]]()
         first: dict[int, Place] = {}
         owns: dict[Place, int] = {}
         tensors: list[Sequence[tuple[str, Tensor]]] = []
         for number, block in enumerate(blocks):
             snapshot = Snapshot({"": block}, numbers=False)
+            if len(cuts) > 1:
+                self._runs.append(self._run_of(number, block, snapshot))
             tensors.append(snapshot.tensors())
             holders = [*snapshot.holders()]
             for name, token in (*holders, *snapshot.cells()):
@@ -82,7 +90,24 @@ class SharedState:
 
     def let_read(self, functions: Mapping[str, Any]) -> None:
         """Take the functions that the last stage calls, by what they are called: they may read what blocks set."""
-        self._readers = {name: Reads(function) for name, function in functions.items()}
+        self._functions = dict(functions) if self._runs else {}
+
+    def common(self, own: Mapping[int, nn.Module]) -> CommonState | None:
+        """Return what some blocks, by their numbers, may change that runs elsewhere, as all is now; None: nothing."""
+        for number, reference in enumerate(self._blocks if self._runs else ()):
+            if (block := reference()) is not None:
+                self._runs[number] = self._run_of(number, block)
+        last = max(self._stage_of.values(), default=0)
+        functions = [(Runs(n, last, CodeReads(f, is_block=False), False), f) for n, f in self._functions.items()]
+        here = [(self._run_of(number, block), block) for number, block in own.items()] if self._runs else []
+        if any(run.stage == last for run, _ in here):
+            here += functions
+        found = CommonState(here, [*self._runs, *(run for run, _ in functions)], self._judged)
+        return found if found.spots else None
+
+    def _run_of(self, number: int, block: nn.Module, snapshot: Snapshot | None = None) -> Runs:
+        name = f"block {number} ({type(block).__name__})"
+        return Runs(name, self._stage_of[number], CodeReads(block, snapshot))
 
     def require_none_handed_on(self, parcels: Sequence[Parcel], run: Callable[[Marks], object]) -> None:
         """Raise `MisfitError` where a block or a function reads what a block of another stage sets on the host.
@@ -92,13 +117,14 @@ class SharedState:
         setters = [
             (number, state) for number, parcel in enumerate(parcels) for state in parcel.state if state.key != ""
         ]
-        for number, state in setters:
-            self._require_no_reader(number, state)
         own = {(token, s.key, number) for number, s in setters for token in self._tokens.get((number, s.owner), ())}
         marks: dict[int, list[tuple[str, str | int, ReadMark]]] = {}
         for number, state in setters:
+            tensor = f"{state.owner}.{state.key}"
+            self._judged |= {(token, None) for token in self._tokens_at(number, state.owner, tensor)}
             cell = f", {state.key}"  # a variable around functions of both
             for token in self._tokens_at(number, state.owner, state.owner + cell):
+                self._judged.add((token, state.key))
                 for other, place in self._places[token]:
                     owner = place.removesuffix(cell)
                     is_cache = state.is_new and (token, state.key, other) in own  # each makes it where it lacks it
@@ -118,16 +144,6 @@ class SharedState:
 
     def _tokens_at(self, number: int, *names: str) -> set[int]:
         return {token for name in names for token in self._tokens.get((number, name), ())}
-
-    def _require_no_reader(self, number: int, state: State) -> None:
-        """Raise `MisfitError` where a function that the last stage calls reads what a block of another one sets."""
-        stage, held = self._stage_of[number], self._tokens.get((number, state.owner), set())
-        for name, reads in self._readers.items() if stage != max(self._stage_of.values()) else ():
-            if state.key in reads.names and held & reads.held:
-                raise MisfitError(
-                    f"block {number} ({self._kinds[number]}) sets {state.key!r} in its forward, and {name} reads it: "
-                    f"the block is on stage {stage}, and {name} is called on the last one; {HAND_ON}"
-                )
 
     def _require_one_stage(self, number: int, name: str, *, is_attribute: bool) -> None:
         for (other, _), is_copy in self._homes.get((number, name), ()):
