@@ -90,7 +90,8 @@ def kinds_apart(kind: Kind, called: Mapping[int, object], cuts: Sequence[Sequenc
 
 def choice_for(choice: Choice, number: int) -> Choice:
     """Return a kind's choice for another of its blocks."""
-    return replace(choice, rules={renumbered(path, number): rule for path, rule in choice.rules.items()})
+    rules = {renumbered(path, number): rule for path, rule in choice.rules.items()}
+    return replace(choice, rules=rules, proved=frozenset(renumbered(path, number) for path in choice.proved))
 
 
 class _Itself:

@@ -11,10 +11,12 @@ normalise, sort or mix features. A rank runs one twin at a time, so that it hold
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...blocks.untouched import attributes_untouched
 from ...comm import Group
-from ...comm.control import first_said
+from ...comm.control import first_said, share_texts
 from ...settings.run_settings import Proofs
 from ...settings.tensor_rules import TensorSplit
 from ..context.context import ContextParallel
@@ -145,8 +147,23 @@ class Prover:
 
     def share(self, world: Group) -> dict[int, Choice]:
         """Return how all blocks of the model are cut that were chosen for, here or elsewhere (collective)."""
-        kinds = {number: kind.number for number, kind in self._numbers.items()}
-        return self._chooser.share(kinds if self._setting.tensor is not None else {}, world)
+        found = dict[str, list[Any]]()
+        for text in share_texts(world, json.dumps(dict(self._chosen()))):
+            for number, words in json.loads(text).items():
+                if found.setdefault(number, words) != words:
+                    raise MisfitError(
+                        "the ranks that hold a block do not agree on how to cut it; do they run the same code?"
+                    )
+        return {
+            int(number): Choice(rules, slices=slices, proved=frozenset(proved))
+            for number, (rules, slices, proved) in found.items()
+        }
+
+    def _chosen(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield how blocks here are cut, by their numbers."""
+        for number, kind in self._numbers.items() if self._setting.tensor is not None else ():
+            choice = choice_for(kind.choice, number)
+            yield number, [choice.rules, choice.slices, sorted(choice.proved)]
 
     def _wants(self, number: int, block: nn.Module, cuts: Sequence[Cut]) -> bool:
         setting = self._setting
