@@ -62,6 +62,7 @@ from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans
 from .verification.bad_steps import BadSteps
+from .verification.block_facts import ModelFacts
 from .verification.comparison import Comparison
 from .verification.engine_checks import EngineChecks
 
@@ -335,6 +336,10 @@ class Engine(EngineState, RankView):
     def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
         """Do a `step`, and compare it with the same step of a whole model in one process: see `EngineChecks.verify`."""
         return self.checks.verify(reference, inputs, targets, **extras)
+
+    def inspect(self, inputs: Any, targets: Any, **extras: Any) -> ModelFacts:
+        """Do a `step`, and return what it has found of blocks, loss and metrics, and what follows (collective)."""
+        return self.checks.inspect(inputs, targets, **extras)
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""

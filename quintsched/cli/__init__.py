@@ -21,7 +21,7 @@ from quintsched.cli.exchange import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.plans import compile, show
-from quintsched.cli.runs import run, verify
+from quintsched.cli.runs import inspect, run, verify
 from quintsched.cli.timing import compare, simulate
 from quintsched.files.terminal import standard_streams
 from quintsched.strategies.commands.calibrate import calibrate
@@ -41,6 +41,7 @@ COMMANDS = (
     import_,
     run,
     verify,
+    inspect,
     predict,
     tune,
     calibrate,

@@ -1,4 +1,4 @@
-"""`quintsched run`, `verify`: start the launcher, which ends with this process, and hand signals and exit codes on."""
+"""`quintsched run`, `verify`, `inspect`: start the runtime, which ends with this process; pass on signals and codes."""
 
 from __future__ import annotations
 
@@ -94,6 +94,23 @@ def verify(
     _require_torch()
     request = {**_job_request(plan, job, overrides), "steps": steps, "as_json": as_json}
     raise typer.Exit(call(_launch("verify", request)))
+
+
+def inspect(
+    files: Annotated[list[Path], typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it machine-readable.")] = False,
+) -> None:
+    """Say what the blocks of a job take, give, change and draw, and what follows.
+
+    One step runs, of ranks that are threads of one process on the CPU; nothing is saved. What cannot be trained so is
+    refused, as `run` would.
+    """
+    plan, job = plan_and_job(files)
+    _require_torch()
+    raise typer.Exit(call(_launch("inspect_job", {**_job_request(plan, job, overrides), "as_json": as_json})))
 
 
 def _launch(module: str, request: Mapping[str, object]) -> list[str]:

@@ -87,6 +87,13 @@ class VerifyRequest(RunRequest):
     """Be a rank that records its part, into a file in this directory."""
 
 
+class InspectRequest(RunRequest):
+    """Say what the blocks of a job take, give, change and draw."""
+
+    as_json: bool = False
+    """Print it machine-readable."""
+
+
 Request = TypeVar("Request", bound=RunRequest)
 
 

@@ -35,6 +35,7 @@ from ..settings.job import JobConfig
 from ..settings.run_settings import Start
 from ..splitting.split import Split
 from ..train.sinks import require_sinks
+from ..verification.block_facts import ModelFacts
 from ..verification.recording import Recording
 from .feed import open_feed, parts_of
 from .figures import Sums, Window, figures_in_words
@@ -187,6 +188,11 @@ class Trainer:
             self.engine.checks.record_step(recording, inputs, targets, **extras)
             self.progress.step += 1
         return recording
+
+    def inspect(self) -> ModelFacts:
+        """Train one step, and return what it has found of blocks, loss and metrics."""
+        inputs, targets, extras = next(iter(self._feed.train(0, start=0)))
+        return self.engine.inspect(inputs, targets, **extras)
 
     def _load_pretrained(self) -> None:
         """Start from the weights that the job names, if it does; say which of the model's they do not have."""

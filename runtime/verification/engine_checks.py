@@ -22,6 +22,7 @@ from ..interpreter.tally import StepResult
 from ..saving.rank_tensors import RankTensors
 from ..stage.rank_model import RankModel
 from ..state.master_weights import Masters
+from .block_facts import ModelFacts, find_facts
 from .comparison import Comparison, compare, from_words, joined, to_words
 from .recording import BEFORE, Recording, StepObserver
 from .whole_model import WholeModel, share_of
@@ -56,6 +57,18 @@ class EngineChecks:
         result = self._run_observed(observer, inputs, targets, extras)
         observer.note_weights()
         return result
+
+    def inspect(self, inputs: Any, targets: Any, **extras: Any) -> ModelFacts:
+        """Do a `step`, and return what it has found of blocks and losses, and what follows (collective)."""
+        blocks = {int(n): block for stage in self.model.stages.values() for n, block in stage.blocks.items()}
+        before = {n: {name: b.clone() for name, b in block.named_buffers()} for n, block in blocks.items()}
+        step = self.settle(self.model.plan, inputs, targets, extras)
+        self.runner.run(step)
+        changed = {
+            n: [name for name, b in block.named_buffers() if name in before[n] and not torch.equal(b, before[n][name])]
+            for n, block in blocks.items()
+        }
+        return find_facts(step, changed, self.model, self.runner.losses, self.world)
 
     def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
         """Do a `step`, and compare it with the same step of a whole model in one process (collective).
