@@ -103,7 +103,7 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it machine-readable.")] = False,
 ) -> None:
-    """Say what the blocks of a job take, give, change and draw, and what follows.
+    """Say what a job's blocks take, give, change and draw.
 
     One step runs, of ranks that are threads of one process on the CPU; nothing is saved. What cannot be trained so is
     refused, as `run` would.
