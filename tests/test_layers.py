@@ -101,7 +101,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 }
 """The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, no check."""
 
-INNER_ORDER = {"quintsched.runtime.parallel": ("proof", "tensor", "expert", "context", "draws")}
+INNER_ORDER = {"quintsched.runtime.parallel": ("proof", "tensor", "expert", "context")}
 """The folders of a room, from top to bottom; the files beside them may be anywhere."""
 
 ORDERED = [layer for layer, rooms in ORDER.items() if rooms]

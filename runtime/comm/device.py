@@ -210,6 +210,60 @@ def fork_generators(device: torch.device) -> Iterator[None]:
         restore_generators(device, before)
 
 
+class SeededGenerators:
+    """A context in which torch's global generators are seeded; afterwards they are as before.
+
+    Other threads cannot read, set or seed them meanwhile, but where this one waits for them (see `generators_lent`).
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self.device = seed, device
+
+    def __enter__(self) -> SeededGenerators:
+        GENERATORS.acquire()
+        SEEDED.setdefault(threading.get_ident(), []).append(self)
+        self.before = generator_states(self.device)
+        torch.default_generator.manual_seed(self._seed)
+        if is_accelerator(self.device):
+            torch.get_device_module(self.device).manual_seed(self._seed)
+        self._first = generator_states(self.device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore_generators(self.device, self.before)
+        thread = threading.get_ident()
+        SEEDED[thread].pop()
+        if not SEEDED[thread]:
+            del SEEDED[thread]
+        GENERATORS.release()
+
+    def have_moved(self) -> bool:
+        """Whether something has drawn since they were seeded."""
+        return not all(map(torch.equal, self._first, generator_states(self.device)))
+
+
+SEEDED: dict[int, list[SeededGenerators]] = {}
+"""Which contexts threads are in, the outermost first."""
+
+
+@contextmanager
+def generators_lent() -> Iterator[None]:
+    """A context in which this thread, which has seeded the generators, waits for others, that may draw meanwhile."""
+    contexts = SEEDED.pop(threading.get_ident())
+    now = generator_states(contexts[0].device)
+    restore_generators(contexts[0].device, contexts[0].before)
+    for _ in contexts:
+        GENERATORS.release()
+    try:
+        yield
+    finally:
+        for _ in contexts:
+            GENERATORS.acquire()
+        contexts[0].before = generator_states(contexts[0].device)
+        restore_generators(contexts[0].device, now)
+        SEEDED[threading.get_ident()] = contexts
+
+
 class AllGenerators:
     """Where all global generators are now: torch's, a device's, Python's and numpy's."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import copy_context
 from enum import IntEnum
 from itertools import pairwise
@@ -35,8 +35,10 @@ from quintsched.errors import MisfitError
 from .base import Group, ReduceOp, Work
 from .clock import now_s
 from .device import (
+    SEEDED,
     current_stream,
     generator_states,
+    generators_lent,
     is_accelerator,
     on_stream,
     restore_generators,
@@ -187,8 +189,9 @@ class _Turns:
         if following is None or self._has_ended[following]:
             raise _more_than_noted(side)
         if following is not side:
-            self._hand_over(side, following)
-            self._baton[side].acquire()
+            with generators_lent() if threading.get_ident() in SEEDED else nullcontext():
+                self._hand_over(side, following)
+                self._baton[side].acquire()
             if self._failures:
                 raise _OtherSideFailed
 

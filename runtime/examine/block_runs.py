@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from ..blocks.blocks import accepted_extras, split_result
 from ..blocks.trees import DIFFERENTIABLE, tensors_of
 from ..comm import Group
-from ..parallel.draws.mode import KeyedDraws
+from ..comm.device import SeededGenerators
+from ..parallel.draws import IN_PLACE, BlockDraws
 from ..parallel.dropout import Masks, Unit
 from ..parallel.proof.arrivals import Arrival, Given
 
@@ -33,9 +35,48 @@ class Ran(NamedTuple):
 @contextmanager
 def drawing(masks: Masks, number: int, block: nn.Module, samples: range, sliced: Sliced) -> Iterator[None]:
     """Have a block draw the same each time for these samples, and on all ranks, in its forward and its backward."""
-    unit = Unit(0, samples)
-    with masks.of(unit), masks.again(unit), KeyedDraws(masks, {number: block}, sliced):
+    unit, draws = Unit(0, samples), _DrawsBySample(masks, {number: block}, sliced)
+    with masks.of(unit), masks.again(unit), draws.running(number):
         yield
+
+
+class _DrawsBySample(BlockDraws):
+    """Has each sample draw by itself, so that some of them draw what they draw among others."""
+
+    def _draw_keyed(self, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        found, name, unit = super()._draw_keyed(func, args, given), func.__name__, self._masks.unit
+        if found is not None or name not in _OF_SAMPLES or self._has_own_seed or unit is None:
+            return found
+        if name in ("rand", "randn", "randint"):
+            bounds = [*(arg for arg in args if isinstance(arg, int) and name == "randint"), *_bounds(given)]
+            func, args, given = getattr(torch, f"{name}_like"), (func(*args, **given), *bounds), {}
+        first, samples = args[0] if args else given.get("input"), len(unit.samples)
+        if not isinstance(first, Tensor) or not first.dim() or not first.shape[0] or first.shape[0] % samples:
+            return None
+        made, seeds = [], self._masks.sample_keys(self._next_call().site, self._masks.device).tolist()
+        for place, seed in enumerate(seeds):
+            own = partial(_of_sample, first, samples, place)
+            with SeededGenerators(seed, self._masks.device):
+                made.append(func(*map(own, args), **{key: own(value) for key, value in given.items()}))
+        return first if name in IN_PLACE else torch.cat(made)
+
+
+_OF_SAMPLES = (
+    IN_PLACE
+    | {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"}
+    | {"poisson", "binomial", "rrelu", "gumbel_softmax", "alpha_dropout", "feature_alpha_dropout"}
+    | {"feature_dropout", "dropout1d", "dropout2d", "dropout3d"}
+)
+
+
+def _of_sample(first: Tensor, samples: int, place: int, given: Any) -> Any:
+    """Return the rows of one sample of what is given, if it has as many as `first`."""
+    is_of_samples = isinstance(given, Tensor) and given.shape[:1] == first.shape[:1]
+    return given.chunk(samples)[place] if is_of_samples else given
+
+
+def _bounds(given: Mapping[str, Any]) -> list[Any]:
+    return [given[name] for name in ("low", "high") if name in given]
 
 
 def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) -> Ran:

@@ -232,7 +232,7 @@ class PlanRunner:
         watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run)
         shared = self._model.buffers.shared() if trains else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
-        with self._model.masks.guarding(self._transport.device), shared, watched:
+        with self._model.masks.guarding(), shared, watched:
             alone = trains and last and calls is None and not self._samples_before
             if self._graphs and alone and not interpreter.records(self.steps.in_run):
                 self._graphs.run(step, self.steps.total + 1, watch)

@@ -20,7 +20,7 @@ generator that would have to be kept, restored or shared between threads.
         y.sum().backward()
 
 Inputs are (samples, …, features), or have samples and tokens in one first dimension. Called outside of a unit, as by
-a user between two steps, a keyed dropout is an ordinary one. All else that blocks draw is keyed by `draws`.
+a user between two steps, a keyed dropout is an ordinary one. All else that blocks draw is seen by `draws`.
 
 Words are 32 bits in int64, mixed by xor-shifts and products that stay below 2⁶³: the same bits on every device. The
 two constants are those of the finaliser of least bias in Chris Wellons' "hash prospector" (2018).
@@ -79,10 +79,15 @@ class _Drawing:
 
 
 class Masks:
-    """What a rank draws by: the run's seed, the unit whose forward runs now, and the one whose backward does."""
+    """What a rank draws by: the run's seed, the unit whose forward runs now, and the one whose backward does.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    Args:
+        seed: of the run.
+        device: of the blocks.
+    """
+
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
+        self.seed, self.device = seed, device or torch.device("cpu")
         self._forward: _Drawing | None = None
         self._backward: _Drawing | None = None
         self._repeated: set[str] = set()
@@ -92,11 +97,11 @@ class Masks:
         """Sites where ranks of tp draw for unusual parts of tensors (see `words`), to their dimension; None: all."""
 
     @contextmanager
-    def guarding(self, device: torch.device) -> Iterator[None]:
+    def guarding(self) -> Iterator[None]:
         """Raise an alarm if torch's generators move in a step; but not for ever, for an optimizer may draw too."""
-        before = generator_states(device) if self.alarms < _MOST_ALARMS else ()
+        before = generator_states(self.device) if self.alarms < _MOST_ALARMS else ()
         yield
-        if before and not all(map(torch.equal, before, generator_states(device))):
+        if before and not all(map(torch.equal, before, generator_states(self.device))):
             self.alarms += 1
 
     @contextmanager
@@ -130,18 +135,23 @@ class Masks:
 
     def keys(self, site: str, device: torch.device) -> Tensor:
         """Return a word for each sample of the unit, (samples), for the call of `site` that comes next."""
-        drawing, call = self._next_call(site)
-        unit = drawing.unit
+        return self.sample_keys(f"{site} {self._next_call(site)}", device)
+
+    def sample_keys(self, name: str, device: torch.device) -> Tensor:
+        """Return a word for each sample of the unit, (samples), for what is drawn under a name."""
+        drawing = self._drawing
+        assert drawing is not None
         if drawing.samples is None:
+            unit = drawing.unit
             numbers = torch.arange(unit.samples.start, unit.samples.stop, device=device)
             drawing.samples = _mix(numbers ^ _word(f"step {self.seed} {unit.step}"))
-        return _mix(drawing.samples ^ _word(f"site {site} {call}"))
+        return _mix(drawing.samples ^ _word(f"site {name}"))
 
-    def key(self, site: str) -> int:
-        """Return a word for the whole unit, told from others by its first sample, for the call of `site` that comes."""
-        drawing, call = self._next_call(site)
-        unit = drawing.unit
-        return _word(f"unit {self.seed} {unit.step} {unit.samples.start} {site} {call}")
+    def key(self, name: str) -> int:
+        """Return a word for the whole unit, told from others by its first sample, for what is drawn under a name."""
+        unit = self.unit
+        assert unit is not None
+        return _word(f"unit {self.seed} {unit.step} {unit.samples.start} {name}")
 
     def words_of_part(
         self, site: str, draw: Callable[..., Tensor], shape: Sequence[int], cut: Group | None, sliced: Group | None
@@ -162,8 +172,8 @@ class Masks:
         parts = drawn.unflatten(0, (len(self.unit.samples), -1)).chunk(group.size, 1)
         return torch.flatten(parts[group.index], 0, 1)
 
-    def _next_call(self, site: str) -> tuple[_Drawing, int]:
-        """Return what is drawn for, and the number of the call.
+    def _next_call(self, site: str) -> int:
+        """Return the number of the call of a site that comes next.
 
         Raises `MisfitError` in a backward that runs a part of the forward again where nobody knows which call it is.
         """
@@ -177,7 +187,7 @@ class Masks:
             )
         call = drawing.calls[site]
         drawing.calls[site] += 1
-        return drawing, call
+        return call
 
 
 def key_dropouts(module: nn.Module, number: int, masks: Masks) -> None:

@@ -144,7 +144,7 @@ class RankModel:
 
     def _build(self, blocks: Blocks) -> None:
         options, device = self.options, self._transport.device
-        self.masks, self.elsewhere = Masks(options.seed), WeightsElsewhere(blocks)
+        self.masks, self.elsewhere = Masks(options.seed, device), WeightsElsewhere(blocks)
         self.prover = Prover(
             self.tensor,
             self.outlines,

@@ -1,11 +1,11 @@
-"""What the blocks of a stage draw is keyed by the unit that they run on.
+"""What the blocks of a stage draw follows from the unit that they run on.
 
-    first step     a mode watches what blocks that are not built in draw   ─┬─▶ nothing: they run as they are
-                                                                            └─▶ something: the mode stays
-    a later step   torch's generators have moved all the same              ───▶ the mode watches again
+    first step     blocks that are not built in are watched          ─┬─▶ nothing: they run as they are
+                                                                      └─▶ something: generators are seeded round each
+    a later step   torch's generators have moved all the same        ───▶ all are watched again
 
-The masks of an nn.Dropout need no mode (`parallel.dropout`). Blocks that draw otherwise are left out of compiled code,
-which would draw by itself.
+The masks of an nn.Dropout need none of that (`parallel.dropout`). Blocks that draw otherwise are left out of compiled
+code, which would draw by itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..comm import Group
-from ..parallel.draws.mode import KeyedDraws
+from ..parallel.draws import BlockDraws
 from ..parallel.dropout import KeyedDropout, Masks, Unit
-from ..parallel.expert.moe import mixtures
 from ..parallel.tensor.rules import is_built_in
 
 Outputs = tuple[Any, ...]
@@ -48,7 +47,7 @@ class StageDraws:
         masks: what the rank draws by.
         blocks: by number.
         sliced: block number → the ranks over which the tokens are sliced that it is given, if they are.
-        beside: another mode that the blocks always run in, and are not compiled for.
+        beside: a mode that the blocks always run in, and are not compiled for.
 
     Attributes:
         may_draw: whether blocks draw, or may, by what is known of the steps so far.
@@ -63,16 +62,12 @@ class StageDraws:
         beside: TorchFunctionMode | None = None,
     ) -> None:
         self.beside, self.masks = beside, masks
-        self._blocks, self._sliced = blocks, sliced
+        self._blocks, self._draws = blocks, BlockDraws(masks, blocks, sliced)
         self._drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
-        self._mode = None if all(map(is_built_in, blocks.values())) else self._watch()
+        self._watched = set() if all(map(is_built_in, blocks.values())) else set(blocks)
         self._since: int | None = None
         self._is_compiled = False
-        self.alarms, self.may_draw = masks.alarms, self._drops or self._mode is not None
-
-    def _watch(self) -> KeyedDraws:
-        apart = [layer.experts for block in self._blocks.values() for layer in mixtures(block).values()]
-        return KeyedDraws(self.masks, self._blocks, self._sliced, apart)
+        self.alarms, self.may_draw = masks.alarms, self._drops or bool(self._watched)
 
     @property
     def have_drawn(self) -> bool:
@@ -83,73 +78,88 @@ class StageDraws:
 
     @property
     def have_drawn_otherwise(self) -> bool:
-        """Whether blocks have drawn so far other than by dropping out."""
-        return self._mode is not None and self._mode.has_drawn
+        """Whether blocks have drawn so far other than by an nn.Dropout."""
+        return bool(self._draws.drawn)
 
-    def keyed(self, run: Run, compiled: Run | None) -> Run:
-        """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing.
+    def around(self, number: int, block: nn.Module) -> Callable[..., Any]:
+        """Return what calls a block for the unit of the masks; other modules around it are called as they are."""
+        if block is not self._blocks[number]:
+            return block
+
+        def call(*args: Any, **extras: Any) -> Any:
+            if number not in self._watched:
+                return block(*args, **extras)
+            with self._draws.running(number):
+                return block(*args, **extras)
+
+        return call
+
+    def by_unit(self, plain: Run, watched: Run, compiled: Run | None) -> Run:
+        """Return what runs some of the blocks by the unit of their extras.
 
         Its attribute `plain` runs them where they are given no unit.
-        """
-        fast, beside = run if compiled is None or self.beside is not None else compiled, self.beside
-        self._is_compiled = self._is_compiled or compiled is not None
 
-        def keyed(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+        Args:
+            plain: runs them.
+            watched: calls them by `around`.
+            compiled: runs them compiled, which they are where they draw nothing.
+        """
+        self._is_compiled, beside = self._is_compiled or compiled is not None, self.beside
+        plain = plain if compiled is None or beside is not None else compiled
+
+        def run(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
             unit: Unit | None = extras.get(UNIT)
             if unit is None and beside is None:
-                return fast(given, extras)
+                return plain(given, extras)
             with beside or _NOTHING:
                 if unit is None:
-                    return fast(given, extras)
+                    return plain(given, extras)
                 self._settle(unit)
                 extras = {name: extra for name, extra in extras.items() if name != UNIT}
                 with self.masks.of(unit):
-                    if self._mode is None:
-                        return fast(given, extras)
-                    with self._mode:
-                        return run(given, extras)
+                    return (watched if self._watched else plain)(given, extras)
 
-        keyed.plain = fast if beside is None else None  # type: ignore[attr-defined]
-        return keyed
+        run.plain = plain if beside is None else None  # type: ignore[attr-defined]
+        return run
 
     def again(self, unit: Unit | None) -> AbstractContextManager[object] | None:
         """Return the context, if any, for the backward of a unit, which may run parts of the forward again."""
         if unit is None:
             return self.beside
-        if self.beside is None and self._mode is None:
+        if self.beside is None and not self._watched:
             return self.masks.again(unit)
         return self._again_in_modes(unit)
 
     @contextmanager
     def _again_in_modes(self, unit: Unit) -> Iterator[None]:
-        with self.beside or _NOTHING, self.masks.again(unit), self._mode or _NOTHING:
+        with self.beside or _NOTHING, self.masks.again(unit), self._draws.again() if self._watched else _NOTHING:
             yield
 
     def _settle(self, unit: Unit) -> None:
-        """Stop watching where nothing was drawn in the first step; begin again where something was drawn since."""
+        """Stop watching what has drawn nothing in the first step; begin again where something was drawn since."""
         if self.alarms != self.masks.alarms:
             self.alarms, self._since = self.masks.alarms, None
-            self._mode = self._mode or self._watch()
-            self.may_draw = True
-        if self._mode is None:
+            self._watched, self.may_draw = set(self._blocks), True
+        if not self._watched:
             return
         if self._since is None:
             self._since = unit.step
-        elif self._since != unit.step and not self._mode.has_drawn:
-            self._mode = None
-            self.may_draw = self._drops
-        elif self._since == unit.step - 1 and self._is_compiled:
-            _logger.warning(
-                "blocks %s draw random numbers other than by nn.Dropout, and are not compiled",
-                ", ".join(map(str, self._blocks)),
-            )
+        elif self._since != unit.step and self._watched != self._draws.drawn:
+            self._watched = set(self._draws.drawn)
+            self.may_draw = self._drops or bool(self._watched)
+        if self._watched and self._since == unit.step - 1:
+            self._tell(self._since)
             self._since = -1
-        elif self._since == unit.step - 1 and self.alarms:
-            numbers = ", ".join(map(str, self._blocks))
+
+    def _tell(self, since: int) -> None:
+        """Say once that blocks draw where that costs something, or began late."""
+        numbers = ", ".join(map(str, sorted(self._watched)))
+        if self._is_compiled:
+            _logger.warning("blocks %s draw random numbers other than by nn.Dropout, and are not compiled", numbers)
+        elif self.alarms:
             _logger.warning(
                 "blocks %s draw random numbers since step %d, and did not in the first; those of that step had no key "
                 "of their own, and were not those of one process",
                 numbers,
-                self._since - 1,
+                since - 1,
             )
-            self._since = -1

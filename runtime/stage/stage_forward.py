@@ -40,6 +40,7 @@ class Chain:
         leaving: what leaves the last; None: the output of the model, which is left as it is.
         begins: told of each block that gives a loss.
         copied: what the blocks change in place of what they are given, which get copies of it.
+        called: number, block → what calls it.
         compiled: whether torch.compile compiles the blocks.
     """
 
@@ -53,9 +54,10 @@ class Chain:
         *,
         begins: Callable[[int, nn.Module], None],
         copied: Copied = NOTHING_COPIED,
-        compiled: bool,
+        called: Callable[[int, nn.Module], Callable[..., Any]] = lambda _, block: block,
+        compiled: bool = False,
     ) -> None:
-        self._blocks = [(number, block, accepted_extras(block)) for number, block in blocks]
+        self._blocks = [(n, block, called(n, block), accepted_extras(block)) for n, block in blocks]
         self._begins = begins
         self._tree, self._width = tree, width
         self._arriving, self._leaving = tuple(arriving), leaving
@@ -87,11 +89,11 @@ class Chain:
         """Return the last block's output and what rides along behind it, and the sum of the auxiliary losses."""
         activation: Any = given[0]
         total: Tensor | None = None
-        for number, block, accepts in self._blocks:
+        for number, block, call, accepts in self._blocks:
             if beside:
-                result = block(activation, **{name: extra for name, extra in beside.items() if accepts(name)})
+                result = call(activation, **{name: extra for name, extra in beside.items() if accepts(name)})
             else:
-                result = block(activation)
+                result = call(activation)
             if isinstance(result, Tensor):
                 activation = result
                 continue
@@ -197,8 +199,8 @@ class StageForward:
                 begins=begins,
                 copied=copied_in(range(first, end), parcels, arriving, skips),
             )
-            plain = chain_of(compiled=False).direct
-            made = self.draws.keyed(plain, chain_of(compiled=True).direct if compiled else None)
+            watched = chain_of(called=self.draws.around).direct
+            made = self.draws.by_unit(chain_of().direct, watched, chain_of(compiled=True).direct if compiled else None)
             if any(parcels[number].records for number in some):
                 made = partial(_run_recorded, made)
             if dropped and end == len(parcels):

@@ -19,7 +19,7 @@ from torch import overrides
 from torch.utils import _python_dispatch as dispatches
 
 from ..base import Group
-from ..device import use_device
+from ..device import SEEDED, generators_lent, use_device
 from .transport import LocalTransport
 from .world import Awaited, LocalWorld
 
@@ -71,11 +71,12 @@ class _Turns(LocalWorld):
         self.turn = threading.Lock()
 
     def wait_for(self, rank: int, awaited: Awaited) -> None:
-        self.turn.release()
-        try:
-            super().wait_for(rank, awaited)
-        finally:
-            self.turn.acquire()
+        with generators_lent() if threading.get_ident() in SEEDED else nullcontext():
+            self.turn.release()
+            try:
+                super().wait_for(rank, awaited)
+            finally:
+                self.turn.acquire()
 
 
 def run_in_turns(size: int, device: torch.device, work: Callable[[Group], Result]) -> list[Result]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from time import sleep
 from typing import NoReturn, Protocol, get_args
 
@@ -19,9 +20,12 @@ from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
 from ...settings.run_settings import Rules
 from ..clock import now_s
+from ..device import SEEDED, generators_lent
 from ..host_link import require_bandwidth
 from .rendezvous import Meetings
 from .wire import Wire, WireTimes
+
+_NOTHING = nullcontext()
 
 
 class Awaited(Protocol):
@@ -128,7 +132,7 @@ class LocalWorld:
             StallError: another rank failed, all ranks wait for each other, or the timeout is over.
             MisfitError: what came does not fit.
         """
-        with self.lock:
+        with generators_lent() if threading.get_ident() in SEEDED else _NOTHING, self.lock:
             if awaited.arrival_s is None:
                 self._wait_until_under_way(rank, awaited)
             if awaited.arrival_s:

@@ -59,6 +59,7 @@ class MoE(nn.Module):
             dropped then counts too.
         tokens_alike: whether all ranks of ep pass as many tokens in a forward; else rows are counted, with
             `pad_to_capacity` too.
+        is_in_experts: whether a forward runs its experts now.
 
     Raises `UsageError` for a `top_k` or a factor that cannot be, for padding without one or with batch norms.
     """
@@ -105,6 +106,7 @@ class MoE(nn.Module):
         self._context: Group = self.group
         self._boundary = TensorBoundary(self.group, cut=False, sliced=False)
         self._uncompiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+        self.is_in_experts = False
 
     @property
     def waits_for_routing(self) -> bool:
@@ -194,10 +196,12 @@ class MoE(nn.Module):
         """Run each expert here on its rows, which come rank by rank and there expert by expert; return them so."""
         num_here = len(self.experts)
         blocks = rows.split([count for counts in received for count in counts])
+        self.is_in_experts = True
         made = [
             expert(torch.cat(blocks[place::num_here])).split([counts[place] for counts in received])
             for place, expert in enumerate(self.experts.values())
         ]
+        self.is_in_experts = False
         return torch.cat([made[place][source] for source in range(self.group.size) for place in range(num_here)])
 
     def touched_parameters(self) -> Iterator[tuple[nn.Parameter, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from quintsched.errors import MisfitError, StallError
 from ...blocks.blocks import TOKENS, seeded
 from ...comm import EchoGroup, Group
 from ...comm.control import greatest
+from ..dropout import Masks, key_dropouts
 from ..tensor.apply import apply_tensor_parallel
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
@@ -23,7 +25,7 @@ from ..tensor.rules import Rules, find_cuts
 from ..tensor.shard import shard_of
 from .arrivals import Arrival, Given, GivenTree
 from .features_apart import DRAWS, draws_of_python, why_joined
-from .reads.draws import undisturbed
+from .reads.drawn_parts import NotedMasks, Shapes, note_draws, undisturbed
 from .reads.weight_reads import WeightReads
 from .tokens.gathered import Gathered
 from .tokens.tokens_apart import why_tokens_meet
@@ -220,10 +222,12 @@ class Bench:
         return unlike
 
     def unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
-        """Return what is off in a setting, if anything; nothing where it draws, for ranks draw for features."""
+        """Return what is off in a setting, if anything; where it draws, only what ranks may not draw for a part."""
         whole = self.whole(kind, arrival, setting)
-        if whole is None or self.most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
+        if whole is None:
             return None
+        if self.most([float(self._draws(kind, arrival, setting, whole))], setting)[0]:
+            return self._unlike_draws(kind, arrival, setting, choice) if setting.trains else None
         finding = self.find(kind, arrival, setting, whole, choice)
         where = ("as it is given", "in training")[setting.trains]
         return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
@@ -235,6 +239,23 @@ class Bench:
         with undisturbed(self.group.device, SEED + 1):
             other = outputs_of(self._drawn(kind, setting), arrival)
         return not all(torch.equal(other[name], output) for name, output in whole.outputs.items())
+
+    def _unlike_draws(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
+        """Return what a kind draws for a part of what one process has, if that is refused on any rank."""
+        trouble = ""
+        with suppress(Exception):  # it is run besides, and other errors are told
+            try:
+                self.note_draws(kind, arrival, setting, choice)
+            except MisfitError as error:
+                trouble = str(error)
+        is_refused = self.most([float(bool(trouble))], setting)[0]
+        return Finding(off=float("inf"), trouble=trouble or "another rank draws for a part") if is_refused else None
+
+    def note_draws(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Shapes:
+        """Run a kind's twin in training, and return what its dropouts draw; see `note_draws`."""
+        masks, sliced = NotedMasks(self.group.device), setting.tensor if setting.slices_tokens else None
+        twin = self.twin(kind, replace(setting, trains=True), choice, masks)
+        return note_draws(twin, kind.number, arrival, masks, sliced)
 
     def unsound_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> Finding | None:
         """Return why sequences may not be cut for a kind where numbers are others, on any rank; None: they may."""
@@ -337,9 +358,11 @@ class Bench:
             kind.blueprint.put_hooks(twin)
         return twin
 
-    def twin(self, kind: Kind, setting: Setting, choice: Choice) -> nn.Module:
-        """Return a kind's twin, cut as the setting says."""
+    def twin(self, kind: Kind, setting: Setting, choice: Choice, masks: Masks | None = None) -> nn.Module:
+        """Return a kind's twin, cut as the setting says; its dropouts draw by `masks`."""
         twin = self._drawn(kind, setting, has_hooks=setting.tensor is None)
+        if masks is not None:
+            key_dropouts(twin, kind.number, masks)
         if setting.tensor is None:
             return twin
         twin = self._cut(kind, twin, setting.tensor, choice, slices=setting.slices_tokens)

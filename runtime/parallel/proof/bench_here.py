@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from quintsched.errors import StallError
@@ -22,8 +21,8 @@ from ..tensor.choice import Choice
 from ..tensor.sequence import SequenceParallel
 from .arrivals import Arrival
 from .bench import Bench, Finding, Kind
-from .reads.draws import Drawn, DrawnShapes, unusual_parts
-from .trial import Figures, Setting, outputs_of
+from .reads.drawn_parts import unusual_parts
+from .trial import Figures, Setting
 
 
 class BenchHere(Bench):
@@ -59,14 +58,14 @@ class BenchHere(Bench):
         """
         group, sliced = self.group, setting.slices_tokens
         try:
-            whole = _drawn_shapes(self, kind, arrival, Setting())
+            whole = self.note_draws(kind, arrival, Setting(), kind.choice)
             if not whole:
                 return {}
-            of_one = _drawn_shapes(self, kind, arrival.of_sample(), Setting())
+            of_one = self.note_draws(kind, arrival.of_sample(), Setting(), kind.choice)
             cut = run_in_turns(
                 group.size,
                 group.device,
-                lambda mine: _drawn_shapes(Bench(mine, self.rules), kind, arrival, Setting(mine, sliced)),
+                lambda mine: Bench(mine, self.rules).note_draws(kind, arrival, Setting(mine, sliced), kind.choice),
             )[group.index]
         except Exception:  # it is proved besides, or not
             return {}
@@ -89,12 +88,3 @@ class BenchHere(Bench):
     def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the numbers: there are no other ranks."""
         return list(numbers)
-
-
-def _drawn_shapes(bench: Bench, kind: Kind, arrival: Arrival, setting: Setting) -> dict[str, list[Drawn]]:
-    """Return which shapes a kind draws in training, by sites."""
-    twin = bench.twin(kind, replace(setting, trains=True), kind.choice).train()
-    shapes = DrawnShapes(kind.number, twin)
-    with torch.no_grad(), shapes.noting(arrival.samples):
-        outputs_of(twin, arrival, sliced=setting.tensor if setting.slices_tokens else None)
-    return shapes.found

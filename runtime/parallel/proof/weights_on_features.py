@@ -22,7 +22,7 @@ from ..tensor.cuts import Cut
 from ..tensor.pairs import wide_norms
 from .arrivals import Arrival
 from .bench import Bench, Kind
-from .reads.draws import undisturbed
+from .reads.drawn_parts import undisturbed
 from .trial import Setting, outputs_of
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...draws.names import FACTORIES, IN_PLACE
+from ...draws import FACTORIES, IN_PLACE
 from .owner_rules import LABEL, MOVING, Joined, blended, is_pointwise, mixed, name_of, owners_of_results
 from .shadows import Shadows, key_of, memory_of
 

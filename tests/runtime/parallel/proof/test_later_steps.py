@@ -373,10 +373,12 @@ DRAWN: dict[str, Step] = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", DRAWN)
-def test_what_is_drawn_between_the_layers_is_that_of_one_process(what: str) -> None:
+def test_what_is_drawn_between_the_layers_is_that_of_one_process(what: str, caplog: pytest.LogCaptureFixture) -> None:
     def between(self: Any, y: Tensor) -> Tensor:
         return DRAWN[what](self, y) if self.training else y
 
     (alone,) = run_local(1, lambda transport: train(transport, "pp=1", between, lambda block: None, what))
     found, _ = run_local(2, lambda transport: train(transport, "tp=2", between, lambda block: None, what))
     assert found == pytest.approx(alone, rel=1e-10)
+    is_parted = "cut one by one over tp, for as a pair, block 0 draws by" in caplog.text
+    assert is_parted == (what in ("tokens", "channels", "channels that are features", "an order of tokens"))

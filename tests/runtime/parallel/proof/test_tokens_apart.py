@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -266,7 +267,10 @@ def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused() -> None
             return str(error)
         return ""
 
-    assert run_local(2, lambda transport: run(transport, lambda x: x * torch.rand_like(x[..., :1]))) == ["", ""]
+    noise = lambda x: nn.functional.dropout(x, 0.2) * torch.rand(1, 1, 1)  # noqa: E731
+    assert run_local(2, partial(run, more=noise)) == ["", ""]
+    for found in run_local(2, lambda transport: run(transport, lambda x: x * torch.rand_like(x[..., :1]))):
+        assert found.startswith("block 0 draws by rand_like for its part of the tokens")
     for more, why in (
         (lambda x: x.roll(1, 1), "meet in add in line"),
         (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),

@@ -1,4 +1,4 @@
-"""What blocks draw, besides the masks of an nn.Dropout, is what one process draws, on every mesh and schedule."""
+"""Blocks draw what one process draws, besides the masks of an nn.Dropout too, on every mesh and schedule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
+from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.parallel.context.context import Context
 
 WIDTH, LENGTH, SAMPLES = 8, 5, 8
 
@@ -24,41 +26,43 @@ def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     return (output - target).square().sum(), float(len(output))
 
 
+def of_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(output.shape[:2].numel())
+
+
 def slow_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4)
 
 
 class PerSample(nn.Module):
-    """Draws what has samples in front."""
+    """Draws by functions that are keyed by samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mix, self.qkv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.slopes, self.channels = nn.RReLU(), nn.Dropout1d(0.3)
-        self.alpha, self.features = nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + functional.dropout(self.mix(x), 0.2, self.training)
+        x = x + functional.dropout(self.mix(x), 0.2, self.training) + torch.dropout(x, 0.1, True)
         q, k, v = (part.view(*part.shape[:2], 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         seen = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3 * self.training, is_causal=True)
-        keep = x.new_empty(x.shape[0], 1, 1).bernoulli_(0.7).div_(0.7)
-        x = x + seen.transpose(1, 2).flatten(2) * keep
-        x = x + self.alpha(self.features(self.channels(self.slopes(x))))
-        noise = torch.randn_like(x) + torch.rand(x.shape[0], 1, WIDTH, dtype=x.dtype, device=x.device)
-        x = x + 0.1 * noise + functional.gumbel_softmax(x) + torch.empty_like(x).exponential_()
-        return functional.layer_norm(x, (WIDTH,))
+        return functional.layer_norm(x + seen.transpose(1, 2).flatten(2), (WIDTH,))
 
 
 class PerUnit(PerSample):
-    """Draws what has no samples in front as well, and by functions that have no words."""
+    """Draws by torch's generators as well."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.slopes, self.channels = nn.RReLU(), nn.Dropout1d(0.3)
+        self.alpha, self.features = nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2)
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
         self.recurrent = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
+        x = super().forward(x) * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.7).div_(0.7)
+        x = x + self.alpha(self.features(self.channels(self.slopes(x))))
+        noise = torch.randn_like(x) + torch.rand(x.shape[0], 1, WIDTH, dtype=x.dtype, device=x.device)
+        x = x + 0.1 * noise + functional.gumbel_softmax(x) + torch.empty_like(x).exponential_()
         x = torch.where(torch.rand([], device=x.device) < 0.5, x, 1.1 * x)
         x = x + self.attention(x, x, x)[0] + self.recurrent(x)[0]
         return functional.layer_norm(x[:, torch.randperm(LENGTH, device=x.device)], (WIDTH,))
@@ -230,6 +234,31 @@ def test_a_dropout_of_two_checkpointed_parts_is_refused() -> None:
         engine.step(torch.randn(2, WIDTH), torch.randn(2, WIDTH))
 
 
+class OnceMore(nn.Module):
+    """Draws in a backward what its forward has not drawn."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.rand_like(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "unkept":
+            return checkpoint(self.noisy, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        x = self.noisy(x)
+        x.register_hook(lambda gradient: functional.dropout(gradient, 0.5))
+        return x
+
+
+@pytest.mark.parametrize("how", ["unkept", "hook"])
+def test_draws_of_a_backward_that_no_forward_has_drawn_are_refused(how: str) -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [lambda: OnceMore(how)], squares, slow_sgd)
+    with pytest.raises(qs.MisfitError, match=r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"):
+        engine.step(torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+
+
 class Layer(nn.Module):
     """GPT-2's kind: dropout of attention, of the features between two products, and of what leaves."""
 
@@ -239,9 +268,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + functional.dropout(self.attn(x), 0.2, self.training)
-        x = x + functional.dropout(self.mlp(x), 0.2, self.training)
-        if self.training:
-            x = x + x.new_empty(len(x), 1, 1).bernoulli_(0.5)
+        keep = x.new_empty(len(x), 1, 1).bernoulli_(0.5) if self.training else 1
+        x = x + functional.dropout(self.mlp(x), 0.2, self.training) * keep
         return functional.layer_norm(x, (WIDTH,))
 
 
@@ -275,9 +303,10 @@ HEADS = {"*.attn.[qkv]_proj": "column", "*.attn.o_proj": "row"}
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("core", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2,tp=2"])
 def test_shards_of_heads_and_features_draw_their_shards(mesh: str, core: bool) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    overlaps = {"schedule": "dualpipe", "overlap": True} if "pp" in mesh else {"schedule": "1f1b"}
+    plan = qs.compile(**overlaps, mesh=mesh, microbatches=2 if "dp" in mesh else 4)
     found = losses_of(plan, [lambda: Layer(core)] * 2, rules=HEADS)
     assert found == pytest.approx(plain([Layer] * 2), rel=1e-9)
 
@@ -297,6 +326,46 @@ def test_slices_of_tokens_draw_their_slices() -> None:
     assert losses(2, sequence_parallel=True, rules=HEADS) == pytest.approx(losses(1), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("request_of", "part"),
+    [
+        ({"schedule": "1f1b", "mesh": "cp=2"}, "the tokens"),
+        ({"schedule": "seq-1f1b", "mesh": "pp=1", "slices": 2}, "the tokens"),
+        ({"schedule": "1f1b", "mesh": "tp=2"}, "features, between the layers of a pair"),
+    ],
+    ids=str,
+)
+def test_draws_for_a_part_are_refused_but_for_dropouts_and_samples(request_of: dict[str, Any], part: str) -> None:
+    def between(draw: Callable[[Tensor], Tensor]) -> Callable[[Transport], float]:
+        def run(transport: Transport) -> float:
+            rules = {"*.fc1": "column", "*.fc2": "row"} if "tp" in request_of["mesh"] else {}
+            blocks = [lambda: Between(draw)] * 2
+            engine = Engine(plan, blocks, of_tokens, slow_sgd, dtype=torch.float64, transport=transport, rules=rules)
+            random = torch.Generator().manual_seed(0)
+            x, y = torch.randn(2, SAMPLES, 8, WIDTH, generator=random, dtype=torch.float64)
+            return [engine.step(x, y).loss.item() for _ in range(3)][-1]
+
+        return run
+
+    plan = qs.compile(**request_of, microbatches=2)
+    with pytest.raises(qs.MisfitError, match=f"draws by randn_like for its part of {part}"):
+        run_local(plan.mesh.size, between(lambda x: x + torch.randn_like(x)), timeout_s=60)
+    draw = lambda x: functional.dropout(x, 0.2) * torch.rand(len(x), 1, 1, dtype=x.dtype)  # noqa: E731
+    found = run_local(plan.mesh.size, between(draw), timeout_s=60)
+    plan, request_of = qs.compile("1f1b", mesh="pp=1", microbatches=2), {"mesh": "pp=1"}
+    assert found == pytest.approx(run_local(1, between(draw)) * len(found), rel=1e-9)
+
+
+class Between(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.draw = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:
+        y = self.fc1(x)
+        return x + self.fc2(self.draw(y) if self.training else y)  # type: ignore[no-any-return]
+
+
 class NoisyExpert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -309,5 +378,5 @@ class NoisyExpert(nn.Module):
 def test_experts_do_not_draw() -> None:
     block = MoE(WIDTH, 2, NoisyExpert, top_k=1)
     engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [block], squares, slow_sgd)
-    with pytest.raises(qs.MisfitError, match=r"'0.experts.* draws within experts, whose rows are no samples"):
+    with pytest.raises(qs.MisfitError, match="block 0 draws by dropout within experts, whose rows are no"):
         engine.step(torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH))
