@@ -38,7 +38,9 @@ def for_processes(job: JobConfig, plan_path: str | None, processes: int) -> JobC
             f"{processes} processes make no whole replicas of {replica} ranks, as parallel.mesh {mesh} has them; start "
             f"{processes // replica * replica or replica}"
         )
-    return _with_mesh(job, _with_dp(mesh, processes // replica))
+    axes, dp = dict(mesh.axes), {"dp": processes // replica}
+    mesh = Mesh(**(axes | dp if "dp" in axes else dp | axes))
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"mesh": str(mesh)})})
 
 
 class Worlds:
@@ -92,12 +94,3 @@ def smaller_worlds(job: JobConfig, plan: Plan, min_dp: int, machines: int = 1) -
         for fewer in range(dp, min(min_dp, dp) - 1, -1)
         if batch % (fewer * parts) == 0 and fewer * replica % machines == 0
     ]
-
-
-def _with_dp(mesh: Mesh, dp: int) -> Mesh:
-    axes = dict(mesh.axes)
-    return Mesh(**(axes | {"dp": dp} if "dp" in axes else {"dp": dp} | axes))
-
-
-def _with_mesh(job: JobConfig, mesh: Mesh) -> JobConfig:
-    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"mesh": str(mesh)})})

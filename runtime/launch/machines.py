@@ -90,7 +90,8 @@ class Machines:
             store = self._open_store()
             while self._mine is None:
                 self._look_for_failure(store)
-                self._look_for_hub(store)
+                if self.hub is None and store.check([self._hub_key]):
+                    self.hub = store.get(self._hub_key).decode(errors="replace")
                 sleep(ASK_S)
             if self._mine.code:
                 store.compare_set(f"{self._keys}/failed", "", self._mine.to_text())
@@ -106,10 +107,6 @@ class Machines:
     def _look_for_failure(self, store: Store) -> None:
         if self.failure is None and store.check([f"{self._keys}/failed"]):
             self.failure = Ended.from_text(store.get(f"{self._keys}/failed").decode(errors="replace"))
-
-    def _look_for_hub(self, store: Store) -> None:
-        if self.hub is None and store.check([self._hub_key]):
-            self.hub = store.get(self._hub_key).decode(errors="replace")
 
     def _leave(self, store: Store) -> None:
         known = store.add(f"{self._keys}/known", 1)

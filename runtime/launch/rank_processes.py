@@ -17,10 +17,9 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 from ..watch.rendezvous.parent import command_of
-from .stop_request import STOPPING, held_back
+from .stop_request import STOPPING, handled, held_back
 
 REAP_S = 10.0
 """How long a killed process may take to go: the kernel may still write for it."""
@@ -147,21 +146,14 @@ class Wakes:
 
 @contextlib.contextmanager
 def taking_signals() -> Iterator[Wakes]:
-    """Take signals within a `with`; those that are ignored (nohup) stay so."""
-    numbers = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    """Take signals within a `with`, ends of children among them."""
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)
         writer.setblocking(False)
         fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, _note) for number in (*numbers, signal.SIGCHLD)}
         try:
-            yield Wakes(reader)
+            with handled(lambda *_: None, signal.SIGCHLD):  # the number is in the socket
+                yield Wakes(reader)
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             signal.set_wakeup_fd(fd)
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the number is in the socket that wakes the launcher."""

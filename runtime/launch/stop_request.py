@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -37,21 +37,16 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals within a `with`, those that were held back included; those that are ignored (nohup) stay so.
+        """Take signals within a `with`, those that were held back included.
 
         Only the main thread gets signals: in another one nothing happens.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        taken = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._take) for number in taken}
-        let_through()
-        try:
+        with handled(self._take):
+            let_through()
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGTERM and self._by_interrupt and self._under_torchrun
@@ -59,6 +54,18 @@ class StopRequest:
             raise StopNow
         self._by_interrupt = number == signal.SIGINT
         self.asked = True
+
+
+@contextmanager
+def handled(take: Callable[[int, FrameType | None], object], *others: int) -> Iterator[None]:
+    """Have these signals, and `others`, handled within a `with`; those that are ignored (nohup) stay so."""
+    taken = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, take) for number in (*taken, *others)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

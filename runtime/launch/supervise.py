@@ -22,7 +22,6 @@ from quintsched.files.terminal import write_error, write_line
 
 from ..watch.hub import Hub
 from ..watch.start import tell_end
-from ..watch.verdict import Verdict
 from .machines import DIED, FINAL, Ended, Machines
 from .rank_processes import Place, Ranks, Wakes
 
@@ -52,7 +51,7 @@ def supervise(
                 return Ended(128 + number, is_final=True, was_asked=True, by_signal=True)
             if asked is None:
                 ranks.ask_to_stop()
-                _say_stopping()
+                write_line("stopping after the step in progress (Ctrl-C ends the run at once)")
                 asked = number
         ended = ranks.ended()
         failed = sorted((rank for rank, code in ended.items() if code), key=lambda rank: _order(ended[rank]))
@@ -62,7 +61,9 @@ def supervise(
         if failed:
             return _failure(ended[failed[0]], asked)
         if machines is not None and machines.failure is not None:
-            _say_elsewhere(machines)
+            lost = "the launcher of machine 0 is gone, or out of reach"
+            what = lost if machines.is_lost else "another machine's ranks failed"
+            write_line(f"error: {what}; the ranks of this one are ended")
             return machines.failure
         if not ranks.pids:
             return Ended(0, is_final=True)
@@ -95,25 +96,8 @@ def _failure(code: int, asked: int | None) -> Ended:
 def say_end(rank: int, code: int) -> None:
     """Say which signal ended a rank; of its exit code a rank says more itself."""
     if code < 0:
-        write_line(f"error: rank {rank} was ended by {_signal_name(-code)}")
-
-
-def _say_elsewhere(machines: Machines) -> None:
-    what = (
-        "the launcher of machine 0 is gone, or out of reach" if machines.is_lost else "another machine's ranks failed"
-    )
-    write_line(f"error: {what}; the ranks of this one are ended")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _say_stopping() -> None:
-    write_line("stopping after the step in progress (Ctrl-C ends the run at once)")
+        known = -code in set(signal.Signals)
+        write_line(f"error: rank {rank} was ended by {signal.Signals(-code).name if known else f'signal {-code}'}")
 
 
 @contextmanager
@@ -122,7 +106,7 @@ def watching(place: Place) -> Iterator[Hub | None]:
     if place.num_nodes > 1:
         yield None
         return
-    hub = Hub(place.num_ranks, tell=_say)
+    hub = Hub(place.num_ranks, tell=lambda verdict: write_error(verdict.message))
     os.environ.update(hub.environment)
     hub.start()
     try:
@@ -144,7 +128,3 @@ def note_end(hub: Hub | None, machines: Machines | None, rank: int, code: int) -
     hub.ended(rank, code)
     if code and hub.wait(VERDICT_S) is None:
         say_end(rank, code)
-
-
-def _say(verdict: Verdict) -> None:
-    write_error(verdict.message)

@@ -25,7 +25,6 @@ from typing import Any
 
 from quintsched.errors import printable
 from quintsched.files.terminal import write_error
-from quintsched.plan import Plan
 from quintsched.stalls.states import Fate
 
 from .cell import CellReader, place_of
@@ -34,6 +33,7 @@ from .hub_connection import ADDRESS, KEY, Connection, Listener
 from .judge import SETTLE_S, Judge, Ruling, is_silent
 from .process import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
+from .rendezvous.addresses import LOOPBACK
 from .roster import Member
 from .verdict import Plans, Verdict, make_verdict, own_errors
 from .wall_time import now_s
@@ -52,40 +52,30 @@ class Hub:
 
     Args:
         num_ranks: how many there are.
-        plan: what they run; None: rank 0 says so.
-        patience: how long they may stand still; that which rank 0 brings wins.
-        report: the file to write the verdict to; None: that which rank 0 names.
-        tell: is given the verdict as soon as there is one, in the hub's thread.
-        host: the address to listen on.
-        spoken: whether `tell` says it to the user, so that ranks need not.
+        tell: is given the verdict as soon as there is one, in the hub's thread, and says it to the user; None: ranks
+            do, and the hub ends with the last of them, and not only when it is closed.
         key: what shows that somebody belongs to the run; None: made up.
-        listening: a socket that listens already.
-        ends_alone: whether it ends with the last rank, and not only when it is closed.
+        listening: a socket that listens already; None: one on the loopback.
     """
 
     def __init__(
         self,
         num_ranks: int,
         *,
-        plan: Plan | None = None,
-        patience: Patience | None = None,
-        report: Path | None = None,
-        tell: Callable[[Verdict], None] = lambda verdict: None,
-        host: str = "127.0.0.1",
-        spoken: bool = True,
+        tell: Callable[[Verdict], None] | None = None,
         key: str | None = None,
         listening: socket.socket | None = None,
-        ends_alone: bool = False,
     ) -> None:
         self.key = key or secrets.token_hex(16)
         self.verdict: Verdict | None = None
-        self._report, self._tell, self._spoken, self._ends_alone = report, tell, spoken, ends_alone
+        self._report: Path | None = None
+        self._tell, self._spoken = tell, tell is not None
         self._members = [Member(rank, changed_s=now_s(), heard_s=now_s()) for rank in range(num_ranks)]
-        self._progress = Progress(patience or Patience())
+        self._progress = Progress(Patience())
         self._judge = Judge(self._members, self._progress)
-        self._plans = Plans(plan)
+        self._plans = Plans()
         self._machine = machine()
-        self._listener = Listener(self.key, listening or socket.create_server((host, 0)), 2 * num_ranks + 16)
+        self._listener = Listener(self.key, listening or socket.create_server((LOOPBACK, 0)), 2 * num_ranks + 16)
         self._by_rank: dict[int, Connection] = {}
         self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -144,7 +134,7 @@ class Hub:
                 self._look()
                 if self._by_rank:
                     self._lonely_s = now_s() + ALONE_S
-                elif self._ends_alone and (self._is_over.is_set() or now_s() > self._lonely_s):
+                elif not self._spoken and (self._is_over.is_set() or now_s() > self._lonely_s):
                     return
         finally:
             self._is_over.set()
@@ -215,7 +205,7 @@ class Hub:
             self._progress.patience = Patience(
                 float(message["timeout_s"]), None if after is None else float(after), bool(message["compiles"])
             )
-            self._report = self._report or Path(str(message["report"]))
+            self._report = Path(str(message["report"]))
         connection.send({"seen": member.reader is not None, "speaks": self._spoken})
         if self.verdict is not None:
             self._announce(connection)
@@ -296,7 +286,8 @@ class Hub:
         self.verdict = make_verdict(self._members, self._plans, self._report, now, still_s=still_s)
         for connection in self._by_rank.values():
             self._announce(connection)
-        self._tell(self.verdict)
+        if self._tell is not None:
+            self._tell(self.verdict)
         for member in self._members:
             if member.is_stopped and member.lives:
                 with suppress(OSError):
@@ -320,7 +311,7 @@ def _went_with_launcher(member: Member, fate: Fate) -> bool:
 def main() -> int:
     """Watch in a process of its own until all ranks have ended; say the verdict where no rank is left to do so."""
     file, num_ranks = int(sys.argv[1]), int(sys.argv[2])
-    hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file), spoken=False, ends_alone=True)
+    hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file))
     hub.run()
     hub.close()
     if hub.verdict is not None and not hub.verdict.has_survivors:

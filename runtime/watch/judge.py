@@ -73,11 +73,6 @@ class Judge:
             return Ruling.OVER
         return self._look_for_stall(now_s, living, moved=moved)
 
-    @property
-    def is_stalled(self) -> bool:
-        """Whether it is a stall, and no end of a process, that the verdict is about."""
-        return self._stalled_s is not None
-
     def _look_for_stall(self, now_s: float, living: list[Member], *, moved: bool) -> Ruling:
         if moved:
             self._stalled_s = None

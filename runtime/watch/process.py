@@ -10,11 +10,12 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
-from weakref import ref
+from weakref import WeakMethod
 
 from quintsched.stalls.states import Fate
 
@@ -39,11 +40,6 @@ class ProcessState(NamedTuple):
 
     state: str
     exit_code: int | None
-
-
-def this_process() -> ProcessId:
-    """Return this process."""
-    return process_of(os.getpid())
 
 
 def process_of(pid: int) -> ProcessId:
@@ -79,13 +75,8 @@ def fate_of(state: ProcessState | None) -> Fate | None:
     if state is None:
         return Fate("gone")
     if state.state in "ZX":
-        return Fate("gone") if state.exit_code is None else fate_of_status(state.exit_code)
+        return Fate("gone") if state.exit_code is None else fate_of_code(os.waitstatus_to_exitcode(state.exit_code))
     return Fate("stopped", signal.SIGSTOP) if state.state == "T" else None
-
-
-def fate_of_status(status: int) -> Fate:
-    """Return the fate that a status of `wait` says."""
-    return fate_of_code(os.waitstatus_to_exitcode(status))
 
 
 def fate_of_code(code: int) -> Fate:
@@ -123,7 +114,7 @@ class HeldTerm:
             return
         signal.signal(signal.SIGTERM, _note)
         self.reader = reader
-        _release_in_children(self)
+        run_in_children(self.release)
 
     def has_come(self) -> bool:
         """Whether a SIGTERM has come since the last call that nobody else handles by now."""
@@ -146,13 +137,13 @@ def _note(number: int, frame: FrameType | None) -> None:
     """Do nothing: the number is with the reader."""
 
 
-def _release_in_children(held: HeldTerm) -> None:
-    """Let a SIGTERM end processes that are forked off."""
-    known = ref(held)
+def run_in_children(method: Callable[[], object]) -> None:
+    """Run a method in processes that are forked off, as long as its object lives."""
+    known = WeakMethod(method)
 
-    def release() -> None:
+    def run() -> None:
         found = known()
         if found is not None:
-            found.release()
+            found()
 
-    os.register_at_fork(after_in_child=release)
+    os.register_at_fork(after_in_child=run)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
 
 from quintsched.stalls.states import Phase
@@ -21,58 +20,24 @@ from .waiting import NOTHING, WORLD_CODE, WaitCell
 if TYPE_CHECKING:
     from quintsched.plan import Plan
 
+    from .watcher import Answer, Watcher
+
 Thing = TypeVar("Thing")
 _END = object()
 NUMBER_OF: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The verdict, as a rank hears it; `was_told`: somebody has said it to the user already."""
-
-    message: str
-    was_told: bool
-
-
-class Listener(Protocol):
-    """Who passes on what cannot be read in a cell: the rank's watcher."""
-
-    def tell_program(self, number: int, plan: Plan) -> None:
-        """Pass on that a plan goes by this number."""
-
-    def tell_group(self, ranks: tuple[int, ...]) -> None:
-        """Pass on that this rank is in a further group of ranks."""
-
-    def tell_error(self, error: BaseException) -> None:
-        """Pass on why this rank ends."""
-
-    def ask(self, words: str, *, in_code: bool = False) -> Answer | None:
-        """Pass on that a wait for other ranks failed, in `words`; return the verdict, None where there is none.
-
-        `in_code`: it was the user's code that waited, and may have failed by itself; the message is empty then.
-        """
-
-    def has_said(self, error: BaseException) -> bool | None:
-        """Return whether the hub has told the user of an error that was passed on; waits for its verdict.
-
-        False: it has not, as all ranks have this error; None: there is no telling.
-        """
-
-    def close(self, *, clean: bool) -> None:
-        """Hang up; `clean` says that this rank has done all it should."""
-
-
 class Publisher:
-    """One rank's side of the watch; without a listener nobody hears of it.
+    """One rank's side of the watch; without a watcher nobody hears of it.
 
     Attributes:
         numbers: the cell's, for stores in hot loops.
     """
 
-    def __init__(self, cell: Cell | None = None, listener: Listener | None = None) -> None:
+    def __init__(self, cell: Cell | None = None, watcher: Watcher | None = None) -> None:
         self._cell = cell or Cell(0, shared=False)
         self.numbers = self._cell.numbers
-        self._listener = listener
+        self._watcher = watcher
         self._programs: dict[int, tuple[int, ref[Plan]]] = {}
         self._num_programs = 0
 
@@ -127,8 +92,8 @@ class Publisher:
             number, self._num_programs = self._num_programs, self._num_programs + 1
             self._programs = {key: value for key, value in self._programs.items() if value[1]() is not None}
             self._programs[id(plan)] = number, ref(plan)
-            if self._listener is not None:
-                self._listener.tell_program(number, plan)
+            if self._watcher is not None:
+                self._watcher.tell_program(number, plan)
         return number
 
     def tell_first(self, plan: Plan | None) -> None:
@@ -145,8 +110,8 @@ class Publisher:
 
     def tell_group(self, ranks: tuple[int, ...]) -> None:
         """Say that this rank is in a further group: the k-th, counted from 0, is number k where it is waited for."""
-        if self._listener is not None:
-            self._listener.tell_group(ranks)
+        if self._watcher is not None:
+            self._watcher.tell_group(ranks)
 
     def note_longer(self, nbytes: int, index: int) -> None:
         """Say that an instruction sends a message that is longer than those that it sent before."""
@@ -170,15 +135,15 @@ class Publisher:
 
     def fail(self, error: BaseException) -> None:
         """Say why this rank ends."""
-        if self._listener is not None:
-            self._listener.tell_error(error)
+        if self._watcher is not None:
+            self._watcher.tell_error(error)
 
     def has_said(self, error: BaseException) -> bool | None:
         """Return whether who hears this rank has told the user of its error, so that it need not.
 
         False: no, as all ranks have this error; None: there is no telling. Takes a few seconds at most.
         """
-        return None if self._listener is None else self._listener.has_said(error)
+        return None if self._watcher is None else self._watcher.has_said(error)
 
     def explain(self, said: str, *, in_code: bool = False) -> Answer | None:
         """Say that a wait for other ranks failed, and return whose fault it was; None: nobody says.
@@ -186,13 +151,13 @@ class Publisher:
         `in_code`: it was the user's code that waited; the message is empty where that failed by itself. Takes a few
         seconds at most.
         """
-        return None if self._listener is None else self._listener.ask(said, in_code=in_code)
+        return None if self._watcher is None else self._watcher.ask(said, in_code=in_code)
 
     def close(self, *, clean: bool = True) -> None:
         """Say no more; `clean`: this rank has done all that it should."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
             if clean:
                 self.enter("ended")
-            listener.close(clean=clean)
+            watcher.close(clean=clean)
         self._cell.close()

@@ -15,17 +15,21 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quintsched.stalls.own_errors import came_from_handler
 
 from .cell import Cell
-from .frames import FrameError, FrameReader, answer, challenge, json_frame, message_of
-from .hub_connection import ADDRESS, CHUNK, KEY
+from .frames import FrameError
+from .hub_connection import ADDRESS, KEY
 from .process import HeldTerm
+from .progress import Patience
 from .publisher import Publisher
 from .rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
-from .watcher import Watcher
+from .watcher import HubCall, Watcher
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 HUB_S = 2.0
 """How long a hub may take to answer a launcher."""
@@ -34,30 +38,10 @@ MOST_WORDS, HOST_LETTERS = 600, 64
 """Bytes of an error, and letters of a host's name, in the one frame that who is no rank yet may send."""
 
 
-class Store(Protocol):
-    """The store of a run, as torch has it."""
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a number, and return it."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value down."""
-
-    def get(self, key: str) -> bytes:
-        """Return a value as soon as it is there."""
-
-
 @dataclass(frozen=True)
-class WatchOptions:
-    """What a run's watch is told.
+class WatchOptions(Patience):
+    """What a run's watch is told: how long it may stand still, and the file that a verdict is written to."""
 
-    `timeout_s` is that of its waits; `stall_after` the limit of a step in seconds, None: learnt; `compiles` says
-    whether stages are compiled; `report` is the file that a verdict is written to.
-    """
-
-    timeout_s: float = 300.0
-    stall_after: float | None = None
-    compiles: bool = False
     report: str = "stall.json"
 
 
@@ -109,16 +93,9 @@ def tell_refusal(rank: int, words: str, code: int) -> bool:
 
 
 def _tell(address: str, key: str, **words: Any) -> bool:
-    host, _, port = address.rpartition(":")
-    with (
-        suppress(OSError, ValueError, FrameError, KeyError, StopIteration),
-        socket.create_connection((host, int(port)), timeout=HUB_S) as connected,
-    ):
-        reader = FrameReader()
-        _, asked = next(reader.feed(connected.recv(CHUNK)))
-        given = answer(key, str(message_of(asked)["ask"]), "rank")
-        connected.sendall(json_frame({"answer": given, "ask": challenge(), **words}))
-        return bool(connected.recv(CHUNK))
+    with suppress(OSError, ValueError, FrameError):
+        HubCall(address, key, HUB_S, **words).socket.close()
+        return True
     return False
 
 

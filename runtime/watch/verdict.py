@@ -30,10 +30,9 @@ MOST_PLANS = 32
 
 
 class Plans:
-    """The plans that were told of last; `first` is the run's own, where it is known from the beginning."""
+    """The plans that were told of last."""
 
-    def __init__(self, first: Plan | None = None) -> None:
-        self._first = first
+    def __init__(self) -> None:
         self._plans: dict[int, Plan] = {}
 
     def add(self, number: int, text: bytes) -> None:
@@ -47,7 +46,7 @@ class Plans:
 
     def get(self, number: int) -> Plan | None:
         """Return the plan of a number, if it is known."""
-        return self._plans.get(max(number, 0), self._first if number <= 0 else None)
+        return self._plans.get(max(number, 0))
 
     def modes(self) -> dict[int, str]:
         """Return the mode of each plan by its number."""

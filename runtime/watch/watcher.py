@@ -18,8 +18,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import ref
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from quintsched.errors import CodeError, QuintschedError, StallError, printable
 from quintsched.files.terminal import StreamBroken, write_error
@@ -30,8 +29,7 @@ from .cell import Cell
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
 from .hub_connection import CHUNK, keep_alive
 from .judge import RESTING
-from .process import HeldTerm, launcher, machine, this_process
-from .publisher import Answer
+from .process import HeldTerm, launcher, machine, process_of, run_in_children
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -47,34 +45,73 @@ TERM_S = 2.0
 """How long a rank that was sent a SIGTERM waits for the verdict, which may be why."""
 
 
+class Answer(NamedTuple):
+    """The verdict, as a rank hears it; `was_told`: somebody has said it to the user already."""
+
+    message: str
+    was_told: bool
+
+
+class HubCall:
+    """A connection to the hub, both ends of which have shown the key; `words` go with the answer to its challenge.
+
+    Raises `OSError` or `FrameError` where there is no hub at that address that knows the key.
+    """
+
+    def __init__(self, address: str, key: str, wait_s: float, /, **words: Any) -> None:
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=wait_s)
+        self.reader = FrameReader()
+        self.reader.is_known = True
+        try:
+            asked, given = challenge(), answer(key, str(self.next_message().get("ask")), "rank")
+            self.socket.sendall(json_frame({"answer": given, "ask": asked, **words}))
+            if not is_answer(self.next_message().get("answer"), key, asked, "hub"):
+                raise FrameError("the hub does not know the key")
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def next_message(self) -> dict[str, Any]:
+        """Wait for the next message."""
+        data = b""
+        while True:
+            for _, payload in self.reader.feed(data):
+                return message_of(payload)
+            data = self.socket.recv(CHUNK)
+            if not data:
+                raise FrameError("the hub hung up")
+
+
 class Watcher:
-    """Connects a rank with the hub; see `publisher.Listener`.
+    """Connects a rank with the hub.
 
     Raises `OSError` or `FrameError` where there is no hub at that address that knows the key.
     """
 
     def __init__(self, address: str, key: str, rank: int, cell: Cell, held: HeldTerm | None, **about: Any) -> None:
-        host, _, port = address.rpartition(":")
         self._rank, self._cell = rank, cell
-        self._socket = socket.create_connection((host, int(port)), timeout=CONNECT_S)
-        keep_alive(self._socket)
-        self._reader = FrameReader()
-        self._reader.is_known = True
+        host, (pid, started) = socket.gethostname(), process_of(os.getpid())
+        about |= {"rank": rank, "host": host, "machine": machine(), "pid": pid, "started": started}
+        call = HubCall(address, key, CONNECT_S, launcher=launcher(), file=cell.file, **about)
+        self._socket, self._reader = call.socket, call.reader
         self._sending = threading.Lock()
         self._answer: Answer | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
         self._asks = self._has_failed = self._refuses = self._is_of_all = False
         try:
-            self._is_seen, self._hub_speaks = self._shake_hands(key, about)
+            keep_alive(self._socket)
+            welcome = call.next_message()
         except BaseException:
             self._socket.close()
             raise
+        self._is_seen, self._hub_speaks = bool(welcome.get("seen")), bool(welcome.get("speaks"))
         self._socket.settimeout(None)
         self._held, self._term_s = held, math.inf
         self._thread = threading.Thread(target=self._run, name="quintsched watcher", daemon=True)
         self._thread.start()
         atexit.register(self._leave)
-        _close_in_children(self._socket)
+        run_in_children(self._socket.close)
 
     def tell_program(self, number: int, plan: Plan) -> None:
         """Pass on a plan and its number: rank 0 does, for all."""
@@ -133,38 +170,6 @@ class Watcher:
         if threading.current_thread() is not self._thread:
             self._thread.join(GRACE_S)
         self._socket.close()
-
-    def _shake_hands(self, key: str, about: dict[str, Any]) -> tuple[bool, bool]:
-        """Show the key, see that of the hub, and return whether it reads the cell itself, and says its verdict."""
-        asked, process = challenge(), this_process()
-        given = answer(key, str(self._next()["ask"]), "rank")
-        self._say(
-            answer=given,
-            ask=asked,
-            rank=self._rank,
-            host=socket.gethostname(),
-            machine=machine(),
-            pid=process.pid,
-            started=process.started,
-            launcher=launcher(),
-            file=self._cell.file,
-            **about,
-        )
-        if not is_answer(self._next().get("answer"), key, asked, "hub"):
-            raise FrameError("the hub does not know the key")
-        welcome = self._next()
-        return bool(welcome.get("seen")), bool(welcome.get("speaks"))
-
-    def _next(self) -> dict[str, Any]:
-        """Return the next message, as long as hands are shaken."""
-        while True:
-            for _, payload in self._reader.feed(b""):
-                return message_of(payload)
-            data = self._socket.recv(CHUNK)
-            if not data:
-                raise FrameError("the hub hung up")
-            for _, payload in self._reader.feed(data):
-                return message_of(payload)
 
     def _say(self, **message: Any) -> None:
         self._send(json_frame(message))
@@ -255,18 +260,6 @@ def _exit_code_alone(error: BaseException) -> int:
     if isinstance(error, QuintschedError) and not failed_in_code(error):
         return error.exit_code
     return CodeError.exit_code
-
-
-def _close_in_children(connected: socket.socket) -> None:
-    """Let processes that are forked off not hold the connection open."""
-    known = ref(connected)
-
-    def close() -> None:
-        found = known()
-        if found is not None:
-            found.close()
-
-    os.register_at_fork(after_in_child=close)
 
 
 def _exit(code: int) -> NoReturn:

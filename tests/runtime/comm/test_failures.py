@@ -9,8 +9,9 @@ from quintsched.errors import CodeError, StallError
 from quintsched.runtime.comm import torch_groups
 from quintsched.runtime.comm.failures import as_stall
 from quintsched.runtime.comm.torch_groups import TorchGroup
-from quintsched.runtime.watch.publisher import Answer, Publisher
+from quintsched.runtime.watch.publisher import Publisher
 from quintsched.runtime.watch.waiting import NOTHING
+from quintsched.runtime.watch.watcher import Answer
 from quintsched.stalls.words import NOBODY
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")

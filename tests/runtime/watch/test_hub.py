@@ -70,8 +70,8 @@ sys.exit(1)
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    made = Hub(2, report=tmp_path / "stall.json")
+def hub() -> Iterator[Hub]:
+    made = Hub(2, tell=lambda verdict: None)
     made.start()
     yield made
     made.close()
@@ -313,7 +313,8 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
     else:
         writes = verdict.write_plain
         monkeypatch.setattr(verdict, "write_plain", lambda *given: (time.sleep(1.5), writes(*given)))
-    plans = verdict.Plans(qs.compile("1f1b", mesh="pp=2", microbatches=2))
+    plans = verdict.Plans()
+    plans.add(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
     members = [Member(0, has_come=True), Member(1, has_come=True, fate=Fate("signal", 9))]
     began = time.monotonic()
     made = verdict.make_verdict(members, plans, path, 1.0, still_s=1.0)
@@ -328,7 +329,7 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_before_there_is_a_plan_there_are_words_as_well() -> None:
-    plans, waits = verdict.Plans(None), START._replace(wait=WORLD_CODE)
+    plans, waits = verdict.Plans(), START._replace(wait=WORLD_CODE)
     members = [Member(0, "a", place=waits, has_come=True), Member(1, "b"), Member(2, "c", place=waits)]
     members[1].fail("own", "ValueError: no such file", 1, 3.0)
     members[1].end(Fate("exit", 1), 3.5)

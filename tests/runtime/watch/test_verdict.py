@@ -11,7 +11,8 @@ from quintsched.stalls.states import Fate
 
 NOW_S = 70_000.0
 STEP = Place(4, 7, 0, "step", NOTHING, 7, 14)
-PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+PLANS = Plans()
+PLANS.add(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
 
 
 def members(place: Place = STEP) -> list[Member]:
@@ -20,7 +21,7 @@ def members(place: Place = STEP) -> list[Member]:
 
 
 def judge(ranks: list[Member]) -> Verdict:
-    return make_verdict(ranks, Plans(PLAN), None, NOW_S, still_s=1.0)
+    return make_verdict(ranks, PLANS, None, NOW_S, still_s=1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -89,7 +90,7 @@ def test_what_failed_in_code_that_communicates_is_its_own_where_no_other_rank_is
             ranks[0].has_ended = True
     if others == "gave up":
         ranks[0].end(Fate("exit", 4), NOW_S - 1)
-    found = own_errors(ranks, Plans(PLAN), NOW_S, still_s=1.0)
+    found = own_errors(ranks, PLANS, NOW_S, still_s=1.0)
     assert [member.rank for member in found] == [member.rank for member in ranks if member.is_unclear] * own
     for member in found:
         member.own_up()
