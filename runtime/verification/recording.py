@@ -71,6 +71,12 @@ class Recording:
     made: list[Made] = field(default_factory=list)
     figures: list[dict[str, float]] = field(default_factory=list)
 
+    def note_output(self, step: int, name: str, unit: int, output: Any) -> None:
+        """Write down what a block gave of a unit."""
+        for place, tensor in enumerate(tensors_of(split_result(output)[0])):
+            kept = tensor.detach().to("cpu", copy=True)
+            self.made.append(Made(step, "output", name, kept, unit=unit, place=place))
+
 
 class StepObserver:
     """Writes down one step of a rank while it runs; `with observer.watching(): …` around it.
@@ -143,11 +149,8 @@ class StepObserver:
                 handle.remove()
 
     def _gave(self, name: str, block: nn.Module, given: Any, output: Any) -> None:
-        if self._unit is None:
-            return  # a forward that is run again
-        for place, tensor in enumerate(tensors_of(split_result(output)[0])):
-            kept = tensor.detach().to("cpu", copy=True)
-            self._recording.made.append(Made(self._step, "output", name, kept, unit=self._unit, place=place))
+        if self._unit is not None:  # else a forward that is run again
+            self._recording.note_output(self._step, name, self._unit, output)
 
     def end(self, result: StepResult) -> None:
         """Write down what the step came to."""

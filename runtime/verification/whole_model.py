@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, nearest
 
-from ..blocks.blocks import split_result
 from ..blocks.trees import map_tensors, tensors_of
 from .recording import BEFORE, Kind, Made, Recording
 
@@ -82,11 +81,7 @@ class WholeModel:
         rows = next((tensor.shape[0] for tensor in tensors_of(tree)), 0)
         if rows % self.microbatches:
             raise MisfitError(f"a batch of {rows} samples does not divide into {self.microbatches} microbatches")
-        size = rows // self.microbatches
-        return [
-            map_tensors(lambda tensor, at=number * size: tensor[at : at + size], tree)  # type: ignore[misc]
-            for number in range(self.microbatches)
-        ]
+        return [share_of(tree, number, self.microbatches) for number in range(self.microbatches)]
 
     def _weighed(self, output: Any, targets: Any) -> tuple[Tensor, float]:
         found = self.loss_fn(output, targets)
@@ -118,12 +113,12 @@ class WholeModel:
             recording.made.append(Made(step, kind, ours, tensor, offsets=(0,) * tensor.dim()))
 
 
-def share_of(tree: Any, replica: int, replicas: int) -> Any:
-    """Return a replica's samples of a whole batch."""
+def share_of(tree: Any, part: int, parts: int) -> Any:
+    """Return the samples of a batch that are one of as many equal parts: a replica's, a microbatch's."""
 
     def share(tensor: Tensor) -> Tensor:
-        size = tensor.shape[0] // replicas
-        return tensor[replica * size : (replica + 1) * size]
+        size = tensor.shape[0] // parts
+        return tensor[part * size : (part + 1) * size]
 
     return map_tensors(share, tree)
 
@@ -145,5 +140,4 @@ def _watching(model: nn.Module, recording: Recording, unit: int) -> Iterator[Non
 
 
 def _gave(recording: Recording, name: str, unit: int, block: nn.Module, given: Any, output: Any) -> None:
-    for place, tensor in enumerate(tensors_of(split_result(output)[0])):
-        recording.made.append(Made(0, "output", name, tensor.detach().clone(), unit=unit, place=place))
+    recording.note_output(0, name, unit, output)
