@@ -38,15 +38,15 @@ def trace_shapes(
     inputs: TreeSpec,
     extras: Mapping[str, TreeSpec],
     dtype: torch.dtype | None = None,
-    results: Sequence[Result] = (),
+    results: Sequence[tuple[Result, Sequence[State]]] = (),
     marks: Mapping[int, Sequence[tuple[str, str | int, Any]]] = MappingProxyType({}),
 ) -> list[Parcel]:
     """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
 
     `dtype` is that of the weights; None leaves them as they are built. `results`, where there are any, are what
-    `run_block` gave of the blocks, on the meta device. `marks` are put where blocks have something on the host: by the
-    number of a block, its owner and key there, see `State`, and what is put. Raises `MisfitError` that names the block
-    that cannot take what the one before gives.
+    `run_block` gave of the blocks, on the meta device, and what they changed. `marks` are put where blocks have
+    something on the host: by the number of a block, its owner and key there, see `State`, and what is put. Raises
+    `MisfitError` that names the block that cannot take what the one before gives.
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
@@ -66,8 +66,9 @@ def trace_shapes(
                 require_no_loose_leaf(before, name)
                 for place in marks.get(number, ()):
                     before.put(*place)
-                (given, fresh, auxiliary), records = results[number] if results else run_block(run, given, taken, name)
-                state = tuple(dict.fromkeys([*_state(before), *_rebound(bare, buffers, weights)]))
+                found, state = results[number] if results else (run_block(run, given, taken, name), ())
+                (given, fresh, auxiliary), records = found
+                state = tuple(dict.fromkeys([*state, *changed_by(before), *_rebound(bare, buffers, weights)]))
         except (ModesLeftError, LooseLeafError):
             raise
         except Exception as error:
@@ -150,7 +151,7 @@ def _leave(
     return left, fresh
 
 
-def _state(before: Snapshot) -> Iterator[State]:
+def changed_by(before: Snapshot) -> Iterator[State]:
     """Yield what a block has changed since, of its modules and of what their code names."""
     for change in before.changes():
         owner, key = change.owner, change.place[1]

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..objects.user_code import is_of_library
-from .microbatch_state import changed_line
+from .microbatch_state import changed_line, replicas_line
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -34,7 +34,6 @@ class LateState:
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.known: list[str] = []
-        self._is_first = True
         self.places = [
             (f"block {number} ({type(block).__name__}){path and f'.{path}'}.{key}", module.__dict__, key)
             for number, block in blocks.items()
@@ -49,21 +48,13 @@ class LateState:
 
     def tell(self, microbatches: int, replicas: int) -> None:
         """Write a line on those that a step has changed and nobody has named: they are not looked at any more."""
-        is_first, self._is_first = self._is_first, False
         if (now := self._now()) == self._before:
             return
         changed = [place for place, was, is_now in zip(self.places, self._before, now, strict=True) if was != is_now]
         self.places = [place for place in self.places if place not in changed]
         names = [name for name, *_ in changed if name not in self.known]
-        if line := changed_line(names, microbatches):
+        for line in filter(None, (changed_line(names, microbatches), replicas_line(names, replicas))):
             _logger.warning("%s", line)
-        if names and replicas > 1 and not is_first:  # the first step watches each forward
-            _logger.warning(
-                "%s: changed by forwards, of which each of %d replicas runs its own: it is not what one process has "
-                "after all of them, nor what depends on it",
-                names[0],
-                replicas,
-            )
 
     def _now(self) -> list[Any]:
         found = (own.get(key) for _, own, key in self.places)

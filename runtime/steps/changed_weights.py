@@ -8,7 +8,7 @@ what they have made of them in the first step is compared. Several microbatches 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isclose
 from typing import Any
@@ -24,7 +24,6 @@ from ..blocks.number_types import is_low
 from ..examine.microbatch_state import changed_line
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
-from .moving_state import MovingState
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -45,16 +44,13 @@ def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
     changed = Changed()
     watched = {} if model.options.compiled else blocks
     handles = [handle for number, block in watched.items() for handle in _watch(number, block, changed, model)]
-    moving = _moving(watched, model)
-    handles += [handle for state in moving for handle in state.watch()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    for state in moving:
-        state.tell(model.num_replicas)
-    names = [f"block {n} ({type(block).__name__}).{w}" for n, block in blocks.items() for w in _names_in(n, changed)]
+    parts = (name.partition(".")[::2] for name in changed)
+    names = [f"block {number} ({type(blocks[number]).__name__}).{weight}" for number, weight in parts]
     line = changed_line(names, model.plan.schedule.microbatches)
     if line and not model.replica and not groups.tensor.index:
         _logger.warning("%s", line)
@@ -62,18 +58,6 @@ def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
     for group in (groups.replicas, groups.tensor):
         if group.size > 1:
             agree("what forwards make of the weights that they change", words, group)
-
-
-def _names_in(number: str, changed: Changed) -> list[str]:
-    return [name.removeprefix(f"{number}.") for name in changed if name.startswith(f"{number}.")]
-
-
-def _moving(blocks: Mapping[str, nn.Module], model: RankModel) -> list[MovingState]:
-    """Return what watches other state than weights: where replicas divide the forwards, on the first of them."""
-    if model.num_replicas == 1 or model.replica:
-        return []
-    buffers = model.options.buffers != "first"
-    return [MovingState(number, block, buffers=buffers) for number, block in blocks.items()]
 
 
 def _why_lost(model: RankModel, parameter: Tensor) -> str:

@@ -28,7 +28,7 @@ from ..blocks.shapes import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
 from ..comm.control import is_same
-from ..examine.microbatch_state import changed_line, state_named
+from ..examine.microbatch_state import changed_line, replicas_line, state_named, state_of_replicas
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, Sizes, sizes_of
 from ..stage.cargo import Cargo, require_planned_skips
@@ -188,11 +188,14 @@ class StepSettler:
         model = self._model
         run = partial(trace_shapes, model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
         model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
-        model.late_state.known = state_named(list(map(on_meta, model.outlines)), parcels)
-        line = changed_line(model.late_state.known, batch.microbatches)
-        if line and plan.mode == "train" and self._groups.world.index == 0 and not self._has_warned:
+        blocks, buffers = list(map(on_meta, model.outlines)), model.options.buffers != "first"
+        model.late_state.known = state_named(blocks, parcels)
+        apart = state_of_replicas(blocks, parcels, buffers=buffers)
+        lines = changed_line(model.late_state.known, batch.microbatches), replicas_line(apart, model.num_replicas)
+        if any(lines) and plan.mode == "train" and self._groups.world.index == 0 and not self._has_warned:
             self._has_warned = True
-            _logger.warning("%s", line)
+            for line in filter(None, lines):
+                _logger.warning("%s", line)
 
     def _first_of_each_size(self, sizes: Sizes, slices: int) -> dict[int, int]:
         """Return the first unit of each size that is computed."""

@@ -11,8 +11,9 @@ shape of the inputs decides; else the step in which it has another says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,8 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ..autograd.kv_store import Past, Store
-from ..blocks.blocks import TARGETS, Parcel, accepted_extras
-from ..blocks.shapes import trace_shapes
+from ..blocks.blocks import TARGETS, Parcel, State, accepted_extras
+from ..blocks.shapes import changed_by, trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec, map_tensors, tensors_of
 from ..blocks.untouched import Result, run_block, untouched
@@ -55,7 +56,7 @@ class Trial:
 
         Raises `MisfitError` on all ranks for a block that cannot take what it is given.
         """
-        model, results = self._model, list[Result]()
+        model, results = self._model, list[tuple[Result, list[State]]]()
         if model.pads_over_experts:
             raise MisfitError(
                 "experts with pad_to_capacity over ep want shapes that all ranks know, but those of this model's "
@@ -89,11 +90,12 @@ class Trial:
                 accepts = accepted_extras(block)
                 taken = {name: extra for name, extra in {**extras, **riders}.items() if accepts(name)}
                 try:
-                    with untouched(block):
+                    with untouched(block) as kept:
                         run = partial(model.tensor.run_whole, int(number), block)
                         (given, fresh, auxiliary), records = run_block(
                             run, given, taken, f"block {number} ({type(block).__name__})"
                         )
+                        state = [asdict(one) for one in changed_by(kept.snapshot)]
                 except Exception as error:
                     where = type(block).__name__
                     if model.tensor.tokens.inside(int(number)):
@@ -103,7 +105,7 @@ class Trial:
                     raise MisfitError(words) from error
                 riders = {**riders, **fresh}
                 of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in fresh.items()}
-                found.append([to_words(TreeSpec.of(given)), of_riders, auxiliary is not None, records])
+                found.append([to_words(TreeSpec.of(given)), of_riders, auxiliary is not None, records, state])
         given, riders = map_tensors(Tensor.contiguous, given), {n: rider.contiguous() for n, rider in riders.items()}
         of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in riders.items()}
         announcer.announce([], json.dumps([found, to_words(TreeSpec.of(given)), of_riders]))
@@ -126,7 +128,10 @@ def _empty(words: str, group: Group) -> Any:
     return from_words(words).empty(group.device)
 
 
-def _on_meta(output: str, riders: Mapping[str, str], has_loss: bool, records: bool) -> Result:
-    """Return what a block gave, without data."""
+def _on_meta(
+    output: str, riders: Mapping[str, str], has_loss: bool, records: bool, state: Sequence[Mapping[str, Any]]
+) -> tuple[Result, list[State]]:
+    """Return what a block gave, without data, and what it changed."""
     fresh = {name: from_words(words).empty("meta") for name, words in riders.items()}
-    return (from_words(output).empty("meta"), fresh, torch.zeros((), device="meta") if has_loss else None), records
+    loss = torch.zeros((), device="meta") if has_loss else None
+    return ((from_words(output).empty("meta"), fresh, loss), records), [State(**one) for one in state]

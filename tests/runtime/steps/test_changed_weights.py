@@ -162,9 +162,9 @@ class Averaging(nn.Linear):
         (
             [Counting],
             "dp=2",
-            "block 1 (Counting) changes 'calls' in every forward, and each of 2 replicas runs its own",
+            "block 1 (Counting).calls, block 1 (Counting).table: changed by forwards, of which each of 2 replicas runs",
         ),
-        ([Averaging], "dp=2", "block 1 (Averaging) changes 'average' in every forward"),
+        ([Averaging], "dp=2", "block 1 (Averaging).average: changed by forwards, of which each of 2"),
         ([Counting, Averaging], "pp=2", ""),
         ([lambda: MoE(WIDTH, 4, lambda: nn.Linear(WIDTH, WIDTH)), lambda: nn.Linear(WIDTH, WIDTH)], "dp=2", ""),
         ([lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Linear(WIDTH, WIDTH)], "dp=2", ""),
@@ -182,5 +182,5 @@ def test_what_forwards_count_is_told_of_where_replicas_divide_them(
         engine.step(*share(engine, x, x))
 
     run_local(plan.mesh.size, run, timeout_s=60)
-    words = [record.getMessage() for record in caplog.records if "in every forward" in record.getMessage()]
+    words = [record.getMessage() for record in caplog.records if "replicas runs its own" in record.getMessage()]
     assert [told in word for word in words] == ([True] if told else [])
