@@ -169,7 +169,8 @@ def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
             if plan.mesh.size == 1:
                 continue
             for name, module in block.named_modules():
-                if isinstance(module, nn.RNNBase) and module.dropout > 0 and is_accelerator(_device_of(module)):
+                drops = isinstance(module, nn.RNNBase) and module.dropout > 0
+                if drops and is_accelerator(next(module.parameters()).device):
                     raise MisfitError(
                         f"block {number} drops out by a {type(module).__name__} ({name or 'itself'}), whose masks "
                         f"would not agree over mesh {plan.mesh}; put nn.Dropout between recurrent networks of one "
@@ -206,7 +207,3 @@ def require_movable_activations(plan: Plan, stages: Mapping[int, Stage]) -> None
                 f"PyTorch has sharded modules of stage {number}, whose activations cannot go to the host's memory and "
                 "back; compile the plan without offload"
             )
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device

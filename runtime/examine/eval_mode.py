@@ -14,7 +14,8 @@ def eval_mode_warning(blocks: Iterable[nn.Module]) -> str | None:
     if not modules or any(module.training for module in modules):
         return None
     found = [f"{type(m).__name__}, {name}={rate:g}" for m in modules for name, rate in _drop_rates(m)][:1]
-    found += [f"running statistics of {type(m).__name__}" for m in modules if _is_tracking(m)][:1]
+    norms = (m for m in modules if isinstance(m, _NormBase) and m.running_mean is not None)
+    found += [f"running statistics of {type(m).__name__}" for m in norms][:1]
     if not found:
         return None
     return (
@@ -29,7 +30,3 @@ def _drop_rates(module: nn.Module) -> Iterable[tuple[str, float]]:
         is_rate = "drop" in name or (name == "p" and "drop" in type(module).__name__.lower())
         if is_rate and isinstance(value, float) and 0 < value <= 1:
             yield name, value
-
-
-def _is_tracking(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.running_mean is not None

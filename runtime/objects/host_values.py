@@ -84,19 +84,16 @@ def bytes_of(array: np.ndarray[Any, Any]) -> bytes:
 
 def numbers_of(tensor: Tensor) -> str | None:
     """Return a digest of what is in a short tensor of the CPU, which may be written past its version; None: of none."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _MOST_BYTES:
         return None
-    return _digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) if _is_short(tensor) else None
+    return _digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def marks_of(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that users put on a plain tensor or parameter."""
     own = vars(tensor) if type(tensor) in (Tensor, nn.Parameter) else {}
     return {key: value for key, value in own.items() if not key.startswith("_quintsched")}
-
-
-def _is_short(tensor: Tensor) -> bool:
-    return 0 < tensor.nbytes <= _MOST_BYTES
 
 
 def _digest(content: bytes) -> str:

@@ -328,17 +328,13 @@ class _Identity:
     """Equal to that of the same object, while it lives."""
 
     def __init__(self, value: object) -> None:
-        self._ref = ref(value) if type(value).__weakrefoffset__ else partial(_itself, value)
+        self._ref: Callable[[], object] = ref(value) if type(value).__weakrefoffset__ else lambda: value
 
     def __eq__(self, other: object) -> bool:
         mine = self._ref()
         return isinstance(other, _Identity) and mine is not None and mine is other._ref()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _itself(value: object) -> object:
-    return value
 
 
 def token_of(value: Any, depth: int = 0) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from quintsched.errors import MisfitError, QuintschedError
 
 from ..blocks.blocks import accepted_extras, split_result
+from ..blocks.distances import off
 from ..blocks.untouched import run_alone, untouched
 from ..comm.device import AllGenerators
 from ..objects.user_code import is_of_library
@@ -204,17 +206,17 @@ def _compare(what: str, expected: _Result, found: _Result) -> None:
             f"the blocks of {what} give {len(found.outputs)} tensors, and the model {len(expected.outputs)}"
         )
     for number, (one, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-        off = _off(one, other)
-        if off != off:
+        apart = _off(one, other)
+        if apart == inf and _is_number(one) and _is_number(other) and one.shape == other.shape:
             who = "the model" if not bool(one.isfinite().all()) else "the chain of blocks"
             raise MisfitError(
                 f"{what} cannot be compared with its blocks: tensor {number} of the output of {who} has numbers that "
                 "are not finite, for a small example; give one of its own, split(model, example=…), or leave the "
                 "comparison out, prove=False"
             )
-        if not off <= TOLERANCE:
+        if apart > TOLERANCE:
             raise MisfitError(
-                f"the blocks of {what} do not give what the model gives: off by {off:.1g} of its largest number; "
+                f"the blocks of {what} do not give what the model gives: off by {apart:.1g} of its largest number; "
                 f"{_ADVICE}"
             )
     for name, one in expected.buffers.items():
@@ -233,10 +235,10 @@ def _compare_gradients(
     nothing = _LEAST * max((norm for _, norm in (*expected.values(), *found.values())), default=0.0)
     for name in [*expected, *(name for name in found if name not in expected)]:
         (one, its_norm), (other, norm) = expected.get(name, (0.0, 0.0)), found.get(name, (0.0, 0.0))
-        off = abs(one - other) / max(its_norm, norm, nothing, 1e-30)
-        if off > min(_MOST, _ROUNDING * precision):
+        apart = abs(one - other) / max(its_norm, norm, nothing, 1e-30)
+        if apart > min(_MOST, _ROUNDING * precision):
             raise MisfitError(
-                f"the blocks of {what} do not give {name!r} the gradient that it has in the model: off by {off:.1g} "
+                f"the blocks of {what} do not give {name!r} the gradient that it has in the model: off by {apart:.1g} "
                 f"of it; {_ADVICE}"
             )
 
@@ -253,7 +255,7 @@ def require_equal_loss(
     labels = next(iter(inputs.values()))
     own = _tried(lambda given: _run(model, {**given, "labels": labels})["loss"], [model, *blocks], inputs)
     total, weight = _tried(lambda given: loss_fn(chain(blocks, given), labels), [model, *blocks], inputs)
-    if not _off(own, (total / weight).to(own.dtype)) <= TOLERANCE:
+    if _off(own, (total / weight).to(own.dtype)) > TOLERANCE:
         raise MisfitError(
             f"the loss of {type(model).__name__} is not that of its logits and its routers; set "
             "config.output_router_logits = False"
@@ -291,16 +293,6 @@ def chain(blocks: Sequence[nn.Module], given: Any) -> Any:
 
 
 def _off(expected: Any, found: Any) -> float:
-    if not isinstance(expected, Tensor):
-        return 0.0 if expected == found else float("inf")
-    if not isinstance(found, Tensor) or expected.shape != found.shape:
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    if (
-        expected.is_floating_point()
-        and bool((unknown := expected.isnan()).any())
-        and torch.equal(unknown, found.isnan())
-    ):
-        expected, found = expected.nan_to_num(), found.nan_to_num()
-    return float((expected - found).abs().max() / max(1e-30, float(expected.abs().max())))
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        return off(found, expected)
+    return inf if isinstance(expected, Tensor) or isinstance(found, Tensor) or expected != found else 0.0

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from quintsched.errors import MisfitError
 
@@ -189,7 +189,7 @@ class Walk:
 
     def on_meta(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module on the meta device."""
-        given, name = tree_map(_to_meta, (args, kwargs)), type(module).__name__
+        given, name = tree_map_only(Tensor, lambda leaf: leaf.to("meta"), (args, kwargs)), type(module).__name__
         return run_alone(lambda call: module(*call[0], **call[1]), given, name)[0]
 
     def filled(self, tree: Any) -> Any:
@@ -228,10 +228,6 @@ def needed(model: nn.Module) -> list[str]:
     _, *parameters = inspect.signature(type(model).forward).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 class _Watched:

@@ -24,6 +24,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
+from ..blocks.distances import distance
 from ..parallel.context.context import SequenceShard
 from .recording import BEFORE, Kind, Made, Recording
 
@@ -115,7 +116,7 @@ def compare(
                 skipped[f"{made.kind} {made.name}"] = None
                 continue
             tolerance = _tolerance(wanted[key], exact[key])
-            difference = _distance(made.tensor, part)
+            difference = distance(made.tensor, part)
             compared += 1
             if difference <= tolerance:
                 closest = max(closest, difference / tolerance)
@@ -208,19 +209,7 @@ def _tolerance(found: Tensor, exact: Tensor) -> float:
     largest = exact.abs().max().item() if exact.numel() else 0.0
     if found.dtype == torch.float64:
         return EXACT * max(1.0, largest)
-    return SLACK * _distance(found, exact) + LAST_PLACES * torch.finfo(found.dtype).eps * max(largest, 1e-30)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference; two that are not finite in the same way do not differ."""
-    if not a.numel():
-        return 0.0
-    if not a.is_floating_point():
-        return float((a != b).any().item())
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    same = (a == b) | (a.isnan() & b.isnan())
-    gap = torch.where(same, 0.0, (a - b).abs()).max().item()
-    return gap if math.isfinite(gap) else math.inf
+    return SLACK * distance(found, exact) + LAST_PLACES * torch.finfo(found.dtype).eps * max(largest, 1e-30)
 
 
 KINDS: Mapping[Kind, int] = {"output": 0, "gradient": 1, "weight": 2, "figure": 3}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...autograd.kv_store import Past, Store
 from ...blocks.blocks import accepted_extras, split_result
+from ...blocks.distances import largest_of, off
 from ...blocks.trees import flatten
 from ...comm import Group
 from ..context.context import ContextParallel
@@ -296,34 +297,12 @@ def _join_gradients(parts: Sequence[Tensor | None], dim: int | None) -> Tensor |
 
 def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None]) -> Iterator[Difference]:
     """Yield how far each is off, as a share of the largest number there."""
-    numbers = (_finite(tensor) for tensor in _numbers(expected))
-    largest = max((float(tensor.abs().max()) for tensor in numbers), default=0.0)
+    largest = max((largest_of(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
     for name, wanted in expected.items():
         got = found.get(name)
         if wanted is None or got is None:
             there = wanted if got is None else got
-            off = 0.0 if there is None or not there.any() else 1.0
+            apart = 0.0 if there is None or not there.any() else 1.0
         else:
-            off = _off(got, wanted, SMALL * largest)
-        yield Difference(what, name, off)
-
-
-def _numbers(tensors: Gradients) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors.values() if tensor is not None and tensor.numel())
-
-
-def _off(found: Tensor, expected: Tensor, least: float) -> float:
-    """Return the largest difference, as a share of the largest number expected, but for `least`."""
-    if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    found, expected = _finite(found), _finite(expected)
-    scale = max(float(expected.abs().max()), least, torch.finfo(torch.float32).tiny)
-    return float((found - expected).abs().max()) / scale
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    """Return a tensor of any type as float64, complex numbers as two, with zeros for what is not finite."""
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.double().nan_to_num(0, 0, 0)
+            apart = off(got, wanted, SMALL * largest)
+        yield Difference(what, name, apart)
