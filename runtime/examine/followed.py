@@ -13,7 +13,7 @@ import dis
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
 from operator import is_
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from quintsched.errors import MisfitError
 from ..objects.host_state import HostState
 from ..objects.host_values import numbers_of
 from ..objects.spaces import HOOKS, OF_TORCH, hooks_on
-from ..objects.user_code import codes_in, is_of_library, is_ours
+from ..objects.user_code import codes_in, is_of_library, is_ours, methods_of
 from .asks_elsewhere import require_known
 
 
@@ -336,10 +336,9 @@ def line_of(kind: type, attribute: str) -> str:
 
 def _attributes(kind: type) -> Iterator[tuple[str, bool, str]]:
     """Yield the attributes that the methods of a class name, its start apart: whether they set them, and where."""
-    for base in kind.__mro__:
-        for function in vars(base).values():
-            if isinstance(function, FunctionType) and function.__name__ != "__init__" and not is_of_library(base):
-                yield from _named(function.__code__)
+    for function in methods_of(kind):
+        if function.__name__ != "__init__":
+            yield from _named(function.__code__)
 
 
 def _named(function: CodeType) -> Iterator[tuple[str, bool, str]]:

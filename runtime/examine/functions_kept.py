@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from ..blocks.untouched import Kept
 from ..comm.device import AllGenerators
 from ..objects.host_state import HostState
 from ..objects.snapshot import Snapshot
-from ..objects.user_code import is_of_library
 
 _LARGEST_ID = 10**7
 _MOST_NUMBERS = 32
@@ -103,8 +101,7 @@ def tensors_with_rows(name: str, function: Any, sizes: Collection[int]) -> list[
 def whole_numbers(function: Any) -> list[int]:
     """Return some whole numbers that a function holds, names or has in its code."""
     reached = reached_by(_bare(function))
-    own = (thing for thing in reached.values() if isinstance(thing, FunctionType) and not is_of_library(thing))
-    found = [*(one for function in own for one in function.__code__.co_consts), *reached.plain]
+    found = [*(one for function in reached.functions() for one in function.__code__.co_consts), *reached.plain]
     ints = [int(one) for one in found if isinstance(one, int) and not isinstance(one, bool)]  # also such as IntEnum's
     numbers = [one for one in dict.fromkeys(ints) if abs(one) < _LARGEST_ID and one not in (0, 1, -1, -100)]
     return list(dict.fromkeys([*numbers[:_MOST_NUMBERS], 0]))

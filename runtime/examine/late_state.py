@@ -8,15 +8,13 @@ Those attributes are looked at, once before and once behind a step, that code of
 
 from __future__ import annotations
 
-import dis
 import logging
-from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from ..objects.user_code import is_of_library
+from ..objects.user_code import methods_of, steps_in
 from .microbatch_state import changed_line, replicas_line
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -63,18 +61,5 @@ class LateState:
 
 def _set_by(kind: type) -> set[str]:
     """Return the attributes that code of a user's class sets, other than when it is made."""
-    functions = (
-        thing
-        for base in kind.__mro__
-        if not is_of_library(base)
-        for name, thing in vars(base).items()
-        if isinstance(thing, FunctionType) and name != "__init__"
-    )
-    return {name for function in functions for name in _stored(function.__code__)}
-
-
-def _stored(code: CodeType) -> Iterator[str]:
-    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _stored(inner)
+    codes = (function.__code__ for function in methods_of(kind) if function.__name__ != "__init__")
+    return {step.argval for code in codes for step in steps_in(code) if step.opname == "STORE_ATTR"}

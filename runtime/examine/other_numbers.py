@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..objects.user_code import constants_in, is_of_library
+from ..objects.user_code import constants_in
 from ..parallel.proof.arrivals import Arrival, Given, GivenTree
 from ..parallel.proof.twins import FEW, SEED
 from .functions_kept import reached_by
@@ -101,8 +100,7 @@ def _put(tensor: Tensor, number: int) -> Tensor:
 def _numbers_of(block: nn.Module, agree: Agree) -> list[int]:
     """Return whole numbers of a block's own code, then such as it holds, and the next after the last."""
     reached = reached_by(block)
-    own = (thing for thing in reached.values() if isinstance(thing, FunctionType) and not is_of_library(thing))
-    code = {number for function in own for number in _ints(constants_in(function.__code__))}
+    code = {number for function in reached.functions() for number in _ints(constants_in(function.__code__))}
     held = set(_ints(reached.plain))
     found = [*sorted(code), *sorted(held - code)][:_MOST]
     found = [*found, *(number + 1 for number in found[-1:])]

@@ -144,6 +144,10 @@ class Snapshot:
         """Yield all that was looked into."""
         return iter(self._seen.values())
 
+    def functions(self) -> list[FunctionType]:
+        """Return the functions of users that were looked into."""
+        return [thing for thing in self._seen.values() if isinstance(thing, FunctionType) and not is_of_library(thing)]
+
     def put(self, owner: str, key: Any, value: Any) -> None:
         """Let what is held by this name have another value under a key, until all is put back."""
         found = [held for held in (*self._held, *self._empty) if held.name == owner]

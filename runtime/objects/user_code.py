@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 PLAIN = (bool, int, float, str, type(None))
@@ -64,6 +64,17 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(constant)
 
 
+def steps_in(code: CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of code, and of what is defined in it."""
+    return (step for one in codes_in(code) for step in dis.get_instructions(one))
+
+
+def methods_of(kind: type) -> Iterator[FunctionType]:
+    """Yield the functions in a class of a user's, and in those it is derived from, up to libraries."""
+    spaces = (vars(base) for base in kind.__mro__ if not is_of_library(base))
+    return (held for space in spaces for held in space.values() if isinstance(held, FunctionType))
+
+
 def names_of(code: CodeType) -> Iterator[str]:
     """Yield the names that code, and what is defined in it, looks up."""
     return (name for one in codes_in(code) for name in one.co_names)
@@ -72,8 +83,7 @@ def names_of(code: CodeType) -> Iterator[str]:
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: CodeType) -> frozenset[str]:
     """Return the names that code, and what is defined in it, looks up in its module: no names of attributes."""
-    steps = (step for one in codes_in(code) for step in dis.get_instructions(one))
-    return frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
+    return frozenset(step.argval for step in steps_in(code) if step.opname.endswith(("_GLOBAL", "_NAME")))
 
 
 def texts(code: CodeType) -> Iterator[str]:
