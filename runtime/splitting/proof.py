@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from quintsched.errors import MisfitError, QuintschedError
 
 from ..blocks.blocks import accepted_extras, split_result
-from ..blocks.distances import off
 from ..blocks.untouched import run_alone, untouched
 from ..comm.device import AllGenerators
+from ..objects.distances import off
 from ..objects.user_code import is_of_library
 from .weightless_model import by_place_or_name
 

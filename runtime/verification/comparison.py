@@ -24,7 +24,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
-from ..blocks.distances import distance
+from ..objects.distances import distance
 from ..parallel.context.context import SequenceShard
 from .recording import BEFORE, Kind, Made, Recording
 

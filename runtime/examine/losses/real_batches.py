@@ -183,7 +183,7 @@ class RealBatch:
                 break
             tolerance = _ROUNDING * of.tolerance(together)
             why = _misfit(rule, tables, parts, each, together, self._copies, tolerance) or of.why_unlinear(rule)
-            return Comparison(why, self._numbers_of_each(rule, parts[0]), Way(dtype, tolerance))
+            return Comparison(why, self._numbers_of_each(rule, parts[0], together), Way(dtype, tolerance))
         return Comparison()
 
     def rests(self, kind: type[LossExamination], loss: Callable[[Any, Any], Any]) -> dict[str, list[str]]:
@@ -231,12 +231,16 @@ class RealBatch:
         other = _joined(units[1:]) if len(units) > 2 else units[1]
         return units[0], other, _joined(units)
 
-    def _numbers_of_each(self, rule: LossWeight, part: Unit) -> float | None:
-        """Return how many numbers a sample has, over which its mean may be: on all ranks they have to be alike."""
-        if rule.over is not Over.SAMPLES or self._is_short:
+    def _numbers_of_each(self, rule: LossWeight, part: Unit, whole: Tried) -> float | None:
+        """Return how many numbers a sample has, over which its mean may be: on all ranks they have to be alike.
+
+        A mean over all of them, and the mean of those over each sample's, are one only then.
+        """
+        is_mean = rule.over is Over.TOKENS or (rule.over is Over.SAMPLES and rule.by_slices)
+        if not is_mean or self._is_short:
             return None
-        of_rows = zip(part.outputs, part.rows, strict=False)
-        return float(sum(leaf[:rows].numel() for leaf, rows in of_rows if rows and leaf.is_floating_point()))
+        used = zip(part.outputs, part.rows, whole.gradients, strict=False)
+        return float(sum(leaf[:rows].numel() for leaf, rows, gradient in used if rows and gradient is not None))
 
 
 def _misfit(

@@ -9,15 +9,19 @@ guess can be run, what names suggest is cut, and the first step proves it.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from quintsched.errors import MisfitError
 
+from ...comm import Group
+from ...comm.control import share_texts
 from ..tensor.choice import Choice
 from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
@@ -175,6 +179,20 @@ class Chooser:
     def _one_by_one(self, kind: Kind, pairs: Sequence[Sequence[Cut]]) -> Choice:
         """Return the choice by which each layer takes and gives full tensors."""
         return Choice(_joined(replicated(p) if kind.why_kept(p) else alone(p) for p in pairs), slices=False)
+
+
+def share(chosen: Mapping[int, Choice], world: Group) -> dict[int, Choice]:
+    """Return how all blocks of the model are cut, chosen on whatever rank, by their numbers (collective)."""
+    found = dict[str, list[Any]]()
+    mine = {number: [choice.rules, choice.slices, sorted(choice.proved)] for number, choice in chosen.items()}
+    for text in share_texts(world, json.dumps(mine)):
+        for number, words in json.loads(text).items():
+            if found.setdefault(number, words) != words:
+                raise MisfitError("ranks that hold a block do not agree on how to cut it; do they run the same code?")
+    return {
+        int(number): Choice(rules, slices=slices, proved=frozenset(proved))
+        for number, (rules, slices, proved) in found.items()
+    }
 
 
 def _joined(ways: Iterable[Way]) -> Way:

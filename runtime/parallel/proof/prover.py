@@ -11,12 +11,10 @@ normalise, sort or mix features. A rank runs one twin at a time, so that it hold
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +25,7 @@ from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...blocks.untouched import attributes_untouched
 from ...comm import Group
-from ...comm.control import first_said, share_texts
+from ...comm.control import first_said
 from ...settings.run_settings import Proofs
 from ...settings.tensor_rules import TensorSplit
 from ..context.context import ContextParallel
@@ -41,7 +39,7 @@ from ..tensor.rules import is_built_in
 from .arrivals import SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .bench import Bench, Finding, Kind
 from .bench_here import BenchHere
-from .chooser import Chooser
+from .chooser import Chooser, share
 from .kinds import Content, choice_for, kind_of, kinds_apart
 from .later_steps import Called, Followed, LaterSteps
 from .trial import Figures, Setting
@@ -147,23 +145,8 @@ class Prover:
 
     def share(self, world: Group) -> dict[int, Choice]:
         """Return how all blocks of the model are cut that were chosen for, here or elsewhere (collective)."""
-        found = dict[str, list[Any]]()
-        for text in share_texts(world, json.dumps(dict(self._chosen()))):
-            for number, words in json.loads(text).items():
-                if found.setdefault(number, words) != words:
-                    raise MisfitError(
-                        "the ranks that hold a block do not agree on how to cut it; do they run the same code?"
-                    )
-        return {
-            int(number): Choice(rules, slices=slices, proved=frozenset(proved))
-            for number, (rules, slices, proved) in found.items()
-        }
-
-    def _chosen(self) -> Iterator[tuple[int, list[Any]]]:
-        """Yield how blocks here are cut, by their numbers."""
-        for number, kind in self._numbers.items() if self._setting.tensor is not None else ():
-            choice = choice_for(kind.choice, number)
-            yield number, [choice.rules, choice.slices, sorted(choice.proved)]
+        kinds = self._numbers.items() if self._setting.tensor is not None else ()
+        return share({number: choice_for(kind.choice, number) for number, kind in kinds}, world)
 
     def _wants(self, number: int, block: nn.Module, cuts: Sequence[Cut]) -> bool:
         setting = self._setting

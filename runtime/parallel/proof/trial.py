@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...autograd.kv_store import Past, Store
 from ...blocks.blocks import accepted_extras, split_result
-from ...blocks.distances import largest_of, off
 from ...blocks.trees import flatten
 from ...comm import Group
+from ...objects.distances import largest_of, off
 from ..context.context import ContextParallel
 from ..tensor.sequence import partial_weights, run_on_slices
 from ..tensor.shard import shard_of, take_shard

@@ -290,3 +290,27 @@ def test_what_belongs_to_no_sample_is_the_same_in_all_microbatches(
     for found in step_all(mesh, loss, [LABELS]):
         assert said in str(found[-1])
         assert isinstance(found[-1], str) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_right"),
+    [
+        (F.mse_loss, False),
+        (lambda o, t: (o - t).square().mean((1, 2)).mean(), False),
+        (lambda o, t: (o - t).square().sum((1, 2)).mean(), True),
+        (lambda o, t: ((o - t).square().sum(), o.numel()), True),
+    ],
+)
+def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right: bool) -> None:
+    def run(transport: Transport) -> str:
+        plan = qs.compile("gpipe", mesh="dp=2", microbatches=1)
+        engine = Engine(plan, [lambda: nn.Linear(4, 4)], loss, sgd, dtype=torch.float64, transport=transport)
+        x = torch.randn(3, 5 + 2 * transport.rank, 4, dtype=torch.float64)
+        try:
+            engine.step(x, x.flip(0))
+        except MisfitError as error:
+            return str(error)
+        return ""
+
+    for said in run_local(2, run):
+        assert ("unlike numbers of things for a sample" in said) is not is_right
