@@ -28,7 +28,7 @@ from ..expert.tensor_boundary import TensorBoundary
 from .column_linear import Entry
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .consistency import require_same, watch_gradient
-from .cuts import Cut, cut_weights, is_linear, join, pairs_of
+from .cuts import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
 from .pairs import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .rules import Rules, find_cuts, require_pairs
 from .shard import Shard, gather_full, shard_of, take_shard
@@ -170,6 +170,8 @@ def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
             return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired, exit=leaving)
         case TensorSplit.VOCABULARY, nn.Embedding() as embedding:
             return VocabParallelEmbedding.from_embedding(embedding, group)
+        case TensorSplit.COLUMN, layer if type(layer) in REGISTERED:
+            return REGISTERED[type(layer)](layer, group)
     raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
 
 

@@ -10,11 +10,13 @@ A layer is cut only where calling it runs torch's own forward, or one that is kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 
+from ...comm import Group
 from ...objects.spaces import HOOKS, hooks_on
 from ...settings.tensor_rules import Parts, TensorSplit
 
@@ -30,6 +32,11 @@ _CALLED = frozenset(("forward", "__call__", "_call_impl", "_wrapped_call_impl", 
     *("__getattr__", "__getattribute__", "__torch_function__")
 }
 """What a call of a layer looks up on it."""
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+REGISTERED: dict[type[nn.Module], Callable[[Any, Group], nn.Module]] = {}
+"""Kinds of layers that users let be cut, and what makes of one what it is on a rank: `register_cut`."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +94,25 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a module is a layer that rules are for."""
-    return is_linear(module) or isinstance(module, nn.Embedding)
+    return is_linear(module) or isinstance(module, nn.Embedding) or type(module) in REGISTERED
+
+
+def register_cut(kind: type[Layer], make: Callable[[Layer, Group], nn.Module]) -> None:
+    """Let rules cut layers of a kind as "column", on all ranks alike, before the engine is made.
+
+    Args:
+        kind: their class, itself and no subclass.
+        make: (layer, ranks of tp) → what the layer is on a rank, a `ShardedModule`: it takes and gives full tensors,
+            and has a slice of each of the layer's parameters along their first dimension, by the same names.
+    """
+    REGISTERED[kind] = make
 
 
 def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
     """Whether a layer does what its class says, and nothing besides; unless `strict`, subclasses will do."""
     if any(vars(layer)[key] for key in HOOKS) or has_hooked_weights(layer) or own_forward(layer):
         return False
-    if type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer):
+    if type(layer) in (nn.Linear, nn.Embedding, *REGISTERED) or is_conv1d(layer):
         return True
     is_bare = not layer._modules and not layer._buffers and layer._parameters.keys() <= {"weight", "bias"}
     return not strict and isinstance(layer, nn.Linear) and is_bare and "weight" in layer._parameters
@@ -104,7 +122,7 @@ def own_forward(layer: nn.Module) -> str:
     """Return what of a layer is a forward of its own, or weights of a type of their own; empty: it is torch's."""
     kind = type(layer)
     is_known = f"{kind.__module__}.{kind.__qualname__}" in _SAME_FORWARD
-    bases = () if is_known else (base for base in kind.__mro__ if base not in _OF_TORCH)
+    bases = () if is_known or kind in REGISTERED else (base for base in kind.__mro__ if base not in _OF_TORCH)
     for name, space in [("it", vars(layer)), *((base.__name__, vars(base)) for base in bases)]:
         if not _CALLED.isdisjoint(space):
             return f"{name} has {min(_CALLED & space.keys())!r}"
@@ -136,6 +154,8 @@ def cut_width(cut: Cut) -> int:
     if is_linear(cut.layer):
         taken, given = sizes_of(cut.layer)
         return taken if cut.split is TensorSplit.ROW else given
+    if type(cut.layer) in REGISTERED:
+        return min((len(weight) for weight in cut.layer.parameters()), default=0)
     is_embedding = isinstance(cut.layer, nn.Embedding) and cut.split is not TensorSplit.ROW
     return int(cut.layer.num_embeddings) if is_embedding else 0  # type: ignore[arg-type]
 

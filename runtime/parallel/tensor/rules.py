@@ -27,7 +27,7 @@ from torch.jit import ScriptModule
 from quintsched.errors import MisfitError, UsageError, nearest
 
 from ...settings.tensor_rules import TensorRule, TensorSplit, read_rule
-from .cuts import Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, own_forward, sizes_of
+from .cuts import REGISTERED, Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, own_forward, sizes_of
 from .families import (
     FAMILIES,
     families_in,
@@ -244,6 +244,7 @@ def _ruled_cuts(path: str, parent: nn.Module, rules: Mapping[str, TensorRule], d
     for name, rule in rest.items():
         layer, full_path, parts = layers[name], join(path, name), rule.parts
         pairs = is_paired and not rule.alone and rule.split is not TensorSplit.VOCABULARY
+        pairs = pairs and type(layer) not in REGISTERED
         if parts is None and pairs and rule.split is TensorSplit.COLUMN and is_linear(layer):
             parts = _fused_parts(full_path, parent, sizes_of(layer)[1], widths)
         told, owners = rule.parts is not None, (parent,)
@@ -268,6 +269,7 @@ def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -
 def _require_cuttable(cut: Cut, shared: set[int], *, strict: bool) -> None:
     is_ids = cut.split is TensorSplit.VOCABULARY
     can = (is_linear(cut.layer) and not is_ids) or (is_ids and isinstance(cut.layer, nn.Linear | nn.Embedding))
+    can = can or (cut.split is TensorSplit.COLUMN and type(cut.layer) in REGISTERED)
     if not can or not is_plain(cut.layer, strict=strict):
         why = own_forward(cut.layer)
         wanted = "Linear or Embedding" if cut.split is TensorSplit.VOCABULARY else "Linear"
