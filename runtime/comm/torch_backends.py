@@ -26,7 +26,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
@@ -35,7 +35,7 @@ from ..settings.run_settings import Rules
 from ..watch.publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
 from ..watch.rendezvous.attempt import Attempt, meet
-from ..watch.rendezvous.store import HUB, launchers_keys, open_store, require_addresses, within
+from ..watch.rendezvous.store import HUB, launchers_keys, open_store, require_addresses
 from ..watch.start import WatchOptions, find_watch, start_watch
 from .base import Group, SelfGroup, Transport, Work
 from .checked.frame import NO_LABEL, Label, describe_spec
@@ -91,7 +91,7 @@ def connect(
     device = claim_device(backend)
     timeout, watch = timedelta(seconds=timeout_s), watch or WatchOptions(timeout_s)
     if dist.is_initialized():
-        store = within(dist.distributed_c10d._get_default_store(), "quintsched/watch")
+        store = PrefixStore("quintsched/watch", dist.distributed_c10d._get_default_store())
         publisher = start_watch(dist.get_rank(), dist.get_world_size(), store, watch, host_waits=transport.blocks_host)
         publisher.tell_first(plan)
         return transport(device, timeout, owns_world=False, publisher=publisher)
@@ -120,13 +120,13 @@ def _come_together(
         store = open_store(timeout_s)
         attempt = meet(store, rank, world_size, timeout_s)
         require_same_backend(backend, attempt.store, rank)
-        own = within(attempt.store, "watch")
-        launchers = within(store, launchers_keys(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        own = PrefixStore("watch", attempt.store)
+        launchers = PrefixStore(launchers_keys(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), store)
         publisher = named or start_watch(
             rank, world_size, own, watch, host_waits=host_waits, tell=partial(launchers.set, HUB)
         )
         publisher.tell_first(plan)
-        world = within(attempt.store, "world")
+        world = PrefixStore("world", attempt.store)
         with publisher.waiting_for_all():
             dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
     return attempt, publisher

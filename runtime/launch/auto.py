@@ -120,7 +120,9 @@ def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
     if "sequence_parallel" in job.parallel.model_fields_set:
         fixed["sequence_parallel"] = job.parallel.sequence_parallel
     fixed["dtype"] = DTYPE_NAMES[job.runtime.precision]
-    able = {"tp": _tensor_sizes(model, world), "cp": _context_sizes(job, model, world)}
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    tensor = tuple(size for size in divisors if model.num_kv_heads % size == 0 == model.heads % size)
+    able = {"tp": tensor, "cp": tuple(size for size in divisors if _is_context_size(job, model, size))}
     axes = (job.parallel.auto or AutoConfig()).axes
     wanted = {**able, **{str(axis): sizes for axis, sizes in axes.items()}}
     for axis, sizes in wanted.items():
@@ -132,20 +134,10 @@ def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
     return fixed
 
 
-def _tensor_sizes(model: Model, world: int) -> tuple[int, ...]:
-    return tuple(size for size in _divisors(world) if model.num_kv_heads % size == 0 == model.heads % size)
-
-
-def _context_sizes(job: JobConfig, model: Model, world: int) -> tuple[int, ...]:
-    """Return into how many slices the sequence may be cut: two chunks each, heads too where ulysses cuts them."""
-    if not model.causal:
-        return (1,)
+def _is_context_size(job: JobConfig, model: Model, size: int) -> bool:
+    """Whether the sequence may be cut into so many slices: two chunks each, heads too where ulysses cuts them."""
     heads = model.num_kv_heads if job.parallel.context == "ulysses" else 0
-    return tuple(size for size in _divisors(world) if size == 1 or (model.seq % (2 * size) == 0 == heads % size))
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (size for size in range(1, number + 1) if number % size == 0)
+    return size == 1 or (model.causal and model.seq % (2 * size) == 0 == heads % size)
 
 
 def _settled(job: JobConfig, strategy: Strategy) -> JobConfig:

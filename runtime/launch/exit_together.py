@@ -71,10 +71,12 @@ def _open_store() -> Store | None:
     """Return the launcher's store; None where there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    from ..watch.rendezvous.store import open_store, within
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    from ..watch.rendezvous.store import open_store
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return within(open_store(WAIT_S), f"quintsched/leave/{attempt}")
+    return PrefixStore(f"quintsched/leave/{attempt}", open_store(WAIT_S))
 
 
 def _all_come(store: Store, world_size: int, wait_s: float) -> bool:

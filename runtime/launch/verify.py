@@ -43,23 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
-    except RanksFailed as failed:
-        return failed.code
     found = json.dumps(comparison.to_data(), indent=1) if request.as_json else shown(comparison.explain())
     sys.stdout.write(found + "\n")
     return 0 if comparison.is_equal else DIFFERENT
 
 
-class RanksFailed(Exception):
-    """The ranks ended with this exit code, and have said why."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 def verify(request: VerifyRequest) -> Comparison:
-    """Return what came of a job; raises what loading and running it raises, `RanksFailed` where its processes fail."""
+    """Return what came of a job; raises what running it raises, `SystemExit` where its ranks have said why."""
     job, plan, _ = worker.prepare(request, alone=True)
     if job.runtime.transport == "local" or plan.mesh.size == 1:
         return verify_here(job, plan, request.steps)
@@ -70,7 +60,7 @@ def verify(request: VerifyRequest) -> Comparison:
         of_ranks = request.model_copy(update={"into": folder})
         code = start_ranks(Worlds([plan.mesh.size]), "quintsched.runtime.launch.verify", [of_ranks.model_dump_json()])
         if code:
-            raise RanksFailed(code)
+            raise SystemExit(code)
         mesh = [load(Path(folder), rank) for rank in range(plan.mesh.size)]
     return compare_with_one(job, plan, mesh, request.steps)
 

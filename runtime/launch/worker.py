@@ -74,12 +74,18 @@ def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Pla
     """
     from ..train.sinks import require_sinks
     from .elastic import for_processes
+    from .to_plan import plan_of
 
     job = request.load_job()
     require_sinks(job.log.sinks)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     job = job if alone else for_processes(job, request.plan, processes)
-    job, plan, notes = _planned(job, request.plan)
+    if job.parallel.auto is None or request.plan is not None:
+        job, plan, notes = job, plan_of(job, request.plan), tuple[str, ...]()
+    else:
+        from .auto import choose
+
+        job, plan, notes = choose(job)
     if not alone:
         _require_world(job, plan, processes)
     return job, plan, notes
@@ -94,16 +100,6 @@ def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
             f"runtime.transport is local, with ranks that are threads of one process, but there are {processes}; "
             "set it to gloo or auto, or start one process"
         )
-
-
-def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tuple[str, ...]]:
-    from .to_plan import plan_of
-
-    if job.parallel.auto is None or plan_path is not None:
-        return job, plan_of(job, plan_path), ()
-    from .auto import choose
-
-    return choose(job)
 
 
 def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:

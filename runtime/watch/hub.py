@@ -141,8 +141,8 @@ class Hub:
 
     def _hear(self) -> None:
         seeks = any(member.closed_s is not None and member.fate is None for member in self._members)
-        for connection, messages in self._listener.wait(HURRY_S if seeks else TICK_S):
-            for message in messages:
+        for connection in self._listener.wait(HURRY_S if seeks else TICK_S):
+            for message in connection.receive():
                 try:
                     self._take(connection, message)
                 except (FrameError, KeyError, TypeError, ValueError):

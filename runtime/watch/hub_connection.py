@@ -66,7 +66,13 @@ class Connection:
             self.socket.send(json_frame(message))
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield what has come; raises `FrameError` for what breaks the rules."""
+        """Yield what has come; what breaks the rules ends the connection."""
+        try:
+            yield from self._receive()
+        except FrameError:
+            self.is_closed = True
+
+    def _receive(self) -> Iterator[dict[str, Any]]:
         try:
             data = self.socket.recv(CHUNK)
         except BlockingIOError:
@@ -84,14 +90,11 @@ class Connection:
                 continue
             message = message_of(payload)
             if not self._reader.is_known:
-                self._get_to_know(message)
+                if not is_answer(message.get("answer"), self._key, self._asked, "rank"):
+                    raise FrameError("a stranger")
+                self._reader.is_known = True
+                self.send({"answer": answer(self._key, str(message.get("ask")), "hub")})
             yield message
-
-    def _get_to_know(self, message: dict[str, Any]) -> None:
-        if not is_answer(message.get("answer"), self._key, self._asked, "rank"):
-            raise FrameError("a stranger")
-        self._reader.is_known = True
-        self.send({"answer": answer(self._key, str(message.get("ask")), "hub")})
 
     def close(self) -> None:
         """Hang up."""
@@ -121,7 +124,7 @@ class Listener:
         with suppress(OSError):
             os.write(self._wake, b"!")
 
-    def wait(self, timeout_s: float) -> Iterator[tuple[Connection, Iterator[dict[str, Any]]]]:
+    def wait(self, timeout_s: float) -> Iterator[Connection]:
         """Wait at most so long, and yield connections of which something has come, or that have ended."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listening:
@@ -130,8 +133,13 @@ class Listener:
                 with suppress(OSError):
                     os.read(self._woken, 4096)
             elif key.fileobj in self._connections:
-                yield from self._serve(self._connections[key.fileobj])
-        self._drop_strangers()
+                connection = self._connections[key.fileobj]
+                yield connection
+                if connection.is_closed:
+                    self.drop(connection)
+        for connection in list(self._connections.values()):
+            if connection.rank is None and wall_time.now_s() > connection.since_s + STRANGER_S:
+                self.drop(connection)
 
     def drop(self, connection: Connection) -> None:
         """Hang up."""
@@ -148,17 +156,6 @@ class Listener:
         os.close(self._woken)
         os.close(self._wake)
 
-    def _serve(self, connection: Connection) -> Iterator[tuple[Connection, Iterator[dict[str, Any]]]]:
-        yield connection, self._received(connection)
-        if connection.is_closed:
-            self.drop(connection)
-
-    def _received(self, connection: Connection) -> Iterator[dict[str, Any]]:
-        try:
-            yield from connection.receive()
-        except FrameError:
-            connection.is_closed = True
-
     def _accept(self) -> None:
         with suppress(OSError):
             connected, _ = self._listening.accept()
@@ -168,9 +165,3 @@ class Listener:
             connection = Connection(connected, self._key)
             self._connections[connected] = connection
             self._selector.register(connected, selectors.EVENT_READ)
-
-    def _drop_strangers(self) -> None:
-        now = wall_time.now_s()
-        for connection in list(self._connections.values()):
-            if connection.rank is None and now > connection.since_s + STRANGER_S:
-                self.drop(connection)

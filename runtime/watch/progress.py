@@ -104,7 +104,9 @@ class Progress:
         self._learn(self._places.values())
         first = min(self._places, default=-1)
         if first in moved:
-            self._end_walk(self._places[first], places[first])
+            before = self._places[first]
+            if before.phase in WALKS and before.entered != places[first].entered:
+                self._walks.setdefault(_walk_of(before), _Walk()).end()
         self.still_s = 0.0
         self._places = dict(places)
         return True
@@ -116,17 +118,14 @@ class Progress:
                 known = self._walks.setdefault(walk, _Walk())
                 known.gap_s = max(known.gap_s, self.still_s)
 
-    def _end_walk(self, before: Place, now: Place) -> None:
-        if before.phase in WALKS and before.entered != now.entered:
-            self._walks.setdefault(_walk_of(before), _Walk()).end()
-
     def limit_s(self, places: Sequence[Place]) -> float:
         """Return how long ranks that are there may stand still."""
         return max((self._limit_of(place) for place in places), default=self.patience.timeout_s)
 
     def stop_limit_s(self) -> float:
         """Return how long a run may stand still of which a rank is stopped."""
-        known = [limit for walk, limit in self._learnt() if walk[0] == "step"]
+        steps = (known for walk, known in self._walks.items() if known.gaps_s and walk[0] == "step")
+        known = (self._limit_of_walk(known, None) for known in steps)
         return min([*known, self.patience.stall_after or self.patience.floor_s])
 
     def is_stalled(self, places: Sequence[Place], *, any_stopped: bool = False) -> bool:
@@ -135,9 +134,6 @@ class Progress:
             return False
         limit = self.limit_s(places)
         return self.still_s > (min(limit, self.stop_limit_s()) if any_stopped else limit)
-
-    def _learnt(self) -> list[tuple[tuple[Phase, int], float]]:
-        return [(walk, self._limit_of_walk(known, None)) for walk, known in self._walks.items() if known.gaps_s]
 
     def _limit_of(self, place: Place) -> float:
         if place.phase not in WALKS:

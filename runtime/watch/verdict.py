@@ -80,11 +80,21 @@ def make_verdict(
 ) -> Verdict:
     """Make the verdict on what the members said last, and begin to write the report, for which nobody waits long."""
     found = _find(members, plans, now_s, still_s)
-    if not isinstance(found, StallReport):
-        ranks, message = found
-        return _verdict(message, ranks, members, None)
-    words, writing = _write(found, report)
-    return _verdict("\n".join([found.words(), *words]), found.ranks, members, writing)
+    if isinstance(found, StallReport):
+        words, writing = _write(found, report)
+        culprits, message = found.ranks, "\n".join([found.words(), *words])
+    else:
+        (culprits, message), writing = found, None
+    raised = [one for one in members if one.rank in culprits and one.error is not None and not one.complains]
+    code = raised[0].error_code if raised else StallError.exit_code  # of the first: the same on whatever rank
+    return Verdict(
+        message,
+        culprits,
+        has_survivors=any(member.lives and member.has_come for member in members),
+        exit_code=code,
+        comes_again=code in SURE and all(member.has_come for member in raised),
+        writing=writing,
+    )
 
 
 def own_errors(members: Sequence[Member], plans: Plans, now_s: float, *, still_s: float) -> list[Member]:
@@ -106,20 +116,6 @@ def _find(
     states = [member.state(now_s, modes, len(members)) for member in members]
     plan = plans.get(_program(members))
     return find_without_plan(states) if plan is None else find_culprit(plan, states, still_s=still_s)
-
-
-def _verdict(message: str, culprits: tuple[int, ...], members: Sequence[Member], writing: Thread | None) -> Verdict:
-    """Return a verdict; its exit code is that of the first culprit that raised, which is the same on whatever rank."""
-    raised = [one for one in members if one.rank in culprits and one.error is not None and not one.complains]
-    code = raised[0].error_code if raised else StallError.exit_code
-    return Verdict(
-        message,
-        culprits,
-        has_survivors=any(member.lives and member.has_come for member in members),
-        exit_code=code,
-        comes_again=code in SURE and all(member.has_come for member in raised),
-        writing=writing,
-    )
 
 
 def _program(members: Sequence[Member]) -> int:

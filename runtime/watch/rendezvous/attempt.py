@@ -15,11 +15,11 @@ import secrets
 from dataclasses import dataclass
 from time import sleep
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from quintsched.errors import StallError, listed_ranks
 
-from .store import has_launchers_store, open_store, within
+from .store import has_launchers_store, open_store
 
 ROOM = "quintsched"
 POLL_S = 0.01
@@ -93,7 +93,7 @@ def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:
 
 
 def _attempt(store: Store, number: int) -> Attempt:
-    return Attempt(number, within(store, f"{ROOM}/{number}"), store.check([_BEGUN]), store)
+    return Attempt(number, PrefixStore(f"{ROOM}/{number}", store), store.check([_BEGUN]), store)
 
 
 def _answer(store: Store, rank: int, number: int, answered: dict[int, bytes]) -> None:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from time import sleep
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from quintsched.errors import UsageError
 
@@ -77,11 +77,6 @@ def serve(listener: socket.socket, timeout_s: float) -> Store:
         master_listen_fd=listener.detach(),
         timeout=timedelta(seconds=timeout_s),
     )
-
-
-def within(store: Store, name: str) -> Store:
-    """Return a store of the keys under a name."""
-    return PrefixStore(name, store)
 
 
 def launchers_keys(attempt: int | str) -> str:
