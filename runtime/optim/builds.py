@@ -13,8 +13,8 @@ stages and shards a rank has. Where every rank holds whole replicas of the model
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -44,11 +44,8 @@ _WHOLE = Coupling.WITHIN | Coupling.ACROSS
 """Where parameters have to be whole."""
 
 
-class Masters(Protocol):
-    """What a rank steps of each parameter."""
-
-    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return it; None where the rank has nothing of a parameter."""
+MasterOf = Callable[[nn.Parameter], nn.Parameter | None]
+"""What a rank steps of a parameter; None where it has nothing of it."""
 
 
 class OptimizerBuilds:
@@ -71,13 +68,7 @@ class OptimizerBuilds:
         MisfitError: one that the mesh or `split` cannot give what it needs.
     """
 
-    def __init__(
-        self,
-        builder: Builder,
-        model: RankModel,
-        tensor: Group,
-        split: ZeroSplit,
-    ) -> None:
+    def __init__(self, builder: Builder, model: RankModel, tensor: Group, split: ZeroSplit) -> None:
         self._builder, self._model, self._tensor, self._split = builder, model, tensor, split
         plan = model.plan
         per_rank = [[i.stages for i in program if isinstance(i, OptStep)] for program in plan.programs]
@@ -222,15 +213,15 @@ class OptimizerBuilds:
                         "quintsched cut the block, or use an optimizer such as AdamW"
                     )
 
-    def bind(self, masters: Masters) -> dict[Step, Stepper]:
-        """Return what steps each set of stages; `masters` are this rank's."""
+    def bind(self, master_of: MasterOf) -> dict[Step, Stepper]:
+        """Return what steps each set of stages."""
         if self._is_direct:
-            return self._bind_directly(masters)
+            return self._bind_directly(master_of)
         found = {}
         for step, made in self._made.items():
             ours: dict[str, list[nn.Parameter]] = {}
             for parameter in (p for stage in step for p in self._model.stages[stage].named_weights().values()):
-                master = masters.of(parameter)
+                master = master_of(parameter)
                 if master is not None:
                     ours.setdefault(self._names[parameter], []).append(master)
             gathered, parts = list[GatheredMatrix](), dict[int, Optimizer]()
@@ -245,14 +236,14 @@ class OptimizerBuilds:
                 found[step] = Stepper(chained([*parts.values()]), gathered, [*parts], goes_by_norm=by_norm)
         return found
 
-    def _bind_directly(self, masters: Masters) -> dict[Step, Stepper]:
+    def _bind_directly(self, master_of: MasterOf) -> dict[Step, Stepper]:
         found = {}
         for step in self._steps:
             named = [
                 (name, master)
                 for stage in step
                 for name, parameter in self._model.stages[stage].named_weights().items()
-                if (master := masters.of(parameter)) is not None
+                if (master := master_of(parameter)) is not None
             ]
             if named:
                 found[step] = Stepper(chained(self._build(named)), [])
@@ -265,8 +256,9 @@ class OptimizerBuilds:
         """Let the ranks of tp gather those of these parameters that are cut, and yield them."""
         for name in names if self._tensor.size > 1 else ():
             for number, parameter in enumerate(ours[name]):
-                if shard_of(parameter) is not None:
-                    matrix = GatheredMatrix(parameter, self._tensor)
+                shard = shard_of(parameter)
+                if shard is not None:
+                    matrix = GatheredMatrix(parameter, shard, self._tensor)
                     ours[name][number] = matrix.full
                     yield matrix
 

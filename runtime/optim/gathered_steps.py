@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import UsageError
 
 from ..comm import Group
-from ..parallel.tensor.shard import gather_full, shard_of, take_shard
+from ..parallel.tensor.shard import Shard, gather_full, take_shard
 from .chained import parts_of
 from .coupling import coupling_of_class, hooks_of
 from .kept import flat_of
@@ -42,11 +42,8 @@ class GatheredMatrix:
         full: what the optimizer steps.
     """
 
-    def __init__(self, shard: nn.Parameter, group: Group) -> None:
+    def __init__(self, shard: nn.Parameter, how: Shard, group: Group) -> None:
         self.shard, self._group = shard, group
-        how = shard_of(shard)
-        if how is None:
-            raise MisfitError(f"a parameter {tuple(shard.shape)} is not cut, and cannot be gathered")
         self._how = how
         shape = list(shard.shape)
         shape[how.dim] *= how.size
@@ -130,20 +127,12 @@ class Stepper:
         """Whether a parameter is stepped as a whole matrix, of which `master` is this rank's shard."""
         return master in self._handles
 
-    def group_of(self, master: nn.Parameter) -> tuple[nn.Parameter, dict[str, Any]] | None:
-        """Return what is stepped for a parameter, itself or its whole matrix, and its group; None: nothing is."""
+    def group_of(self, master: nn.Parameter) -> Mapping[str, Any]:
+        """Return the group of what is stepped for a parameter, itself or its whole matrix."""
         parameter = self._handles.get(master, master)
         part = self._part_of.get(parameter)
-        if part is None:
-            return None
-        holds = (group for group in part.param_groups if any(parameter is other for other in group["params"]))
-        return parameter, next(holds)
-
-    def home_of(self, master: nn.Parameter, key: str) -> torch.device:
-        """Return where a state belongs: beside the parameter; counts of steps on the host, unless kernels read them."""
-        _, group = self.group_of(master) or (None, {})
-        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-        return torch.device("cpu") if on_host else master.device
+        groups = () if part is None else part.param_groups
+        return next((group for group in groups if any(parameter is other for other in group["params"])), {})
 
     def step(self, norm: Tensor | None = None) -> None:
         """Make a step; collective over tp where matrices are gathered.

@@ -21,8 +21,13 @@ from .remake import nested_in, parameters_of
 @contextmanager
 def rest_of_norm(optimizer: Optimizer, norm: Tensor) -> Iterator[None]:
     """A context in which the gradients of an optimizer's parameters, and of one more, have this 2-norm."""
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    squares = [torch.linalg.vector_norm(gradient).to(norm.dtype).square() for gradient in gradients]
+    here = torch.stack(squares).sum() if squares else torch.zeros_like(norm)
     group = next(group for group in optimizer.param_groups if group["params"])
-    rest = _parameter_of_rest(optimizer, norm, like=group["params"][0])
+    like: nn.Parameter = group["params"][0]
+    rest = nn.Parameter(like.new_zeros([1] * like.dim()))
+    rest.grad = torch.full_like(rest, 1.0) * (norm.square() - here).clamp(min=0).sqrt().to(rest.real.dtype)
     group["params"].append(rest)
     try:
         yield
@@ -30,13 +35,3 @@ def rest_of_norm(optimizer: Optimizer, norm: Tensor) -> Iterator[None]:
         group["params"].pop()
         for one in (optimizer, *nested_in(optimizer)):
             one.state.pop(rest, None)
-
-
-def _parameter_of_rest(optimizer: Optimizer, norm: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of one number, zero, with the dimensions of another."""
-    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    squares = [torch.linalg.vector_norm(gradient).to(norm.dtype).square() for gradient in gradients]
-    here = torch.stack(squares).sum() if squares else torch.zeros_like(norm)
-    rest = nn.Parameter(like.new_zeros([1] * like.dim()))
-    rest.grad = torch.full_like(rest, 1.0) * (norm.square() - here).clamp(min=0).sqrt().to(rest.real.dtype)
-    return rest

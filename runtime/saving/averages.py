@@ -43,13 +43,15 @@ class WeightAverage:
 
     def _add_new(self) -> None:
         """Begin with the weights as they are, also with those that are trained from now on."""
-        for name, master in self._state.stepped():
+        for name, master in self._state.stepped().items():
             if name not in self._averages:
                 self._averages[name] = master.detach().clone()
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return [
-            (self._averages[name], master.detach()) for name, master in self._state.stepped() if name in self._averages
+            (self._averages[name], master.detach())
+            for name, master in self._state.stepped().items()
+            if name in self._averages
         ]
 
     @torch.no_grad()

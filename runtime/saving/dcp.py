@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,16 +51,16 @@ UNSAVED = ("params", "param_names")
 
 def save_dcp(path: Path, rank: RankTensors, beside: Mapping[str, object]) -> None:
     """Write the folder; see `EngineSaves.save_dcp`. All ranks call this; `beside` are values of this rank's own."""
-    everyone, number = rank.everyone, rank.groups.world.index
-    kept_beside = everyone.together(rank.training.read_beside)
+    everyone, number = rank.everyone, rank.number
+    kept_beside = everyone.together(rank.training.beside.read)
     require_alike(kept_beside, rank.groups.world)
     everyone.together(lambda: _require_places(rank))
     values = {**({STEP: torch.tensor(rank.steps.total)} if number == 0 else {}), **kept_beside, **beside}
 
     def write(folder: Path) -> None:
         entries = everyone.together(lambda: _write_file(folder / file_name(number), rank, values))
-        mine = json.dumps([asdict(entry) for entry in entries]).encode()
-        shared = [Entry(**fields) for theirs in everyone.share_bytes(mine) for fields in json.loads(theirs)]
+        mine = json.dumps(entries).encode()
+        shared = [Entry(*fields) for theirs in everyone.share_bytes(mine) for fields in json.loads(theirs)]
         everyone.together(lambda: write_table(folder, shared) if number == 0 else None)
 
     replace_folder(path, "the checkpoint", everyone, FILES, write)
@@ -143,7 +143,10 @@ def load_dcp(
         if called is None or name.startswith(GROUPS):
             continue
         if isinstance(kind, TensorStorageMetadata):
-            _add_chunks(saved, called, name, kind, reader)
+            for chunk in kind.chunks:
+                offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+                stored = chunk_of(reader, name, offsets, sizes, kind.properties.dtype)
+                saved.add(called, name, Placement(tuple(kind.size), sizes, offsets), stored)
         else:
             saved.values[called] = partial(reader.read, MetadataIndex(name))
     fresh = rank.names.may_stay(fresh)
@@ -159,10 +162,3 @@ def load_dcp(
     rank.take_progress(saved)
     values = everyone.together(lambda: {name: saved.values[name]() for name in beside if name in saved.values})
     return LoadedWeights(tuple(lacking.values()), unused, {**dict.fromkeys(beside), **values})
-
-
-def _add_chunks(saved: SavedState, called: str, name: str, kind: TensorStorageMetadata, reader: DcpReader) -> None:
-    for chunk in kind.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        stored = chunk_of(reader, name, offsets, sizes, kind.properties.dtype)
-        saved.add(called, name, Placement(tuple(kind.size), sizes, offsets), stored)

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,19 +45,10 @@ MOST_BYTES = 2**30
 VERSION = "1.0.0"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One piece that lies in a file.
+class Entry(NamedTuple):
+    """One piece that lies in a file; tensors that are one go by several `names`.
 
-    Attributes:
-        names: what it is part of; tensors that are one go by several.
-        file: the file's name.
-        start: its first byte there.
-        length: how many bytes it has.
-        shape: of the full tensor; None for a value that is no tensor.
-        dtype: the tensor's type, in the letters of torch ("float32").
-        offsets: where the piece begins in the full tensor.
-        sizes: its shape.
+    `shape` is that of the full tensor, None for a value that is none; `offsets` and `sizes` are those of the piece.
     """
 
     names: Sequence[str]

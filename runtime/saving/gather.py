@@ -22,21 +22,19 @@ from .rank_tensors import RankTensors, sizes_of
 from .saved_state import parts_of
 
 
-def gather_boxes(boxes: Iterable[Box], window: Box, dtype: torch.dtype, group: Group) -> Tensor:
-    """Return what the members' boxes, of no number in common, have in a window: on all of them (collective)."""
-    piece = torch.zeros(window.numbers.shape, dtype=dtype, device=group.device)
+def gather_boxes(
+    boxes: Iterable[Box], sizes: Sequence[int], dtype: torch.dtype, group: Group, offsets: Sequence[int] = ()
+) -> Tensor:
+    """Return what the members' boxes, of no number in common, have in a window of these sizes: on all (collective)."""
+    piece = torch.zeros(tuple(sizes), dtype=dtype, device=group.device)
+    offsets = offsets or (0,) * len(sizes)
     for box in boxes:
-        here = box.within(window.offsets, piece.shape)
+        here = box.within(offsets, sizes)
         if here is not None:
-            piece[here.places_from(window.offsets)] = here.numbers.to(piece)
+            piece[here.places_from(offsets)] = here.numbers.to(piece)
     if piece.numel():
         group.all_reduce(piece.reshape(-1).view(torch.uint8), ReduceOp.MAX).wait()
     return piece
-
-
-def outline(shape: Sequence[int], offsets: Sequence[int] | None = None) -> Box:
-    """Return a box of this shape without numbers, at the beginning of a tensor where nothing else is said."""
-    return Box(tuple(offsets or (0,) * len(shape)), torch.empty(tuple(shape), device="meta"))
 
 
 def full_state(rank: RankTensors, *, all_blocks: bool) -> dict[str, Tensor]:
@@ -45,7 +43,7 @@ def full_state(rank: RankTensors, *, all_blocks: bool) -> dict[str, Tensor]:
     They are those of the ranks that hold the same stages; with `all_blocks`, of all. What modules and optimizers keep
     beside is there too; raises `MisfitError` where ranks have it otherwise.
     """
-    beside = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.training.read_beside().items()}
+    beside = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.training.beside.read().items()}
     require_alike(beside, rank.groups.world)
     group = rank.groups.world if all_blocks else rank.groups.holders
     return dict(_gathered(rank, {**rank.tensors(), **beside}, group))
@@ -72,5 +70,5 @@ def _gathered(rank: RankTensors, tensors: dict[str, Tensor], group: Group) -> It
             placement, _ = mine[name]
             here = first[name] == group.index if placement.is_whole else parts_of(name)[1] in speaks
             boxes = placement.boxes(tensors[name].detach()) if here else ()
-        window = outline([int(str(size)) for size in shape])
-        yield name, gather_boxes(boxes, window, getattr(torch, str(dtype)), group).cpu()
+        sizes = [int(str(size)) for size in shape]
+        yield name, gather_boxes(boxes, sizes, getattr(torch, str(dtype)), group).cpu()

@@ -76,10 +76,11 @@ class StateLoader:
         beside: dict[str, Tensor] = {}
         together(self._require)
         together(lambda: beside.update(self._read_beside()))
-        with torch.no_grad(), self._rank.writing() as held:
-            together(lambda: self._rank.training.load_modules_beside(beside) if beside else None)
+        held, training = self._rank.held(), self._rank.training
+        with torch.no_grad(), training.writing():
+            together(lambda: training.beside.load_modules(beside) if beside else None)
             together(lambda: self._load(held))
-            together(lambda: self._rank.training.load_optimizers_beside(beside) if self._has_beside else None)
+            together(lambda: training.beside.load_optimizers(beside) if self._has_beside else None)
 
     def _require(self) -> None:
         """Raise where pieces are of several saves, or of another model, in names, shapes, or averages."""
@@ -215,7 +216,7 @@ class StateLoader:
             return {}
         names = [name for name in self._saved.pieces if name.startswith(self._kinds)]
         kept = self._kept_beside()
-        self._rank.training.require_beside([*names, *kept])
+        self._rank.training.beside.require([*names, *kept])
         try:
             for name in names:
                 require_of_any_mesh(self._saved, name)
@@ -230,7 +231,7 @@ class StateLoader:
         """Return what modules and optimizers here keep beside, of the kinds of which the state says nothing."""
         there = {kind for kind in self._kinds if any(name.startswith(kind) for name in self._saved.pieces)}
         stays = [kind for kind in _BESIDE if kind not in there and not (self._is_training and kind in self._kinds)]
-        mine = self._rank.training.read_beside() if stays else {}
+        mine = self._rank.training.beside.read() if stays else {}
         return {name: kept for name, kept in mine.items() if name.startswith(tuple(stays))}
 
     def _own_layout(self) -> StateLayout | None:

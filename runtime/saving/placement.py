@@ -110,10 +110,6 @@ class Placement:
         """The shape of what is held: of a flat range, its length."""
         return self.local if self.span is None else (self.span[1] - self.span[0],)
 
-    def gathered(self) -> Placement:
-        """Return how it is held where the ranks that cut it gather it."""
-        return Placement.whole(self.shape)
-
     def boxes(self, numbers: Tensor) -> Iterator[Box]:
         """Yield the boxes of what this rank holds: `numbers` of the local shape, or flat with a span."""
         for offsets, part in self._parts(numbers):

@@ -12,7 +12,6 @@ Copies are alike, so of the ranks that hold the same numbers the first one speak
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -93,6 +92,16 @@ class RankTensors:
         """All ranks."""
         return ControlGroup(self.groups.world)
 
+    @property
+    def number(self) -> int:
+        """The number of this rank among all."""
+        return self.groups.world.index
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """Which replica of the batch the rank belongs to, and how many there are."""
+        return self.model.replica, self.model.num_replicas
+
     def held(self) -> list[HeldTensor]:
         """Return the weights and buffers of this rank's stages; one that has several names by each of them."""
         self.training.weights.settle()
@@ -119,13 +128,6 @@ class RankTensors:
         else:
             speaks = speaks and (shard_of(tensor) is not None or groups.tensor.index == 0)
         return HeldTensor(name, stage, tensor, numbers, placement, speaks and numbers is not None)
-
-    @contextmanager
-    def writing(self) -> Iterator[list[HeldTensor]]:
-        """A context in which this rank's tensors are written; blocks have the same numbers after it (collective)."""
-        held = self.held()
-        with self.training.writing():
-            yield held
 
     def kept(self, one: HeldTensor) -> KeptState | None:
         """Return what an optimizer keeps for a weight; None where it is not trained, or another rank steps it."""
@@ -186,7 +188,7 @@ class RankTensors:
         found, beside = self.placements(sizes)
         own, held = self.names.own or {}, self.held()
         return StateLayout(
-            (self.model.replica, self.model.num_replicas),
+            self.replicas,
             {name: placement for name, placement in found.items() if not placement.is_plain},
             beside,
             {
@@ -211,7 +213,7 @@ class RankTensors:
 
 def state_placement(one: HeldTensor, kept: KeptState) -> Placement:
     """Return where a state of a weight lies that has its shape: whole where tp gathers the weight for its steps."""
-    return one.placement if kept.is_shard else one.placement.gathered()
+    return one.placement if kept.is_shard else Placement.whole(one.placement.shape)
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

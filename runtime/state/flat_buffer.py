@@ -48,14 +48,16 @@ class FlatLayout:
     """Whether every parameter lies in one shard."""
 
     @classmethod
-    def packed(cls, tensors: Sequence[Tensor]) -> FlatLayout:
-        """Return the layout in which tensors lie side by side, in one shard."""
-        return cls._of(tensors, 1, 1, 0)
-
-    @classmethod
-    def sharded(cls, tensors: Sequence[Tensor], num_shards: int, index: int) -> FlatLayout:
-        """Return the layout in which tensors begin at aligned places, in `num_shards` shards."""
-        return cls._of(tensors, ALIGNMENT, num_shards, index)
+    def sharded(
+        cls, tensors: Sequence[Tensor], num_shards: int = 1, index: int = 0, *, multiple: int = ALIGNMENT
+    ) -> FlatLayout:
+        """Return the layout in which tensors begin at multiples of a place, in `num_shards` shards."""
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.numel() // multiple) * multiple
+        shard_size = -(-end // (num_shards * multiple)) * multiple
+        return cls(tuple(tuple(t.shape) for t in tensors), tuple(starts), shard_size, num_shards, index)
 
     @classmethod
     def whole(cls, tensors: Sequence[Tensor], num_shards: int, index: int, *, at_one_place: bool = False) -> FlatLayout:
@@ -75,15 +77,6 @@ class FlatLayout:
             places[owner] += size
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         return cls(shapes, tuple(starts), shard_size, num_shards, index, is_whole=True)
-
-    @classmethod
-    def _of(cls, tensors: Sequence[Tensor], multiple: int, num_shards: int, index: int) -> FlatLayout:
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.numel() // multiple) * multiple
-        shard_size = -(-end // (num_shards * multiple)) * multiple
-        return cls(tuple(tuple(t.shape) for t in tensors), tuple(starts), shard_size, num_shards, index)
 
     @property
     def size(self) -> int:

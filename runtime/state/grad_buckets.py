@@ -108,13 +108,14 @@ class GradBucket:
         self.comes_summed = comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
         dtype, device = torch.float32 if is_low(local[0].dtype) else local[0].dtype, local[0].device
-        self._is_sharded, self._layout = layout is not None, layout or FlatLayout.packed(local)
+        self._is_sharded, self._layout = layout is not None, layout or FlatLayout.sharded(local, multiple=1)
         self.reshards = reshards and self._layout.num_shards > 1
         size = self._layout.size
         self._sent = torch.empty(size + (room_for(dtype) if has_room else 0), dtype=dtype, device=device)
         self.flat = self._layout.zero_gaps(self._sent[:size])
         self.room = Room(self._sent[size:]) if len(self._sent) > size else None
-        self.views = with_versions(self._layout.views(self.flat))
+        # by `data` each view has a version of its own, which says whether something was added
+        self.views = [view.data for view in self._layout.views(self.flat)]
         self._reduced = self._layout.shard(self.flat)
         self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
         places = [segment.at for segment in self._layout.segments() if segment is not None]
@@ -227,11 +228,6 @@ def is_untouched(gradient: Tensor) -> Tensor:
     """Return where no gradient has come; of a complex number the real part tells."""
     part = gradient.real if gradient.is_complex() else gradient
     return (part == 0).logical_and_(part.signbit())
-
-
-def with_versions(views: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same memory in tensors of which each has a version of its own: it says whether something was added."""
-    return [view.data for view in views]
 
 
 def can_be_grad(view: Tensor, parameter: Tensor) -> bool:

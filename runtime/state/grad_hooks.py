@@ -10,7 +10,7 @@ In a stage's last backward each arrival is noted; a bucket whose gradients are a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -71,7 +71,10 @@ class GradHooks:
     def drain_last(self, stage: int, products: Products) -> None:
         """`drain` after which the stage's gradients are complete: buckets are launched as soon as they are filled."""
         early = dict.fromkeys(self._reducer.filled_by_backward(stage))
-        self._note_arrived(early, set(products.parameters()))
+        coming = set(products.parameters())
+        for bucket in early:  # nothing of the others' is put off
+            for parameter in [p for p in bucket.parameters if p not in coming]:
+                self._note(bucket, parameter)
 
         def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
             self._accumulate(parameter, gradient)
@@ -80,12 +83,6 @@ class GradHooks:
                 self._note(bucket, parameter)
 
         products.drain(accumulate)
-
-    def _note_arrived(self, buckets: Iterable[GradBucket], coming: Collection[Tensor]) -> None:
-        """Note all gradients that are complete, since nothing of theirs is put off."""
-        for bucket in buckets:
-            for parameter in [p for p in bucket.parameters if p not in coming]:
-                self._note(bucket, parameter)
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, as a backward does."""

@@ -20,20 +20,17 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from quintsched.errors import InputError, MisfitError
 from quintsched.files.strictjson import parse_strict
 
-from ..blocks.dtensor import full_of
 from ..blocks.module_state import BESIDE as MODULES
-from ..blocks.module_state import load_beside, pack_beside, saved_tensors
+from ..blocks.module_state import load_beside, pack_beside
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import share_texts
 from ..optim.gathered_steps import Stepper
 from ..optim.own_state import BESIDE
-from ..parallel.tensor.apply import gather_full
 from ..stage.build import Stage
 from .master_weights import Masters
 
@@ -87,51 +84,51 @@ def named_masters(stages: Stages, masters: Masters) -> dict[str, nn.Parameter]:
     return {name: master for name, master in named if master is not None}
 
 
-def read_beside(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, Tensor]:
-    """Return what modules and optimizers keep beside tensors of weights.
+class BesideTensors:
+    """What modules and optimizers of one rank keep beside tensors of weights."""
 
-    What several optimizers of a rank have not alike goes by the stages that each steps.
-    """
-    found: dict[str, Tensor] = {}
-    for stage in stages.values():
-        found |= pack_beside(stage, of_model)
-    named = named_masters(stages, masters)
-    each = {_mark(step): stepper.read_beside(named) for step, stepper in steppers.items()}
-    joined = {name: tensor for one in each.values() for name, tensor in one.items()}
-    if all(same(tensor, joined[name]) for one in each.values() for name, tensor in one.items()):
-        return {**found, **joined}
-    marked = {f"{BESIDE}{mark}{n.removeprefix(BESIDE)}": t for mark, one in each.items() for n, t in one.items()}
-    return {**found, **marked}
+    def __init__(self, stages: Stages, steppers: Steppers, masters: Masters) -> None:
+        self._stages, self._steppers, self._masters = stages, steppers, masters
+
+    def read(self) -> dict[str, Tensor]:
+        """Return it; what several optimizers of a rank have not alike goes by the stages that each steps."""
+        found: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            found |= pack_beside(stage, of_model)
+        named = named_masters(self._stages, self._masters)
+        each = {_mark(step): stepper.read_beside(named) for step, stepper in self._steppers.items()}
+        joined = {name: tensor for one in each.values() for name, tensor in one.items()}
+        if all(same(tensor, joined[name]) for one in each.values() for name, tensor in one.items()):
+            return {**found, **joined}
+        marked = {f"{BESIDE}{mark}{n.removeprefix(BESIDE)}": t for mark, one in each.items() for n, t in one.items()}
+        return {**found, **marked}
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
+        given = dict.fromkeys(names)
+        for stage in self._stages.values():
+            mine = {name for name in pack_beside(stage, of_model) if is_text(name)}
+            blocks = tuple(f"{MODULES}{number}." for number in stage.blocks)
+            odd = sorted(mine ^ {name for name in given if name.startswith(blocks) and is_text(name)})
+            if odd:
+                raise MisfitError(f"the state is of another model: {odd[0]!r} is only on one side")
+        for step, stepper in self._steppers.items():
+            stepper.require_beside(_of_step(given, step))
+
+    def load_modules(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what modules gave, which may write to weights: these are loaded after it."""
+        for stage in self._stages.values():
+            load_beside(stage, of_model, state)
+
+    def load_optimizers(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what optimizers gave, when the parameters' own states are there."""
+        named = named_masters(self._stages, self._masters)
+        for step, stepper in self._steppers.items():
+            stepper.load_beside(_of_step(state, step), named)
 
 
 def _mark(step: tuple[int, ...]) -> str:
     return f"{MARK}{'+'.join(map(str, step))}."
-
-
-def load_modules_beside(stages: Stages, state: Mapping[str, Tensor]) -> None:
-    """Take over what modules give beside tensors, which may write to these: weights are loaded after it."""
-    for stage in stages.values():
-        load_beside(stage, of_model, state)
-
-
-def load_optimizers_beside(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
-    """Take over what optimizers keep beside, when the parameters' own states are there."""
-    named = named_masters(stages, masters)
-    for step, stepper in steppers.items():
-        stepper.load_beside(_of_step(state, step), named)
-
-
-def require_beside(stages: Stages, steppers: Steppers, names: Iterable[str]) -> None:
-    """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
-    given = dict.fromkeys(names)
-    for stage in stages.values():
-        mine = {name for name in pack_beside(stage, of_model) if is_text(name)}
-        blocks = tuple(f"{MODULES}{number}." for number in stage.blocks)
-        odd = sorted(mine ^ {name for name in given if name.startswith(blocks) and is_text(name)})
-        if odd:
-            raise MisfitError(f"the state is of another model: {odd[0]!r} is only on one side")
-    for step, stepper in steppers.items():
-        stepper.require_beside(_of_step(given, step))
 
 
 def _of_step(state: Mapping[str, Value], step: tuple[int, ...]) -> Mapping[str, Value]:
@@ -172,14 +169,3 @@ def _digest(tensor: Tensor) -> str:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:
-    """Return full weights gathered from their shards; every member of the group, or of a DTensor, calls this."""
-    return {
-        name.removeprefix("blocks."): (
-            full_of(tensor) if isinstance(tensor, DTensor) else gather_full(tensor, group).detach().clone()
-        )
-        for stage in stages.values()
-        for name, tensor in saved_tensors(stage).items()
-    }

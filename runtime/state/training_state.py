@@ -6,19 +6,20 @@ ZeRO                 ShardedMasters    GradBucket of equal shards    every repli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quintsched.ir.instructions import AllReduceBucket, Instruction
 from quintsched.plan import Plan
 
-from ..blocks.dtensor import local_of
-from ..blocks.number_types import is_low
+from ..blocks.dtensor import full_of, local_of
+from ..blocks.module_state import saved_tensors
 from ..comm import Group
 from ..optim.builds import OptimizerBuilds
 from ..optim.gathered_steps import Stepper
@@ -33,13 +34,7 @@ from .grad_norm import AbsentGradients, GradNorm
 from .grad_reducer import GradReducer
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
-from .state_dict import (
-    full_weights,
-    load_modules_beside,
-    load_optimizers_beside,
-    read_beside,
-    require_beside,
-)
+from .state_dict import BesideTensors, named_masters, of_model
 from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
 
 Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
@@ -67,15 +62,16 @@ class KeptState(NamedTuple):
     stepper: Stepper | None = None
 
     def home_of(self, key: str) -> torch.device:
-        """Return where a state belongs."""
+        """Return where a state belongs: beside the parameter; counts of steps on the host, unless kernels read them."""
         assert self.handle is not None
-        return self.handle.device if self.stepper is None else self.stepper.home_of(self.handle, key)
+        on_host = key == "step" and self.stepper is not None
+        on_host = on_host and not (self.group.get("capturable") or self.group.get("fused"))
+        return torch.device("cpu") if on_host else self.handle.device
 
     @property
     def group(self) -> Mapping[str, Any]:
         """The settings of its group."""
-        found = None if self.stepper is None or self.handle is None else self.stepper.group_of(self.handle)
-        return {} if found is None else found[1]
+        return {} if self.stepper is None or self.handle is None else self.stepper.group_of(self.handle)
 
 
 class TrainingState:
@@ -110,7 +106,8 @@ class TrainingState:
         self.weights, self._whole, self._at_one_place = ShardedWeights(), builds.whole, builds.at_one_place
         buckets = self._buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
-        self.steppers = builds.bind(self.masters)
+        self.steppers = builds.bind(self.masters.of)
+        self.beside = BesideTensors(stages, self.steppers, self.masters)
         self.zero_split = self._describe_split(builds.why)
         self.read_bytes()  # what was resident while weights were cut into shards does not belong to the training
 
@@ -221,17 +218,9 @@ class TrainingState:
         """Return the ranks over which the gradient of a parameter is summed."""
         return self._buckets.replicas_of(self._buckets.home[parameter][0])
 
-    def stepped_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the type in which a parameter is stepped."""
-        return torch.float32 if is_low(parameter.dtype) else parameter.dtype
-
-    def stepped(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what the optimizers of this rank work on, by the names of weights in the whole model."""
-        for stage in self._stages.values():
-            for name, parameter in stage.named_weights().items():
-                master = self.masters.of(parameter)
-                if master is not None:
-                    yield name, master
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """Return what the optimizers of this rank work on, by the names of weights in the whole model."""
+        return named_masters(self._stages, self.masters)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -268,7 +257,9 @@ class TrainingState:
         found = {}
         for number, stage in self._stages.items():
             with self.weights.gathered(number):
-                found.update(full_weights({number: stage}, self._groups.tensor))
+                for name, tensor in saved_tensors(stage).items():
+                    full = full_of(tensor) if isinstance(tensor, DTensor) else gather_full(tensor, self._groups.tensor)
+                    found[of_model(name)] = full.detach().clone()
         return found
 
     def read_bytes(self) -> StateBytes:
@@ -277,19 +268,3 @@ class TrainingState:
         values = (value for kept in states for value in (kept.values() if isinstance(kept, Mapping) else [kept]))
         tensors = (value for value in values if isinstance(value, Tensor))
         return self._stats.read(self.masters.num_bytes + sum(tensor.nbytes for tensor in tensors))
-
-    def read_beside(self) -> dict[str, Tensor]:
-        """Return what modules and optimizers keep beside tensors of weights: see `state_dict`."""
-        return read_beside(self._stages, self.steppers, self.masters)
-
-    def require_beside(self, names: Iterable[str]) -> None:
-        """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
-        require_beside(self._stages, self.steppers, names)
-
-    def load_modules_beside(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what modules gave to `read_beside`, which may write to weights: these are loaded after it."""
-        load_modules_beside(self._stages, state)
-
-    def load_optimizers_beside(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what optimizers gave to `read_beside`, when the states of parameters are there."""
-        load_optimizers_beside(self._stages, self.steppers, self.masters, state)

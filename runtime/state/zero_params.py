@@ -81,8 +81,11 @@ class WeightBucket:
             self.shard = self.shard.clone()
             ResizableStorage(self.shard, MemoryKind.WEIGHTS, stats)
         self.stepped = self.shard.float() if is_low(first.dtype) else self.shard
-        held = zip(parameters, self.layout.held(self.stepped), strict=True)
-        self.segments = [None if tensor is None else _segment(parameter, tensor, whole) for parameter, tensor in held]
+        self.segments = [None if tensor is None else nn.Parameter(tensor) for tensor in self.layout.held(self.stepped)]
+        for parameter, made in zip(parameters, self.segments, strict=True):
+            shard = shard_of(parameter)
+            if whole and made is not None and shard is not None:
+                mark_shard(made, shard)
         self._show()
         self.free()
 
@@ -104,13 +107,6 @@ class WeightBucket:
     def _show(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
-
-
-def _segment(parameter: nn.Parameter, held: Tensor, whole: bool) -> nn.Parameter:
-    made, shard = nn.Parameter(held), shard_of(parameter)
-    if whole and shard is not None:
-        mark_shard(made, shard)
-    return made
 
 
 class ShardedMasters(Masters):

@@ -28,7 +28,9 @@ from torch import Tensor
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import write_whole, writing
 from quintsched.files.plain import require_folder
+from quintsched.plan import Plan
 
+from ...comm.control import first_said
 from ...settings.run_settings import Start
 from ..dcp_files import TABLE
 from ..dcp_files import file_name as dcp_file_name
@@ -39,7 +41,7 @@ from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_in
 from .background import HostBuffer, JointWrite, Writer
 from .manifest import MANIFEST, VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
 from .opening import COSTS, OpenRun, open_run
-from .run_folder import SavedStep
+from .run_folder import SavedStep, saved_steps, step_folder
 
 Format = Literal["native", "dcp"]
 
@@ -52,9 +54,9 @@ LOADERS = "loader.replica"
 MOST_WORDS = 1000
 
 
-def plan_digest(saves: EngineSaves) -> str:
+def plan_digest(plan: Plan) -> str:
     """Return what tells apart the plans that wrote checkpoints."""
-    return hashlib.sha256(saves.plan.to_json().encode()).hexdigest()
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
 class Found:
@@ -74,8 +76,8 @@ class Found:
         self.loader: bytes | None = None
         self.manifest = manifest = read_manifest(saved.manifest, saved.step)
         self._paths = [saved.folder / file.name for file in manifest.files]
-        rank, files = saves.rank_number, manifest.files
-        self._fits = isinstance(manifest, Manifest) and manifest.plan_sha256 == plan_digest(saves)
+        rank, files = saves.rank.number, manifest.files
+        self._fits = isinstance(manifest, Manifest) and manifest.plan_sha256 == plan_digest(saves.plan)
         for number in [rank] if self._fits else range(rank, len(files), saves.plan.mesh.size):
             if isinstance(manifest, Manifest) and self._fits and manifest.mesh != str(saves.plan.mesh):
                 fault = f"the mesh is {manifest.mesh}, but that of its plan is {saves.plan.mesh}"
@@ -99,14 +101,14 @@ class Found:
 
     def load(self) -> None:
         """Let the engine have what was saved (collective); raises `MisfitError`, before any tensor is changed."""
-        saves, replicas = self._saves, self._saves.replicas
+        saves, replicas = self._saves, self._saves.rank.replicas
         if isinstance(self.manifest, DcpManifest):
             name = f"{LOADERS}{replicas[0]}"
             state = saves.load_dcp(self.folder, beside=[name]).beside[name]
             self.loader = state if isinstance(state, bytes) and self.manifest.replicas == replicas[1] else None
             return
-        are_own = saves.everyone.add(float(self._fits))[0] == saves.plan.mesh.size
-        paths = self._paths[saves.rank_number : saves.rank_number + 1] if are_own else self._paths
+        are_own = saves.rank.everyone.add(float(self._fits))[0] == saves.plan.mesh.size
+        paths = self._paths[saves.rank.number : saves.rank.number + 1] if are_own else self._paths
         saves.load_state_files(paths, are_own=are_own)
         with SavedState.of_files(paths, lambda _: StateLayout(replicas)) as saved:
             loader = saved.of_replica(LOADER, *replicas)
@@ -125,8 +127,9 @@ class OpenCheckpoints:
 
     def __init__(self, saves: EngineSaves, opened: OpenRun, how: Checkpoints, settings: Mapping[str, Any]) -> None:
         self._saves, self._how, self._settings = saves, how, settings
+        self._everyone = saves.rank.everyone
         self.folder, self.run, self.moved = opened.folder, opened.run, opened.words
-        self._writer, self._buffer = Writer(), HostBuffer(saves.device)
+        self._writer, self._buffer = Writer(), HostBuffer(saves.rank.groups.world.device)
 
     def newest_whole(self) -> Found | None:
         """Return the newest checkpoint that is whole on all ranks, or None where there is none at all.
@@ -138,7 +141,7 @@ class OpenCheckpoints:
         for saved in self._steps():
             found, words = self._examined(saved)
             if found is not None:
-                self._saves.everyone.together(found.require_readable)
+                self._everyone.together(found.require_readable)
                 found.skipped = tuple(skipped)
                 return found
             skipped.append((saved.step, words))
@@ -168,7 +171,7 @@ class OpenCheckpoints:
     def finish(self) -> None:
         """Return when the last save is on the disk; raises `UsageError` on all ranks where one could not write."""
         if self._writer.is_under_way:
-            self._writer.finish(self._saves.everyone)
+            self._writer.finish(self._everyone)
 
     def give_up(self) -> None:
         """End because the run fails: a save that is under way counts if all ranks have written their parts."""
@@ -183,15 +186,15 @@ class OpenCheckpoints:
         entries = entries_of(state)
         if self._how.background:
             state = self._buffer.take(state)
-        final, mesh, digest = self.folder.step_folder(step), saves.plan.mesh, plan_digest(saves)
+        final, mesh, digest = step_folder(self.folder.directory, step), saves.plan.mesh, plan_digest(saves.plan)
         patience_s, given_up = self._how.patience_s, self._writer.given_up
-        joint = JointWrite(attempt, final, saves.rank_number, mesh.size, patience_s, given_up)
+        joint = JointWrite(attempt, final, saves.rank.number, mesh.size, patience_s, given_up)
 
         def write(folder: Path, state: Mapping[str, Tensor] = state) -> WrittenFile:
-            if saves.rank_number == 0:
+            if saves.rank.number == 0:
                 self.folder.clear(attempt)
             parts = (state[entry.name] for entry in entries)
-            return write_tensors(folder / file_name(saves.rank_number), entries, parts, metadata)
+            return write_tensors(folder / file_name(saves.rank.number), entries, parts, metadata)
 
         def complete(files: Sequence[WrittenFile]) -> None:
             manifest = make_manifest(self.run, step, digest, mesh, files, progress, self._settings)
@@ -200,8 +203,8 @@ class OpenCheckpoints:
         self._writer.start(partial(joint.run, write, complete))
 
     def _save_dcp(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
-        saves, everyone, attempt = self._saves, self._saves.everyone, self.folder.next_attempt()
-        replica, num_replicas = saves.replicas
+        saves, everyone, attempt = self._saves, self._everyone, self.folder.next_attempt()
+        replica, num_replicas = saves.rank.replicas
 
         def clear() -> None:
             with writing(attempt, WHAT):
@@ -209,7 +212,7 @@ class OpenCheckpoints:
 
         everyone.together(lambda: clear() if everyone.is_first else None)
         saves.save_dcp(attempt, beside={} if loader is None else {f"{LOADERS}{replica}": loader})
-        names = [dcp_file_name(saves.rank_number), *([TABLE] if everyone.is_first else [])]
+        names = [dcp_file_name(saves.rank.number), *([TABLE] if everyone.is_first else [])]
         mine = everyone.together(lambda: [_written(attempt / name) for name in names])
         said = everyone.share_bytes(b"\n".join(file.model_dump_json().encode() for file in mine))
         manifest = DcpManifest(
@@ -226,17 +229,17 @@ class OpenCheckpoints:
 
     def _complete(self, attempt: Path, manifest: Manifest | DcpManifest) -> None:
         """Write the manifest, and let the save be the checkpoint of its step."""
-        with writing(self.folder.step_folder(manifest.step), WHAT):
+        with writing(step_folder(self.folder.directory, manifest.step), WHAT):
             write_whole(attempt / MANIFEST, manifest.to_json(), WHAT, durable=True)
             self.folder.complete(attempt, manifest.step, self._how.keep)
 
     def _steps(self) -> list[SavedStep]:
         """Return the checkpoints that the first rank sees, the newest first."""
-        everyone, folder = self._saves.everyone, self.folder
-        mine = everyone.together(lambda: folder.steps() if everyone.is_first else [])
+        everyone, directory = self._everyone, self.folder.directory
+        mine = everyone.together(lambda: saved_steps(directory) if everyone.is_first else [])
         names = json.dumps([[one.step, one.is_newer, one.folder.name] for one in mine]).encode()
         seen = json.loads(everyone.share_bytes(names)[0])
-        return [SavedStep(step, is_newer, folder.directory / name) for step, is_newer, name in seen]
+        return [SavedStep(step, is_newer, directory / name) for step, is_newer, name in seen]
 
     def _examined(self, saved: SavedStep) -> tuple[Found | None, str]:
         """Return a checkpoint, if it is whole on all ranks, or what the first rank says that finds it is not."""
@@ -248,9 +251,8 @@ class OpenCheckpoints:
             except InputError as error:
                 return None, str(error)
 
-        found, words = self._saves.everyone.together(examine)
-        said = self._saves.everyone.share_bytes(words.encode()[:MOST_WORDS])
-        first = next((words for words in said if words), b"").decode(errors="ignore")
+        found, words = self._everyone.together(examine)
+        first = first_said(words[:MOST_WORDS], self._saves.rank.groups.world)
         return (None, first) if first else (found, "")
 
 
@@ -284,7 +286,7 @@ class Checkpoints:
         The last save has ended when it is left. Raises, on all ranks alike, `UsageError` where another run lives or was
         saved there; see `opening`.
         """
-        opened = open_run(self.directory, start, saves.everyone, [COSTS])
+        opened = open_run(self.directory, start, saves.rank.everyone, [COSTS])
         run = OpenCheckpoints(saves, opened, self, settings or {})
         try:
             try:

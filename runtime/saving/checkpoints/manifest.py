@@ -142,7 +142,11 @@ def parse_manifest(content: bytes, step: int) -> Manifest | DcpManifest:
     if isinstance(manifest, Manifest):
         _require_ranks(manifest)
     else:
-        _require_plain_names(manifest)
+        for number, file in enumerate(manifest.files):
+            try:
+                require_plain_name(file.name)
+            except InputError as error:
+                raise InputError(f"{pointer('files', number, 'name')}: {error}") from None
     return manifest
 
 
@@ -162,18 +166,12 @@ def _without_seal(content: bytes) -> dict[str, Any]:
     return found | {"version": VERSION, "run": None} if version == 1 and not sealed and "run" not in found else found
 
 
-def _require_plain_names(manifest: DcpManifest) -> None:
-    """Raise `InputError` where a file is not one of the folder."""
-    for number, file in enumerate(manifest.files):
-        try:
-            require_plain_name(file.name)
-        except InputError as error:
-            raise InputError(f"{pointer('files', number, 'name')}: {error}") from None
-
-
 def _require_ranks(manifest: Manifest) -> None:
     """Raise `InputError` unless the manifest lists one file per rank of its mesh, in order."""
-    ranks = _ranks_of(manifest.mesh)
+    try:
+        ranks = Mesh.parse("" if manifest.mesh == str(Mesh()) else manifest.mesh).size
+    except UsageError as error:
+        raise InputError(f"/mesh: {error}") from error
     for rank, file in enumerate(manifest.files[:ranks]):
         if file.name != file_name(rank):
             fault = f"the file of rank {rank} must be {file_name(rank)!r}, not {shorten(file.name)!r}"
@@ -184,11 +182,3 @@ def _require_ranks(manifest: Manifest) -> None:
     if len(manifest.files) > ranks:
         extra = shorten(manifest.files[ranks].name)
         raise InputError(f"/files: the mesh {manifest.mesh} has {ranks} ranks, so {extra!r} is one file too many")
-
-
-def _ranks_of(mesh: str) -> int:
-    """Return how many ranks a mesh has that was written by `str`."""
-    try:
-        return Mesh.parse("" if mesh == str(Mesh()) else mesh).size
-    except UsageError as error:
-        raise InputError(f"/mesh: {error}") from error

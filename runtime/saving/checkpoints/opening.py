@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import writing
@@ -23,7 +23,7 @@ from ...comm.control import ControlGroup
 from ...settings.run_settings import Start
 from ..write_tensors import WHAT
 from .manifest import read_manifest
-from .run_folder import RunFolder, SavedStep
+from .run_folder import RunFolder, SavedStep, saved_steps
 from .run_lock import RunLock, lock_folder, sees_lock
 
 COSTS = "block_costs.json"
@@ -33,21 +33,14 @@ LOCK_PATIENCE_S = 5.0
 """How long a run waits for another one that is about to end, and for a file system to show what was written."""
 
 
-@dataclass(frozen=True)
-class OpenRun:
-    """A folder that a run has to itself.
-
-    Attributes:
-        folder: its checkpoints.
-        run: the id of the run, 16 hexadecimal digits.
-        words: what was moved away, or nothing.
-        lock: on the first rank, what keeps others out.
-    """
+class OpenRun(NamedTuple):
+    """A folder that a run has to itself; `run` is its id, 16 hexadecimal digits, `words` say what was moved away."""
 
     folder: RunFolder
     run: str
     words: str
     lock: RunLock | None
+    """On the first rank, what keeps others out."""
 
 
 def open_run(directory: Path, start: Start, everyone: ControlGroup, beside: Sequence[str] = ()) -> OpenRun:
@@ -86,7 +79,7 @@ def _require_common(directory: Path, launch: str) -> None:
 
 def _begin(folder: RunFolder, start: Start, launch: str, beside: Sequence[str]) -> tuple[str, str]:
     """Return the id of the run that begins or goes on, and what was moved away, in words."""
-    steps = folder.steps()
+    steps = saved_steps(folder.directory)
     if not steps:
         return launch, ""
     runs = {saved.folder: run for saved in steps if (run := _run_of(saved)) is not None}

@@ -63,14 +63,6 @@ class RunFolder:
         self._attempts = self._removed = 0
         self._has_said = False
 
-    def step_folder(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies."""
-        return step_folder(self.directory, step)
-
-    def steps(self) -> list[SavedStep]:
-        """Return the checkpoints that there are, the newest first; empty folders are none."""
-        return saved_steps(self.directory)
-
     def next_attempt(self) -> Path:
         """Return the name under which the next save is written; all ranks get the same one."""
         self._attempts += 1
@@ -84,7 +76,7 @@ class RunFolder:
 
     def complete(self, attempt: Path, step: int, keep: int) -> None:
         """Let a save that is on the disk be the checkpoint of `step`; then drop what is not among the latest `keep`."""
-        final = self.step_folder(step)
+        final = step_folder(self.directory, step)
         replaced = final.with_name(f"{final.name}.replaced")
         if os.path.lexists(final) and os.path.lexists(replaced):
             self._drop(replaced)
@@ -99,7 +91,7 @@ class RunFolder:
     def move_to_old_runs(self, run_of: Mapping[Path, str], beside: Sequence[str]) -> list[Path]:
         """Move every step to the folder of its run below this one, with copies of what lies `beside`; return these."""
         homes = []
-        for saved in self.steps():
+        for saved in saved_steps(self.directory):
             home = self.directory / f"run-{run_of.get(saved.folder, 'unknown')}"
             if home not in homes:
                 home.mkdir(exist_ok=True)
@@ -114,7 +106,7 @@ class RunFolder:
 
     def _set_later_aside(self, step: int) -> None:
         """Move away later steps: this run did not go on from them, and a resumed one must not."""
-        later = [saved for saved in self.steps() if saved.step > step]
+        later = [saved for saved in saved_steps(self.directory) if saved.step > step]
         if later:
             home = self.directory / f"set-aside-{self._launch}"
             home.mkdir(exist_ok=True)
@@ -122,7 +114,7 @@ class RunFolder:
                 saved.folder.rename(_free(home / saved.folder.name))
 
     def _drop_old(self, keep: int) -> None:
-        saved = self.steps()
+        saved = saved_steps(self.directory)
         kept: dict[int, Path] = {}
         for one in saved:
             if one.is_complete and len(kept) < keep:
@@ -159,7 +151,7 @@ def step_folder(directory: Path, step: int) -> Path:
 
 
 def saved_steps(directory: Path) -> list[SavedStep]:
-    """Return the checkpoints of a folder, the newest first; there are none where there is no folder.
+    """Return the checkpoints of a folder, the newest first; empty ones are none, and there may be no folder.
 
     Raises `InputError` for a folder that cannot be read.
     """

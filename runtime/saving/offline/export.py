@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,14 +29,13 @@ from .new_folder import require_no_run, require_no_step
 SUFFIX = ".safetensors"
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """What was written: the files, how many tensors, and their bytes; `tied` are names that one tensor stands for."""
 
     files: tuple[Path, ...]
     tensors: int
     num_bytes: int
-    tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tied: Mapping[str, Sequence[str]]
 
 
 def export(

@@ -22,10 +22,6 @@ from ..checkpoints.run_folder import SavedStep, saved_steps
 from ..write_tensors import WHAT, require_intact
 
 
-class InterruptedSave(InputError):
-    """A checkpoint without a manifest."""
-
-
 @dataclass(frozen=True)
 class FoundStep:
     """A checkpoint, and what is wrong with it; without a manifest nothing else is known of it."""
@@ -87,20 +83,16 @@ def newest_whole(path: Path, step: int | None) -> tuple[FoundStep, list[FoundSte
 
 def _look_at(saved: SavedStep) -> FoundStep:
     try:
-        manifest = read_any(saved)
+        require_folder(saved.folder, WHAT)
+        with reading(saved.folder, WHAT):
+            names = os.listdir(saved.folder)
+        if MANIFEST not in names:
+            interrupted = f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}"
+            return FoundStep(saved, None, interrupted, is_interrupted=True)
+        manifest = read_manifest(saved.manifest, saved.step)
     except InputError as error:
-        return FoundStep(saved, None, str(error), isinstance(error, InterruptedSave))
+        return FoundStep(saved, None, str(error))
     return FoundStep(saved, manifest, _fault_of_sizes(saved.folder, manifest))
-
-
-def read_any(saved: SavedStep) -> Manifest | DcpManifest:
-    """Return the manifest of a checkpoint of either format; raises `InputError`, `InterruptedSave` without one."""
-    require_folder(saved.folder, WHAT)
-    with reading(saved.folder, WHAT):
-        names = os.listdir(saved.folder)
-    if MANIFEST not in names:
-        raise InterruptedSave(f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}")
-    return read_manifest(saved.manifest, saved.step)
 
 
 def _fault_of_sizes(folder: Path, manifest: Manifest | DcpManifest) -> str | None:

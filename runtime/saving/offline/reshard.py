@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from quintsched.plan import Plan
 
 from ...stage.build import cut, cut_as_planned
 from ...state.state_dict import STATES
-from ..checkpoints.checkpoints import LOADER
+from ..checkpoints.checkpoints import LOADER, plan_digest
 from ..checkpoints.manifest import MANIFEST, Manifest, file_name, make_manifest
+from ..checkpoints.run_folder import step_folder
 from ..load_state import require_of_any_mesh
 from ..placement import Placement
 from ..pretrained.safetensors_folder import open_folder
@@ -42,14 +43,6 @@ ALL = 2**31
 """How many checkpoints stay: all."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a rank's file has of a tensor: all of it, or the numbers [start, stop) of the flat one."""
-
-    name: str
-    placement: Placement
-
-
 def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> Path:
     """Write a checkpoint for a plan's ranks into the folder `output`, and return where it lies.
 
@@ -61,34 +54,22 @@ def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> 
             f"{saved.where}: {next(iter(saved.beside))!r} is of a shard of its weight, and has no place in a "
             "whole one; resume with the tp and the ZeRO stage that wrote it"
         )
-    shares = _shares(saved, plan)
+    shares, step = _shares(saved, plan), manifest.step
 
-    def write(folder: Path) -> list[WrittenFile]:
-        return [
-            _write_rank(saved, folder / file_name(rank), plan, rank, shares[rank]) for rank in range(plan.mesh.size)
-        ]
+    def write(folder: Path) -> Manifest:
+        ranks = enumerate(shares)
+        files = [_write_rank(saved, folder / file_name(rank), plan, rank, share) for rank, share in ranks]
+        digest, run = plan_digest(plan), manifest.run or _new_run()
+        return make_manifest(run, step, digest, plan.mesh, files, manifest.progress, manifest.settings)
 
-    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
-    return _write_step(
-        output,
-        manifest.step,
-        write,
-        lambda files: make_manifest(
-            manifest.run or _new_run(), manifest.step, digest, plan.mesh, files, manifest.progress, manifest.settings
-        ),
-    )
+    return _write_step(output, step, write)
 
 
 def _new_run() -> str:
     return os.urandom(8).hex()
 
 
-def _write_step(
-    output: Path,
-    step: int,
-    write: Callable[[Path], list[WrittenFile]],
-    manifest_of: Callable[[Sequence[WrittenFile]], Manifest],
-) -> Path:
+def _write_step(output: Path, step: int, write: Callable[[Path], Manifest]) -> Path:
     """Write a checkpoint into the folder of a new run; it counts only when all of it is on the disk.
 
     Raises `UsageError` where a run saves there, or has saved.
@@ -97,20 +78,20 @@ def _write_step(
         attempt = folder.next_attempt()
         try:
             attempt.mkdir()
-            write_whole(attempt / MANIFEST, manifest_of(write(attempt)).to_json(), WHAT, durable=True)
+            write_whole(attempt / MANIFEST, write(attempt).to_json(), WHAT, durable=True)
             folder.complete(attempt, step, ALL)
         except BaseException:
             shutil.rmtree(attempt, ignore_errors=True)
             raise
-    return folder.step_folder(step)
+    return step_folder(output, step)
 
 
-def _shares(saved: SavedState, plan: Plan) -> list[list[Share]]:
-    """Return what each rank's file has."""
+def _shares(saved: SavedState, plan: Plan) -> list[dict[str, Placement]]:
+    """Return what each rank's file has: all of a tensor, or a range of the flat one."""
     mesh = plan.mesh
     pp_of = _pp_of_blocks(saved, plan)
     holders = [[rank for rank in range(mesh.size) if mesh.pp_rank(rank) == pp] for pp in range(mesh.axis_size("pp"))]
-    found: list[list[Share]] = [[] for _ in range(mesh.size)]
+    found: list[dict[str, Placement]] = [{} for _ in range(mesh.size)]
     for name in saved.pieces:
         if name in (LOADER, STATES):
             continue
@@ -119,11 +100,11 @@ def _shares(saved: SavedState, plan: Plan) -> list[list[Share]]:
             require_of_any_mesh(saved, name)
         ranks, count = holders[pp_of.get(block_of(name), 0)], prod(shape)
         if not shape or count < len(ranks):
-            found[ranks[0]].append(Share(name, Placement.whole(shape)))
+            found[ranks[0]][name] = Placement.whole(shape)
             continue
         for index, rank in enumerate(ranks):
             span = (index * count // len(ranks), (index + 1) * count // len(ranks))
-            found[rank].append(Share(name, Placement.whole(shape, span if len(ranks) > 1 else None)))
+            found[rank][name] = Placement.whole(shape, span if len(ranks) > 1 else None)
     return found
 
 
@@ -151,32 +132,26 @@ def block_of(name: str) -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, shares: Sequence[Share]) -> WrittenFile:
+def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, share: Mapping[str, Placement]) -> WrittenFile:
     at, mesh = plan.mesh.coordinates(rank), plan.mesh
     replica = at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0)
     num_replicas = mesh.axis_size("dp") * mesh.axis_size("ep")
-    names = {share.name.removeprefix(MODEL) for share in shares}
+    names = {name.removeprefix(MODEL) for name in share}
     own = {n: called for layout in saved.layouts for n, called in layout.own_names.items() if n in names}
     dtypes = {
         n: dtype for layout in saved.layouts for n, dtype in layout.dtypes.items() if n.removeprefix(MODEL) in names
     }
-    placements = {share.name: share.placement for share in shares if not share.placement.is_plain}
+    placements = {name: placement for name, placement in share.items() if not placement.is_plain}
     layout = StateLayout((replica, num_replicas), placements, {}, dtypes, own, saved.layouts[0].same)
-    of = {share.name: share.placement for share in shares}
-    entries = [FileEntry(name, name, saved.dtype(name), placement.held) for name, placement in of.items()]
+    entries = [FileEntry(name, name, saved.dtype(name), placement.held) for name, placement in share.items()]
+    parts: dict[str, Iterable[Tensor]] = {name: saved.windows(name, held.span) for name, held in share.items()}
     loader = saved.of_replica(LOADER, replica, num_replicas)
     if loader is not None:
         entries.append(FileEntry(LOADER, LOADER, loader.dtype, tuple(loader.shape)))
-
-    def parts_of(entry: FileEntry) -> Iterable[Tensor]:
-        return (
-            saved.windows(entry.name, of[entry.name].span) if entry.name in of else [] if loader is None else [loader]
-        )
-
+        parts[LOADER] = [loader]
     entries = in_file_order(entries)
-    return write_tensors(
-        path, entries, (part for entry in entries for part in parts_of(entry)), {LAYOUT: layout.to_text()}
-    )
+    numbers = chain.from_iterable(parts[entry.name] for entry in entries)
+    return write_tensors(path, entries, numbers, {LAYOUT: layout.to_text()})
 
 
 def import_weights(source: Path, output: Path) -> Path:
@@ -192,12 +167,12 @@ def import_weights(source: Path, output: Path) -> Path:
         saved.add(MODEL + name, name, Placement.whole(stored.shape), stored)
     entries = in_file_order(FileEntry(name, name, saved.dtype(name), saved.shape(name)) for name in saved.pieces)
 
-    def write(attempt: Path) -> list[WrittenFile]:
+    def write(attempt: Path) -> Manifest:
         parts = (window for entry in entries for window in saved.windows(entry.name))
-        return [write_tensors(attempt / file_name(0), entries, parts, {LAYOUT: StateLayout().to_text()})]
+        file = write_tensors(attempt / file_name(0), entries, parts, {LAYOUT: StateLayout().to_text()})
+        return make_manifest(_new_run(), 0, hashlib.sha256(b"").hexdigest(), Mesh(), [file], {})
 
-    nothing = hashlib.sha256(b"").hexdigest()
-    return _write_step(output, 0, write, lambda files: make_manifest(_new_run(), 0, nothing, Mesh(), files, {}))
+    return _write_step(output, 0, write)
 
 
 def plan_for(manifest: Manifest, mesh: str, **given: Any) -> Plan:

@@ -10,7 +10,7 @@ chunking are known here. A folder that has the model's names already is left as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -20,14 +20,6 @@ from ..stored_tensors import StoredTensor, joined, part_of
 from .origins import find_prefix
 from .safetensors_folder import Folder
 from .tensor_names import ModelNames
-
-
-@dataclass
-class _Group:
-    """What one converter makes a tensor of, by its source patterns."""
-
-    converter: Any
-    sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
 
 
 def in_model_names(folder: Folder, names: ModelNames) -> Folder:
@@ -50,27 +42,29 @@ def _converted(folder: Folder, transforms: Sequence[Any]) -> dict[str, StoredTen
     converters = [rule for rule in transforms if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, StoredTensor] = {}
-    groups: dict[str, _Group] = {}
+    groups: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}  # by name: the converter, what it makes it of
     for name in sorted(folder.tensors, key=loading.dot_natural_key):
         renamed, pattern = loading.apply_converters(loading.apply_renamings(name, renamings), converters)
         if pattern is None:
             found[renamed] = folder.tensors[name]
         else:
-            group = groups.setdefault(renamed, _Group(by_pattern[pattern]))
-            group.sources.setdefault(pattern, []).append(folder.tensors[name])
-    for name, group in groups.items():
-        found.update(_carried_out(folder, name, group))
+            _, sources = groups.setdefault(renamed, (by_pattern[pattern], {}))
+            sources.setdefault(pattern, []).append(folder.tensors[name])
+    for name, (converter, sources) in groups.items():
+        found.update(_carried_out(folder, name, converter, sources))
     return found
 
 
-def _carried_out(folder: Folder, name: str, group: _Group) -> Mapping[str, StoredTensor]:
+def _carried_out(
+    folder: Folder, name: str, converter: Any, sources: Mapping[str, list[StoredTensor]]
+) -> Mapping[str, StoredTensor]:
     """Return the tensors that a converter makes."""
-    patterns, targets = group.converter.source_patterns, group.converter.target_patterns
-    made = {name: [tensor for pattern in patterns for tensor in group.sources.get(pattern, ())]}
-    for operation in group.converter.operations:
+    patterns, targets = converter.source_patterns, converter.target_patterns
+    made = {name: [tensor for pattern in patterns for tensor in sources.get(pattern, ())]}
+    for operation in converter.operations:
         kind = type(operation).__name__
         if kind == "MergeModulelist":
-            stacks = [group.sources[pattern] for pattern in patterns if pattern in group.sources]
+            stacks = [sources[pattern] for pattern in patterns if pattern in sources]
             made = {name: [joined(stack, operation.dim, stacks=True) for stack in stacks]}
         elif kind == "Concatenate":
             made = {name: [joined(made[name], operation.dim)]}

@@ -94,11 +94,6 @@ class _Config(BaseModel):
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
 
-    @property
-    def head_dim(self) -> int | None:
-        """Return the width of a head, where it is known."""
-        return None if self.n_embd is None or self.n_head is None else self.n_embd // self.n_head
-
 
 def require_gpt2(blocks: Sequence[nn.Module], names: Collection[str], config: Mapping[str, Any]) -> None:
     """Raise `MisfitError` for another depth, other heads, activation or epsilon, or attention scaled otherwise."""
@@ -117,7 +112,8 @@ def require_gpt2(blocks: Sequence[nn.Module], names: Collection[str], config: Ma
 
 
 def _require_like(block: nn.Module, theirs: _Config) -> None:
-    activation, head_dim, epsilon = theirs.activation_function, theirs.head_dim, theirs.layer_norm_epsilon
+    activation, epsilon = theirs.activation_function, theirs.layer_norm_epsilon
+    head_dim = None if theirs.n_embd is None or theirs.n_head is None else theirs.n_embd // theirs.n_head
     for module in block.modules():
         if isinstance(module, Mlp) and module.approximate != _APPROXIMATIONS.get(activation):
             ours = "gelu_tanh" if module.approximate == "tanh" else "gelu"

@@ -19,7 +19,7 @@ from ..placement import Placement
 from ..rank_tensors import RankTensors
 from ..replaced_folder import standing
 from ..saved_state import MODEL, SavedState
-from ..stored_tensors import StoredTensor, alike, turned
+from ..stored_tensors import alike, turned
 from .conversions import in_model_names
 from .gpt2 import require_gpt2
 from .origins import OLD_BUFFERS, Origin, Prefix, find_prefix, join_tied, require_names
@@ -60,7 +60,8 @@ def load_pretrained(
         if not stored:
             lacking[prefix.in_file(origin.name)] = name
         elif name in shapes:
-            tensor = _in_model(folder, origin, stored)
+            tensor = alike(stored, folder.path)
+            tensor = turned(tensor) if origin.transposed else tensor
             shape = tensor.shape
             if origin.is_cut_short and shape[1:] == shapes[name][1:] and shape[0] > shapes[name][0]:
                 shape = shapes[name]
@@ -81,9 +82,3 @@ def _origins(folder: Folder, names: ModelNames, given: Mapping[str, str] | None)
     except MisfitError as error:
         raise MisfitError(f"{folder.path}: {error}") from None
     return origins, find_prefix((origin.name for origin in origins.values()), found)
-
-
-def _in_model(folder: Folder, origin: Origin, stored: Mapping[str, StoredTensor]) -> StoredTensor:
-    """Return a tensor as the model has it."""
-    tensor = alike(stored, folder.path)
-    return turned(tensor) if origin.transposed else tensor

@@ -30,7 +30,7 @@ from quintsched.files.atomic import write_whole, writing
 from ...blocks.number_types import TYPES, name_of
 from ...comm import Group
 from ...comm.control import share_bytes
-from ..gather import gather_boxes, outline
+from ..gather import gather_boxes
 from ..rank_tensors import HeldTensor, RankTensors
 from ..replaced_folder import replace_folder
 from ..write_tensors import FileEntry, in_file_order, write_tensors
@@ -171,7 +171,7 @@ def _gathered(
         sizes, offsets = list(shape), [0] * len(shape)
         if shape:
             sizes[dim], offsets[dim] = size, start
-        piece = gather_boxes(boxes, outline(sizes, offsets), entry.dtype, group)
+        piece = gather_boxes(boxes, sizes, entry.dtype, group, offsets)
         yield piece.t() if turned else piece
 
 

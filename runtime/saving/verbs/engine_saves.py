@@ -18,7 +18,6 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ...comm.control import ControlGroup
 from ...state.state_dict import list_states
 from ..dcp import load_dcp, save_dcp
 from ..gather import full_state
@@ -49,26 +48,6 @@ class EngineSaves:
         """The plan of the engine."""
         return self.rank.model.plan
 
-    @property
-    def everyone(self) -> ControlGroup:
-        """All ranks."""
-        return self.rank.everyone
-
-    @property
-    def rank_number(self) -> int:
-        """The number of this rank among all."""
-        return self.rank.groups.world.index
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.rank.groups.world.device
-
-    @property
-    def replicas(self) -> tuple[int, int]:
-        """Which replica of the batch the rank belongs to, and how many there are."""
-        return self.rank.model.replica, self.rank.model.num_replicas
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
 
@@ -77,7 +56,7 @@ class EngineSaves:
         optimizers and modules keep elsewhere. Raises `UsageError` for what an optimizer keeps if no file can hold it.
         """
         progress = self._progress()
-        state = apart({**self.rank.tensors(), **self.rank.training.read_beside(), **progress})
+        state = apart({**self.rank.tensors(), **self.rank.training.beside.read(), **progress})
         return {**state, **list_states(state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ from quintsched.runtime.saving.checkpoints import checkpoints
 from quintsched.runtime.saving.checkpoints.background import HostBuffer, JointWrite
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
+from quintsched.runtime.saving.checkpoints.run_folder import saved_steps
 from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
@@ -63,7 +64,7 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
             saves.save(2, {})
             assert [path.name for path in tmp_path.glob("step-*")][:1] == ["step-00000001"]
         with Checkpoints(tmp_path, 2).opened(holder, "resume") as saves:
-            assert saves.folder.steps()[-1].step == 1
+            assert saved_steps(saves.folder.directory)[-1].step == 1
             path = tmp_path / "step-00000001" / "rank-00000.safetensors"
             write_tensors.require_intact(path, file_of(tmp_path, 1))
             tensors = load_file(path)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -42,7 +43,10 @@ class Holder:
 
     def __init__(self, plan: qs.Plan, transport: Transport) -> None:
         self.plan, self.transport = plan, transport
-        self.everyone = ControlGroup(transport.make_group([tuple(range(plan.mesh.size))]))
+        world = transport.make_group([tuple(range(plan.mesh.size))])
+        self.rank = SimpleNamespace(
+            everyone=ControlGroup(world), number=world.index, replicas=(0, 1), groups=SimpleNamespace(world=world)
+        )
         self.loaded: dict[str, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -54,16 +58,6 @@ class Holder:
     @property
     def saves(self) -> Holder:
         return self
-
-    replicas = (0, 1)
-
-    @property
-    def rank_number(self) -> int:
-        return self.transport.rank
-
-    @property
-    def device(self) -> torch.device:
-        return self.transport.device
 
     def holds_file(self, path: Path) -> bool:
         return True

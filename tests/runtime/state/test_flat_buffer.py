@@ -31,6 +31,6 @@ def test_the_segments_of_all_shards_are_the_parameters(shapes: list[list[int]], 
 
 
 def test_packed_parameters_lie_side_by_side() -> None:
-    layout = FlatLayout.packed([torch.ones(2, 3), torch.ones(()), torch.ones(5)])
+    layout = FlatLayout.sharded([torch.ones(2, 3), torch.ones(()), torch.ones(5)], multiple=1)
     assert layout.starts == (0, 6, 7)
     assert layout.size == layout.shard_size == 12

@@ -19,6 +19,7 @@ from quintsched.runtime.interpreter.busy_clock import Clock
 from quintsched.runtime.optim.gathered_steps import Stepper
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder, saved_steps
+from quintsched.runtime.state.training_state import KeptState
 
 from ..ranks import run_ranks
 from ..saving.test_manifest import read_json, write_sealed
@@ -116,9 +117,9 @@ def test_a_state_from_before_the_first_step_takes_the_momentum_away() -> None:
 
 def test_loaded_optimizer_state_lies_beside_its_parameter() -> None:
     weight = nn.Linear(2, 2, bias=False, device="meta").weight
-    stepper = Stepper(torch.optim.Adam([weight]), [])
-    assert stepper.home_of(weight, "exp_avg").type == "meta"
-    assert stepper.home_of(weight, "step").type == "cpu"
+    kept = KeptState(weight, {}, is_shard=True, stepper=Stepper(torch.optim.Adam([weight]), []))
+    assert kept.home_of("exp_avg").type == "meta"
+    assert kept.home_of("step").type == "cpu"
 
 
 def test_a_gpu_clock_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +221,7 @@ def test_the_only_checkpoint_is_never_taken_away(
     drop = RunFolder._drop
 
     def noted(self: RunFolder, folder: Path) -> None:
-        there.append([saved.step for saved in self.steps()])
+        there.append([saved.step for saved in saved_steps(self.directory)])
         drop(self, folder)
 
     monkeypatch.setattr(RunFolder, "_drop", noted)
