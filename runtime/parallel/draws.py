@@ -129,11 +129,11 @@ class BlockDraws(TorchFunctionMode):
 
     def _draw_keyed(self, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """Return what a dropout gives; None where it drops nothing, or draws by a seed that the block has set."""
-        keyed = _KEYED.get(func.__name__)
+        keyed = KEYED.get(func.__name__)
         if keyed is None or self._has_own_seed:
             return None
         made = keyed(self._stays, *args, **given)
-        if made is not _BY_DEVICE:
+        if made is not BY_DEVICE:
             return made
         call = self._next_call()
         shard = f" of shard {call.cut.index}" if call.cut is not None else ""
@@ -259,7 +259,7 @@ def _dropout(
     return input.copy_(found) if inplace else found
 
 
-_BY_DEVICE = torch.empty(0)
+BY_DEVICE = torch.empty(0)
 """In place of a result: fused kernels of accelerators draw themselves."""
 
 
@@ -276,7 +276,7 @@ def _attention(
 ) -> Tensor | None:
     """Attend from (…, queries, size) to (…, keys, size), and drop out of the probabilities."""
     if dropout_p == 0 or query.device.type != "cpu":
-        return None if dropout_p == 0 else _BY_DEVICE
+        return None if dropout_p == 0 else BY_DEVICE
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -293,8 +293,9 @@ def _attention(
     return None if dropped is None else dropped @ value
 
 
-_KEYED: Mapping[str, Callable[..., Tensor | None]] = {
+KEYED: Mapping[str, Callable[..., Tensor | None]] = {
     "dropout": _dropout,
     "dropout_": partial(_dropout, inplace=True),
     "scaled_dot_product_attention": _attention,
 }
+"""Functions whose masks are keyed, to what they give where `Stays` says what stays; None where nothing is dropped."""

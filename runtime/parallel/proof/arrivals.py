@@ -64,6 +64,10 @@ class GivenTree:
         """Return the tree with what is taken of each tensor."""
         return self.tree.build([take(part) for part in self.parts])
 
+    def changed(self, change: Callable[[Given], Given]) -> GivenTree:
+        """Return the tree with each tensor changed."""
+        return GivenTree([change(part) for part in self.parts], self.tree)
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -91,21 +95,22 @@ class Arrival:
             has_samples = given.tensor.dim() and given.tensor.shape[0] == self.samples
             return replace(given, tensor=given.tensor[number : number + 1]) if has_samples else given
 
-        activation, *extras = (
-            replace(tree, parts=[first(part) for part in tree.parts])
-            for tree in (self.activation, *self.extras.values())
+        return self.changed(first)
+
+    def changed(self, change: Callable[[Given], Given]) -> Arrival:
+        """Return an arrival with each tensor changed, in the order of activation, riders and extras."""
+        return replace(
+            self,
+            activation=self.activation.changed(change),
+            riders={name: change(rider) for name, rider in self.riders.items()},
+            extras={name: extra.changed(change) for name, extra in self.extras.items()},
         )
-        riders = {name: first(rider) for name, rider in self.riders.items()}
-        return replace(self, activation=activation, riders=riders, extras=dict(zip(self.extras, extras, strict=True)))
 
     def scaled(self, factor: float, *, late: bool = False) -> Arrival:
         """Return an arrival with other numbers in the activation, and in extras of a few: see `Given`."""
-        parts = [part.scaled(factor, late=late) for part in self.activation.parts]
-        extras = {
-            name: extra if late else GivenTree([part.other(factor) for part in extra.parts], extra.tree)
-            for name, extra in self.extras.items()
-        }
-        return replace(self, activation=GivenTree(parts, self.activation.tree), extras=extras)
+        activation = self.activation.changed(lambda part: part.scaled(factor, late=late))
+        others = {name: extra.changed(lambda part: part.other(factor)) for name, extra in self.extras.items()}
+        return replace(self, activation=activation, extras=self.extras if late else others)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
 from ..tensor.rules import Rules, find_cuts
 from ..tensor.shard import shard_of
-from .arrivals import Arrival, Given, GivenTree
+from .arrivals import Arrival, Given
 from .features_apart import DRAWS, draws_of_python, why_joined
 from .reads.drawn_parts import NotedMasks, Shapes, note_draws, undisturbed
 from .reads.weight_reads import WeightReads
@@ -288,13 +288,8 @@ class Bench:
 
     def _why_slices_meet(self, kind: Kind, arrival: Arrival) -> str:
         """Return why tokens of several ranks of tp, over which they are sliced, may meet in a kind."""
-        tree = GivenTree([Given(part.tensor, TOKENS) for part in arrival.activation.parts], arrival.activation.tree)
-        riders = {name: Given(rider.tensor) for name, rider in arrival.riders.items()}
-        extras = {
-            name: GivenTree([Given(part.tensor) for part in extra.parts], extra.tree)
-            for name, extra in arrival.extras.items()
-        }
-        sliced = replace(arrival, activation=tree, riders=riders, extras=extras)
+        whole = arrival.changed(lambda given: Given(given.tensor))
+        sliced = replace(whole, activation=whole.activation.changed(lambda given: Given(given.tensor, TOKENS)))
         gathered = Gathered(partial(self._cuts, kind, choice=kind.choice), kind.choice.gathers_before)
         setting = Setting(slices=self.group.size)
         return why_tokens_meet(kind.blueprint, sliced, setting, self.group.device, gathered)

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...settings.tensor_rules import TensorSplit
+from ..draws import BY_DEVICE, KEYED
 from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms
 from ..tensor.shard import Shard
-from .marks.labels import DRAWN
-from .marks.owner_rules import HOST, Joined, Unknown, goes_by_data, name_of, owners_of_results
+from .marks.owner_rules import HOST, Joined, Unknown, goes_by_data, owners_of_results
 from .marks.shadows import Shadows, key_of
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
@@ -59,8 +59,6 @@ class FeatureOwners(TorchDispatchMode):
         self.conditions: dict[Place, None] = {}
         self.reads = 0
         self._scopes = 0
-        self._cut_dims: dict[tuple[int, int], Tensor] = {}
-        """The owners along dimensions that are cut, by their places from the last and their sizes, up to a row."""
         self._shadows = Shadows(torch.int8)
         self._known = 0
         """How many calls deep it is in what takes features of all ranks, or in the bookkeeping."""
@@ -92,16 +90,7 @@ class FeatureOwners(TorchDispatchMode):
             self._follow(func, args, given, result)
 
     def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
-        """Note that ranks draw for their own features, where a draw has a dimension of what is cut by then."""
-        if not self._scopes or name_of(func) not in DRAWN or not isinstance(drawn, Tensor):
-            return
-        for place, size in enumerate(drawn.shape, -drawn.dim()):
-            layout = self._cut_dims.get((place, size))
-            if layout is None and drawn.dim() == 1:  # of heads, say, which others have in the third last
-                layout = next((its for (_, of_size), its in self._cut_dims.items() if of_size == size), None)
-            if layout is not None:
-                self.note(drawn, layout.view(-1, *[1] * (-1 - place)).expand(drawn.shape))
-                return
+        """Note what is drawn; of features that are cut, whole and cut are compared (`cut_sizes`)."""
 
     def _see(self, name: str, tensor: Tensor) -> None:
         """Raise `Joined`, as Python sees numbers that are followed."""
@@ -130,11 +119,6 @@ class FeatureOwners(TorchDispatchMode):
         self.conditions[here := place()] = None
         return not number if here in self._flipped else number
 
-    @property
-    def cut_sizes(self) -> set[int]:
-        """The sizes of dimensions along which there are features, up to a row."""
-        return {size for _, size in self._cut_dims}
-
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the owners of a tensor's numbers where there may be some."""
         return self.of(tensor) if key_of(tensor) in self._shadows else None
@@ -146,7 +130,6 @@ class FeatureOwners(TorchDispatchMode):
 
     def note(self, tensor: Tensor, owners: Tensor) -> None:
         """Note the owners of a tensor's numbers."""
-        self._note_cut(tensor.shape, owners)
         if key_of(tensor) in self._shadows or owners.any():
             self._shadows.note(tensor, owners)
 
@@ -158,14 +141,6 @@ class FeatureOwners(TorchDispatchMode):
             yield
         finally:
             self._known -= 1
-
-    def _note_cut(self, shape: torch.Size, owners: Tensor) -> None:
-        """Note along which dimension features of a tensor are cut, counted from the last, and how."""
-        owners = owners.expand(shape)
-        for place in range(-len(shape), 0):
-            layout = owners.movedim(place, -1).flatten(0, -2)[0] if owners.numel() and len(shape) > 1 else owners
-            if layout.dim() and bool((layout != layout[:1]).any()):
-                self._cut_dims[place, shape[place]] = layout
 
     @contextmanager
     def through_pairs(self, cuts: Sequence[Cut], size: int) -> Iterator[None]:
@@ -195,7 +170,6 @@ class FeatureOwners(TorchDispatchMode):
         if self.reads and any(type(leaf) in (int, float) for leaf in tree_leaves((args, kwargs))):
             raise Joined(f"reads numbers on the host, and gives {type(module).__name__} a number that may be one")
         self._scopes += 1
-        self._cut_dims.clear()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self._scopes -= 1
@@ -225,8 +199,6 @@ class FeatureOwners(TorchDispatchMode):
                 if width is not None and isinstance(result, Tensor) and bool(self.of(x).any()):
                     self.note(result, layout.to(result.device))
                 self._known -= 1
-            if width is None:
-                self._cut_dims.clear()
 
         return [module.register_forward_pre_hook(before), module.register_forward_hook(behind)]
 
@@ -257,6 +229,21 @@ class HostReads(TorchFunctionMode):
         if name == "register_hook" and self._owners.known(args[0]) is not None:
             raise Joined(f"registers a hook on features{line()}, which is given the gradient of those of a rank")
         return func(*args, **(kwargs or {}))
+
+
+class NothingDropped(TorchFunctionMode):
+    """Within it, functions of dropout do what they do where all stays: their masks are keyed (see `parallel.draws`)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        keyed, given = KEYED.get(getattr(func, "__name__", "")), kwargs or {}
+        made = keyed(_all_stay, *args, **given) if keyed is not None else None
+        return func(*args, **given) if made is None or made is BY_DEVICE else made
+
+
+def _all_stay(shape: Sequence[int], p: float) -> Tensor:
+    return torch.ones(tuple(shape), dtype=torch.bool)
 
 
 def _read_by(name: str) -> Joined:

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...autograd.run_backward import run_backward
 from ...blocks.blocks import seeded
 from ...comm import EchoGroup, Group
 from ...objects.plain_code import asking_elsewhere
 from ...objects.steering import SteeringState
 from ..tensor.cuts import Cut
-from .arrivals import Arrival, Given, GivenTree
-from .feature_owners import FeatureOwners, HostReads, Place
+from .arrivals import Arrival, Given
+from .feature_owners import FeatureOwners, HostReads, NothingDropped, Place
 from .marks.owner_rules import Joined
 from .reads.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
 from .reads.weight_reads import WeightReads
@@ -76,7 +77,7 @@ def why_joined(
             again = CutCalls(calls, trusts=trusts)
             with again.around(twin, apart):
                 blueprint.put_hooks(twin)
-                with again:
+                with again, NothingDropped():
                     outputs_of(twin, given)
                 again.require_all()
         return owners
@@ -115,7 +116,7 @@ def _follow(
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
     states = [state_of_host({"block": twin})]
-    with asking_elsewhere(straight=True) as asked:
+    with asking_elsewhere(straight=True) as asked, NothingDropped():  # also where a backward runs parts again
         for time in range(times):
             with reads.watching(), HostReads(owners), owners, calls if not time else nullcontext():
                 outputs = outputs_of(twin, arrival)
@@ -141,7 +142,7 @@ def _go_back(block: nn.Module, ends: Sequence[Tensor]) -> None:
     """Run a backward; raises `Joined` where it writes tensors that code may read."""
     before = SteeringState({"block": block}).tensors()
     copies = [tensor.clone() for tensor in before]
-    torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])  # others each time
+    run_backward(ends, [torch.randn_like(end) for end in ends])  # others each time
     after = SteeringState({"block": block}).tensors()
     pairs = zip(after, copies, strict=False)
     if list(map(id, after)) != list(map(id, before)) or any(bool(((a != b) & (a == a)).any()) for a, b in pairs):
@@ -163,15 +164,7 @@ def draws_of_python() -> tuple[object, ...]:
 def _typed(arrival: Arrival, short: torch.dtype | None) -> Arrival:
     """Return an arrival with tensors of a short type in place of those in which blocks are proved."""
 
-    def cast(tree: GivenTree) -> GivenTree:
-        return GivenTree([replace(part, tensor=_cast(part.tensor, short)) for part in tree.parts], tree.tree)
+    def cast(given: Given) -> Given:
+        return replace(given, tensor=given.tensor.to(short)) if given.tensor.dtype is torch.float32 else given
 
-    if short is None:
-        return arrival
-    riders = {name: Given(_cast(rider.tensor, short), rider.tokens) for name, rider in arrival.riders.items()}
-    extras = {name: cast(extra) for name, extra in arrival.extras.items()}
-    return replace(arrival, activation=cast(arrival.activation), riders=riders, extras=extras)
-
-
-def _cast(tensor: Tensor, short: torch.dtype | None) -> Tensor:
-    return tensor.to(short) if tensor.dtype is torch.float32 else tensor
+    return arrival if short is None else arrival.changed(cast)

@@ -23,7 +23,7 @@ from ...objects.distances import largest_of, off
 from ..context.context import ContextParallel
 from ..tensor.sequence import partial_weights, run_on_slices
 from ..tensor.shard import shard_of, take_shard
-from .arrivals import Arrival, Given, GivenTree, cut_dimension
+from .arrivals import Arrival, Given, cut_dimension
 from .twins import SEED
 
 SMALL = 0.1
@@ -180,8 +180,7 @@ def differences(
 
 def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
     """Return an arrival, and change the weights of a block, by as little as an order of additions might."""
-    given = arrival.activation
-    generator = torch.Generator(given.parts[0].tensor.device).manual_seed(SEED)
+    generator = torch.Generator(arrival.activation.parts[0].tensor.device).manual_seed(SEED)
 
     def shake(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -192,8 +191,8 @@ def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(shake(parameter))
-    parts = [Given(shake(part.tensor), part.tokens) for part in given.parts]
-    return replace(arrival, activation=GivenTree(parts, given.tree))
+    activation = arrival.activation.changed(lambda part: Given(shake(part.tensor), part.tokens))
+    return replace(arrival, activation=activation)
 
 
 def _run(

@@ -29,9 +29,6 @@ DRAWN = {name.removesuffix("_") for name in FACTORIES | IN_PLACE}
 FILLED = {"zeros", "ones", "full", "empty", "empty_strided", "zero", "fill"}
 """Functions that make all numbers alike."""
 
-Drawn = Tensor | frozenset[int] | None
-"""The owners of numbers; or along which dimensions there may be features, if nobody knows them."""
-
 
 class Labels:
     """Follows labels through the calls of one run.
@@ -68,10 +65,9 @@ class Labels:
         self._shadows.add(tensor, mixed(places + start_of(start or self._next())))
 
     def follow(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, drawn: Drawn = None,
-        *, of_features: bool,
-    ) -> None:  # fmt: skip
-        """Note the labels of what a function gave or changed, of features or not; `drawn` is for `place`."""
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, of_features: bool
+    ) -> None:
+        """Note the labels of what a function gave or changed, of features or not."""
         name = name_of(func)
         base = name.removeprefix("new_").removesuffix("_like")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -83,7 +79,7 @@ class Labels:
             label = torch.full((), crc32(word.encode()) >> 2, dtype=LABEL, device=result.device)
             self.note(result, blended(base, label, *map(self.of, beside)))
         elif base in DRAWN:
-            self.place(result, drawn)
+            self.place(result)
             if beside:
                 self.note(result, blended(name, self.of(result), *map(self.of, beside)))
         elif of_features or name in MOVING or is_pointwise(name, func):
@@ -113,16 +109,14 @@ class Labels:
             self._begin(tensor)
         self._shadows.note(tensor, labels)
 
-    def place(self, result: Any, owners: Drawn) -> None:
-        """Label numbers by their places, features by those on their rank; not by those along some dimensions."""
+    def place(self, result: Any, owners: Tensor | None = None) -> None:
+        """Label numbers by their places, features by those on their rank."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 labels = torch.full(leaf.shape, start_of(self._next()), dtype=LABEL, device=leaf.device)
                 for dim, size in enumerate(leaf.shape):
-                    if isinstance(owners, frozenset) and dim in owners:
-                        continue
                     places = torch.arange(size, device=leaf.device)
-                    if isinstance(owners, Tensor) and owners.shape == leaf.shape:
+                    if owners is not None and owners.shape == leaf.shape:
                         places = _places_on_ranks(owners, dim)
                     labels = mixed(labels + mixed(places.to(LABEL)).view([-1] + [1] * (leaf.dim() - dim - 1)))
                 self.note(leaf, labels)

@@ -27,14 +27,12 @@ from ....settings.tensor_rules import TensorSplit
 from ...tensor.cuts import Cut, sizes_of
 from ...tensor.pairs import wide_norms
 from ..feature_owners import FeatureOwners, line
-from ..marks.labels import DRAWN, FILLED, Drawn, Labels, are_alike
+from ..marks.labels import DRAWN, FILLED, Labels, are_alike
 from ..marks.owner_rules import MOVING, Joined, blended, is_one, is_pointwise, name_of
 
 _KEPT_VIEWS = {"slice", "select", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "lift_fresh"}
 _COPIES = {"clone", "_unsafe_view", "_reshape_alias", "_reshape_copy", "view_copy", "expand_copy", "lift_fresh_copy"}
 """Whether there is one depends on how numbers lie in memory."""
-_MADE = DRAWN | FILLED
-"""Functions that make all numbers alike, or draw each by itself."""
 _SIZES = {"size", "stride", "normalized_shape", "repeats", "N", "C", "HxW", "group", "groups"}
 _ALONG = {"start", "end", "split_size", "split_sizes"}
 """Arguments that may go by a size that is cut: those of shapes, and of a dimension that is cut."""
@@ -57,7 +55,6 @@ class _Call:
     """Of the arguments, where features are among them."""
     shapes: Sequence[torch.Size]
     result: Any
-    drawn: Drawn
 
 
 @dataclass(frozen=True)
@@ -190,13 +187,10 @@ class WholeCalls(_Calls):
         ]
         answer = None if isinstance(result, Tensor | Sequence) else result
         answer = result.clone() if name in DRAWN else answer
-        drawn: Drawn = None
-        if name in DRAWN and (drawn := self._owners.known(result)) is None:
-            drawn = frozenset(dim for dim, size in enumerate(result.shape) if size in self._owners.cut_sizes)
-        self.calls.append(_Call(name, kept, owned, _shapes(result), answer, drawn))
+        self.calls.append(_Call(name, kept, owned, _shapes(result), answer))
         of_features = any(owners is not None for owners in owned)
         with self._unfollowed():
-            self._labels.follow(func, args, kwargs, result, drawn, of_features=of_features)
+            self._labels.follow(func, args, kwargs, result, of_features=of_features)
         return result
 
     @contextmanager
@@ -233,6 +227,11 @@ class CutCalls(_Calls):
         if was is None or was.name != name:
             other = "nothing" if was is None else was.name
             raise OtherCalls(f"calls {name} where its features are cut, and {other} where it is whole{line()}")
+        if name in DRAWN and _shapes(result) != was.shapes:
+            raise Joined(
+                f"draws by {name} for its part of features, between the layers of a pair{line()}: draw a number for "
+                "each sample, or use a dropout"
+            )
         given = _arguments(func, args, kwargs)
         cut = [
             isinstance(leaf, Tensor) and isinstance(its, torch.Size) and leaf.shape != its
@@ -242,7 +241,7 @@ class CutCalls(_Calls):
         why = why or next(
             filter(None, (_unlike(*pair, given, was.given) for pair in zip(given, was.given, strict=True))), ""
         )
-        is_made = name.removeprefix("new_").removesuffix("_like") in _MADE
+        is_made = name.removeprefix("new_").removesuffix("_like") in FILLED
         if not why and not is_made:
             is_each = is_pointwise(name, func) or name in MOVING
             why = next(filter(None, map(partial(_why_unowned, is_each), given, was.given, was.owners)), "")
@@ -251,8 +250,7 @@ class CutCalls(_Calls):
         if why:
             raise Joined(f"goes by a size that is cut: it gives {why} to {name}{line()}")
         of_features = any(owners is not None for owners in was.owners)
-        drawn = was.drawn if isinstance(was.drawn, frozenset) else None
-        self._labels.follow(func, args, kwargs, result, drawn, of_features=of_features)
+        self._labels.follow(func, args, kwargs, result, of_features=of_features)
         if isinstance(was.result, Tensor):
             return result.copy_(was.result) if result.shape == was.result.shape else result
         return result if was.result is None else was.result

@@ -22,20 +22,16 @@ from ..marks.owner_rules import LABEL, Joined, blended, identity, mixed, name_of
 from ..marks.shadows import key_of, memory_of
 from .lookups import looked_up
 
-_EACH = frozenset(range(64))
-
 
 class TokenLabels(Labels):
     """Follows labels through the calls of one run, of whole sequences or a part of their tokens.
 
     Args:
         block: what is run.
-        draws_alike: whether what is drawn in a line has one label, and not one for each place.
     """
 
-    def __init__(self, block: nn.Module, *, draws_alike: bool) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__(block, trusts=False)
-        self.draws_alike = draws_alike
         self._plain: set[int] = set()
         """Memories of whole numbers that are known by their values."""
         self._lost: dict[int, torch.UntypedStorage] = {}
@@ -85,7 +81,7 @@ class TokenLabels(Labels):
         elif (labels := looked_up(func, args, kwargs, result, self.of, self._of_index)) is not None:
             self.note(result, labels)
         else:
-            self.follow(func, args, kwargs, result, _EACH, of_features=True)
+            self.follow(func, args, kwargs, result, of_features=True)
 
     def lose(self, *made: Tensor) -> None:
         """Note that numbers have no labels from here on."""

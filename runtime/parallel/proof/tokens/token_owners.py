@@ -23,8 +23,7 @@ from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
 from ...context.context import Context, SequenceShard
 from ..feature_owners import FeatureOwners, Place, line
-from ..marks.labels import DRAWN, start_of
-from ..marks.owner_rules import LABEL, MOVING, Joined, blended, goes_by_data, name_of, require_one
+from ..marks.owner_rules import MOVING, Joined, goes_by_data, name_of, require_one
 from .lookups import looked_up
 from .token_labels import TokenLabels, placed
 
@@ -44,12 +43,10 @@ class TokenOwners(FeatureOwners):
 
     Args:
         flipped: as `FeatureOwners` has it.
-        drawn: what a run with all tokens has drawn; one with a part of them draws the same for each.
-        mine: 0 where tokens are not there.
+        to_draw: the shapes that a run with all tokens has drawn; one with a part of them has to draw the same.
 
     Attributes:
-        drawn: what was drawn, in this order.
-        draws_otherwise: whether something was drawn that is not known to be the same in a part.
+        drawn: the shapes of what was drawn, in this order, but for masks of dropouts, which are keyed.
         reasons: where tokens of several ranks met, by the function and line, in this order.
         calls: what was done to tokens, by the function and its numbers, with the line where that first was.
         is_routed: whether Python was given places or counts of tokens, by which it may choose what is done to which.
@@ -57,14 +54,13 @@ class TokenOwners(FeatureOwners):
     """
 
     def __init__(
-        self, flipped: Set[Place] = frozenset(), drawn: Sequence[Marked] = (), mine: Tensor | None = None
+        self, flipped: Set[Place] = frozenset(), to_draw: Sequence[Sequence[torch.Size]] | None = None
     ) -> None:
         super().__init__(trusts=False, flipped=flipped)
-        self.drawn: list[Marked] = []
+        self.drawn: list[Sequence[torch.Size]] = []
         self.seen: dict[str, Marked] = {}
         self.labels: TokenLabels
-        self.draws_otherwise = False
-        self._to_draw, self._mine = list(drawn), mine
+        self._to_draw = to_draw
         self.reasons: dict[str, None] = {}
         self.calls: dict[str, str] = {}
         self.is_routed = False
@@ -112,34 +108,18 @@ class TokenOwners(FeatureOwners):
             self._meet(func, (args, given), result, str(why))
 
     def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
-        name, tensors = name_of(func), [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        name, number = name_of(func), len(self.drawn)
         if "scaled_dot_product" in name and not any(isinstance(leaf, float) and leaf for leaf in args):
             return
         self.calls.setdefault(_word(func, args, given), line())
-        if name == "native_dropout":
-            drawn, kept = drawn[1], drawn[0]
-        if (name not in DRAWN and name != "native_dropout") or len(tensors) > 1:
-            self.draws_otherwise = True
-            return
-        if self.labels.draws_alike:
-            self.labels.note(drawn, torch.full_like(drawn, start_of(line()), dtype=LABEL))
-            return
-        of: Tensor | None = placed(drawn, f"draw {len(self.drawn)}")
-        if self._mine is None:
-            self.drawn.append((drawn.clone(), of))
-        else:
-            was = self._to_draw.pop(0) if self._to_draw else (drawn[:0], None)
-            same, of = (_part_of(one, drawn.shape, self._mine) for one in was)
-            if same is None:
-                self.draws_otherwise = True
-                return
-            if name == "native_dropout":
-                kept.copy_(tensors[0] * same / (1 - args[1]) if args[1] < 1 else kept)
-            drawn.copy_(same)
-        if of is not None:
-            if name == "native_dropout":
-                self.labels.note(kept, blended(name, self.labels.of(kept), of))
-            self.labels.note(drawn, of)
+        tensors = [leaf for leaf in tree_leaves(drawn) if isinstance(leaf, Tensor)]
+        self.drawn.append([tensor.shape for tensor in tensors])
+        if self._to_draw is not None and self.drawn[number:] != [*self._to_draw[number : number + 1]]:
+            raise Joined(
+                f"draws by {name} for its part of the tokens{line()}: draw a number for each sample, or use a dropout"
+            )
+        for tensor in tensors:
+            self.labels.note(tensor, placed(tensor, f"draw {number}"))
 
     def _are_places(self, func: Any, args: Any, result: Any) -> bool:
         """Whether a function gives places, or compares these with what is the same for all tokens."""
@@ -275,22 +255,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tenso
 
 def _has_meta(leaves: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(leaves))
-
-
-def _part_of(drawn: Tensor | None, shape: torch.Size, mine: Tensor) -> Tensor | None:
-    """Return what was drawn for the tokens that are there, in a tensor of this shape; None: it is no such."""
-    if drawn is None:
-        return None
-    dims = [dim for dim, size in enumerate(shape) if len(shape) == drawn.dim() and size != drawn.shape[dim]]
-    if len(shape) != drawn.dim() or len(dims) > 1:
-        return None
-    for dim in dims:
-        each, left = divmod(drawn.shape[dim], len(mine))
-        if left:
-            return None
-        places = mine.repeat(each) if dim == 0 else mine.repeat_interleave(each)
-        drawn = drawn.index_select(dim, places.nonzero()[:, 0])
-    return drawn if drawn.shape == shape else None
 
 
 def _word(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:

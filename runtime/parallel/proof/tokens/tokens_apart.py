@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -21,8 +21,8 @@ from ....autograd.kv_store import Store
 from ....blocks.blocks import seeded
 from ...context.context import WHOLE, SequenceShard
 from ...dropout import KeyedDropout
-from ..arrivals import Arrival, Given, GivenTree, cut_dimension
-from ..feature_owners import Place
+from ..arrivals import Arrival, Given, cut_dimension
+from ..feature_owners import NothingDropped, Place
 from ..marks.owner_rules import Joined
 from ..trial import LOSS, Setting, Tensors, outputs_of
 from ..twins import SEED, Blueprint
@@ -78,19 +78,17 @@ class _Follower:
         self._gathered = gathered
         self._blueprint, self._arrival, self._setting = blueprint, arrival, setting
         self._device, self._trains, self._length = device, trains, _length(arrival)
-        self._draws_alike = False
 
     def run(self, flipped: Set[Place] = frozenset()) -> _Run:
         """Run it on whole sequences; raises `Joined` where tokens of several ranks reach an output."""
         owners, told = TokenOwners(flipped), list[Marked]()
         vector = _owners_of(self._length, self._setting).to(self._device)
-        with self._mode():
-            twin = self._twin()
-            for _ in range(2 if self._trains else 1):
-                told.clear()
-                owners.require_apart(
-                    self._outputs(twin, owners, vector, told, self._beside(owners, WHOLE, vector, told))
-                )
+        twin = self._twin()
+        for _ in range(2 if self._trains else 1):
+            told.clear()
+            with self._mode():
+                beside = self._beside(owners, WHOLE, vector, told)
+                owners.require_apart(self._outputs(twin, owners, vector, told, beside))
         return _Run(owners, told)
 
     def _twin(self) -> nn.Module:
@@ -111,10 +109,10 @@ class _Follower:
         self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Marked], beside: Mapping[str, Any]
     ) -> Tensors:
         """Run a block on the tokens of these owners; 0 is nobody, whose tokens are not there."""
-        owners.begin(TokenLabels(twin, draws_alike=self._draws_alike))
+        owners.begin(TokenLabels(twin))
         arrival = _owned(owners, self._arrival, vector)
         pairs = self._gathered.around(twin, owners, vector, told) if self._gathered is not None else nullcontext()
-        with pairs, TokenReads(owners), owners:
+        with pairs, NothingDropped(), TokenReads(owners), owners:
             outputs = outputs_of(twin, arrival, beside)
         outputs = {name: output.detach() for name, output in outputs.items() if name != LOSS}
         for output in outputs.values():
@@ -152,7 +150,7 @@ class _Follower:
         num_parts, parts = int(vector.max()), list[_Run]()
         for number in range(num_parts):
             mine, told = vector * (vector == number + 1), list(whole.told)
-            owners = TokenOwners(drawn=whole.owners.drawn, mine=mine)
+            owners = TokenOwners(to_draw=whole.owners.drawn)
             beside: Mapping[str, Any] = {
                 "past": FollowedPast(owners, store, number, num_parts, self._length // num_parts)
             }
@@ -169,11 +167,7 @@ class _Follower:
         for number, part in enumerate(parts):
             if not part.owners.is_routed:
                 _require_same_calls(whole.owners.calls, part.owners.calls)
-            if self._draws_alike or not part.owners.draws_otherwise:
-                self._require_same_tokens(whole.owners.seen, part.owners.seen, vector * (vector == number + 1))
-        if not self._draws_alike and any(part.owners.draws_otherwise for part in parts):
-            self._draws_alike = True  # by labels alone
-            self.require_same_of_parts(self.run())
+            self._require_same_tokens(whole.owners.seen, part.owners.seen, vector * (vector == number + 1))
 
     def _require_same_tokens(self, whole: Mapping[str, Marked], part: Mapping[str, Marked], mine: Tensor) -> None:
         if whole.keys() != part.keys():
@@ -184,7 +178,7 @@ class _Follower:
             if dim is not None:
                 chosen = _places(mine, expected.shape[dim])
                 expected, of = expected.index_select(dim, chosen), None if of is None else of.index_select(dim, chosen)
-            if not self._draws_alike and not _is_same(expected, output):
+            if not _is_same(expected, output):
                 raise Joined("gives other numbers where it is given a part of the tokens")
             if labels is not None and of is not None and not torch.equal(labels, of):
                 raise Joined(_BY_PLACES)
@@ -237,12 +231,4 @@ def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
         owners.labels.note(tensor, of if dim is None else of.index_select(dim, each.nonzero()[:, 0]))
         return Given(tensor, dim)
 
-    def own_all(tree: GivenTree) -> GivenTree:
-        return GivenTree([own(part) for part in tree.parts], tree.tree)
-
-    return replace(
-        arrival,
-        activation=own_all(arrival.activation),
-        riders={name: own(rider) for name, rider in arrival.riders.items()},
-        extras={name: own_all(extra) for name, extra in arrival.extras.items()},
-    )
+    return arrival.changed(own)
