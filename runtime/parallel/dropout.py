@@ -185,6 +185,8 @@ class Masks:
                 "torch.utils.checkpoint does it, where nobody knows which time it is; give each call a dropout or a "
                 "function for itself, or let the plan recompute (recompute=1)"
             )
+        if drawing is self._backward:  # perhaps not for the first time: checkpoints may be within checkpoints
+            return 0
         call = drawing.calls[site]
         drawing.calls[site] += 1
         return call
