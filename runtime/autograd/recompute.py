@@ -25,11 +25,24 @@ from .run_backward import run_backward
 Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]
 
 
+OTHERWISE = (
+    "blocks that are recomputed gave other numbers when run again for their backward, off by {:.1e}: a forward changes "
+    "what it goes by (a counter, a buffer, a list), or asks torch.is_grad_enabled() or x.requires_grad; change state "
+    "in the training loop, ask self.training, or compile the plan with recompute=0"
+)
+
+
 class Rerun:
     """A forward, or some blocks of it, that was dropped; `again` brings it back."""
 
     def __init__(
-        self, run: Run, buffers: Callable[[], Iterable[Tensor]], given: tuple[Tensor, ...], extras: Mapping[str, Any]
+        self,
+        run: Run,
+        buffers: Callable[[], Iterable[Tensor]],
+        given: tuple[Tensor, ...],
+        extras: Mapping[str, Any],
+        *,
+        is_compared: bool,
     ) -> None:
         self._run = run
         self._buffers = buffers
@@ -38,6 +51,7 @@ class Rerun:
         self._generators = generator_states(given[0].device)
         self._outputs: tuple[Tensor, ...] = ()
         self._count: int | None = None
+        self._is_compared, self._first = is_compared, list[tuple[Tensor, int]]()
         self.has_auxiliary = False
 
     def flat(self) -> tuple[Tensor, ...]:
@@ -52,6 +66,8 @@ class Rerun:
                 "the plan with recompute=0"
             )
         self._count = len(row)
+        if self._is_compared and not torch.is_grad_enabled():
+            self._first = [(tensor.detach(), tensor._version) for tensor in row]
         return row
 
     def again(self) -> None:
@@ -62,8 +78,21 @@ class Rerun:
         with fork_generators(device), torch.enable_grad():
             restore_generators(device, self._generators)
             self._outputs = self.flat()
+            self._require_same()
         for buffer, before in buffers:
             buffer.data.copy_(before)  # past the version counter: the backward may have saved it, and does not mind
+
+    def _require_same(self) -> None:
+        """Raise `MisfitError` where it gave other numbers than at first, up to what kernels add up in any order."""
+        for (first, version), again in zip(self._first, self._outputs, strict=False):
+            if first._version != version or torch.equal(first, again):
+                continue
+            kind = first.dtype if first.is_floating_point() else torch.float64
+            before, now = first.double().nan_to_num(), again.detach().double().nan_to_num()
+            off, size = float((now - before).abs().max()), float(before.abs().max())
+            if off > torch.finfo(kind).eps ** 0.5 * size:
+                raise MisfitError(OTHERWISE.format(off))
+        self._first = []
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Return the gradients of what was given; those of weights are added to where they belong."""
@@ -80,9 +109,14 @@ def run_dropped(
     given: tuple[Tensor, ...],
     extras: Mapping[str, Any],
     reruns: list[Rerun],
+    *,
+    is_compared: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Run without recording; what brings it back joins `reruns`. `buffers` are those that a run may change."""
-    rerun = Rerun(run, buffers, given, extras)
+    """Run without recording; what brings it back joins `reruns`. `buffers` are those that a run may change.
+
+    Where it `is_compared`, what it gives is kept until it is run again, which raises `MisfitError` for other numbers.
+    """
+    rerun = Rerun(run, buffers, given, extras, is_compared=is_compared)
     reruns.append(rerun)
     anchor = torch.empty(0, requires_grad=True)  # a first stage's inputs need no gradient, but its weights do
     outputs: tuple[Tensor, ...] = _Dropped.apply(rerun, anchor, *given)  # type: ignore[no-untyped-call]

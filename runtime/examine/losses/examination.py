@@ -126,7 +126,7 @@ class LossExamination:
             return Finding(None, "it cannot be called with some of the samples")
         candidates = dict(self.candidates(parts))
         told: list[Share] = []
-        others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe))
+        others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe, tables=self._tables))
         if name := self.depends_on_calls(parts):
             return Finding(None, WRITES.format(name))
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), parts.with_hits(), cut_elsewhere(parts), *others):

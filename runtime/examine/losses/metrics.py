@@ -48,7 +48,7 @@ class MetricExamination(LossExamination):
         return Finding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
 
     def _tried(self, parts: Parts) -> Iterator[Parts]:
-        others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
+        others = with_other_targets(parts, self.ids, is_safe=self.is_safe, tables=self._tables)
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), *others):
             yield some
             yield some.with_hits()

@@ -28,7 +28,7 @@ from torch import Tensor
 _ROWS, _FREE_BYTES = 6, 32 << 20
 _TOKENS, _LARGE_BYTES = 6, 4 << 20
 _MANY, _FAR = 32, (1000.0, -1000.0, 30.0, 0.01)
-_MOST_IDS = 8
+_MOST_IDS = 16
 _HITS, _SURE = 3, 10.0
 _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 Change = Callable[[Tensor], Tensor]
@@ -226,14 +226,19 @@ def _ended(value: int) -> Change:
     return ended
 
 
-def with_other_targets(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
-    """Yield the same outputs with other targets; unless it `is_safe`, none that the data have not."""
+def with_other_targets(
+    parts: Parts, ids: Sequence[int], *, is_safe: bool, tables: Sequence[Tensor] = ()
+) -> Iterator[Parts]:
+    """Yield the same outputs with other targets; unless it `is_safe`, none that the data have not.
+
+    Of the `tables` of class weights those classes are among them whose weights are extreme.
+    """
     yield from _by_rows(parts)
     for place, leaf in enumerate(parts.targets):
         if not parts.units[len(parts.outputs) + place] or not leaf.numel():
             continue
         if leaf.dtype in _INTEGERS:
-            yield from _by_ids(parts, place, leaf, ids, is_safe=is_safe)
+            yield from _by_ids(parts, place, leaf, ids, tables, is_safe=is_safe)
         elif leaf.dtype is torch.bool or leaf.is_floating_point():
             yield _changed(parts, place, leaf, lambda a: _every_third(a, 0))
             if _is_mask(leaf):
@@ -262,7 +267,9 @@ def _by_rows(parts: Parts) -> Iterator[Parts]:
     yield replace(parts, targets=taken)
 
 
-def _by_ids(parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
+def _by_ids(
+    parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], tables: Sequence[Tensor], *, is_safe: bool
+) -> Iterator[Parts]:
     """Give other ids: the lower ones in the first part, all of them in the second; then such as may be ignored."""
     known = leaf.unique()[:_MOST_IDS]
     pool = [int(one) for one in known]
@@ -270,12 +277,17 @@ def _by_ids(parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], *, is_sa
     classes = _num_classes(parts, leaf) if is_safe else 0
     if highest < classes or (is_safe and not classes and min(pool) >= 0):  # such as lengths
         most = classes if highest < classes else highest + 1
-        pool = sorted({*range(min(most, _MOST_IDS)), most - 1, *(one for one in pool if one >= 0)})
+        extreme = {int(end) for table in tables if len(table) == most for end in (table.argmin(), table.argmax())}
+        pool = sorted({*range(min(most, _MOST_IDS)), most - 1, *extreme, *(one for one in pool if one >= 0)})
     values = torch.tensor(pool, dtype=leaf.dtype, device=leaf.device)
     lower = values[: (len(pool) + 1) // 2]
     if len(pool) > 1:
         yield _changed(parts, place, leaf, lambda a: _filled(a, lower), lambda b: _filled(b, values))
         yield _changed(parts, place, leaf, lambda a: torch.full_like(a, pool[0]), lambda b: _filled(b, values))
+        rows = parts.cut(len(parts.outputs) + place, leaf)[1].numel()
+        for start in range(rows, len(pool), max(rows, 1)):  # those that there was no room for
+            rolled = values.roll(-start)
+            yield _changed(parts, place, leaf, lambda a: _filled(a, lower), partial(_filled, values=rolled))
     for one in ids if highest < classes else ():
         some = lambda a, one=one: _every_third(_filled(a, lower), one)  # noqa: E731
         yield _changed(parts, place, leaf, some, lambda b: _filled(b, values))

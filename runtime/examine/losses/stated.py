@@ -38,7 +38,7 @@ class StatedExamination(LossExamination):
             return ""
         if name := self.depends_on_calls(parts):
             return WRITES.format(name)
-        others = with_other_targets(parts, self.ids, is_safe=self.is_safe)
+        others = with_other_targets(parts, self.ids, is_safe=self.is_safe, tables=self._tables)
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), parts.with_hits(), cut_elsewhere(parts), *others):
             if doubt := self._doubt_of(some):
                 return f"of two batches together {doubt}"

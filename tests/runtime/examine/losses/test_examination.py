@@ -246,3 +246,13 @@ def test_what_a_graph_has_saved_of_a_loss_is_as_it_was() -> None:
     assert "its calls write a tensor" in examine_loss(scaled, ROWS, NUMBERS, SAMPLES).why
     found.backward()
     assert output.grad is not None
+
+
+@pytest.mark.parametrize("rare", [7, 57])
+def test_a_rare_class_that_weighs_more_counts_though_no_data_have_it_so_far(rare: int) -> None:
+    weights = torch.ones(64)
+    weights[rare] = 10.0
+    generator = torch.Generator().manual_seed(0)
+    output, targets = torch.randn(8, 64, generator=generator), torch.randint(0, 6, (8,), generator=generator)
+    assert examine_loss(nn.CrossEntropyLoss(weight=weights), output, targets, 8).weight.over is Over.CLASSES
+    assert examine_loss(nn.CrossEntropyLoss(), output, targets, 8).weight.over is Over.TARGETS
