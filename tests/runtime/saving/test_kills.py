@@ -29,7 +29,7 @@ from .crash import crashing
 
 __all__ = ["data_file"]
 
-RANKS = 2
+RANKS, PARTS = 2, 4
 pytestmark = pytest.mark.processes
 
 
@@ -102,13 +102,14 @@ def calls(data_file: Path, tmp_path: Path) -> list[int]:
     return [int(str(rank["calls"])) for rank in results(tmp_path / "whole")]
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.slow
 def test_a_rank_that_is_killed_at_any_call_of_a_save(
-    data_file: Path, tmp_path: Path, calls: list[int], rank: int
+    data_file: Path, tmp_path: Path, calls: list[int], rank: int, part: int
 ) -> None:
     assert calls[rank] > 30
-    for at in range(1, calls[rank] + 1):
+    for at in range(1 + part, calls[rank] + 1, PARTS):
         is_killed = require_the_same_after(data_file, tmp_path, rank, at=at)
         assert is_killed or at > calls[rank] - 4  # saves in the background make a call more or less
 
