@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.size import longest_chain, repeated, uses
+from benchmarks.size import longest_chain, repeated, sizes, uses
 
 pytestmark = pytest.mark.xdist_group("layers")  # files are parsed once
 ROOT = Path(__file__).parents[1]
@@ -106,6 +106,35 @@ INNER_ORDER = {"quintsched.runtime.parallel": ("proof", "tensor", "expert", "con
 
 ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
 MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
+
+BUDGET = {
+    "parallel": 6170,
+    "saving": 3430,
+    "examine": 3290,
+    "comm": 2650,
+    "interpreter": 2530,
+    "splitting": 2520,
+    "stage": 2030,
+    "watch": 1830,
+    "objects": 1290,
+    "blocks": 1280,
+    "state": 1200,
+    "launch": 1140,
+    "optim": 980,
+    "steps": 940,
+    "train": 920,
+    "verification": 810,
+    "data": 630,
+    "models": 480,
+    "settings": 480,
+    "autograd": 450,
+    "calibrate": 420,
+    "agreement": 350,
+    "engine": 210,
+    "requirements": 130,
+    "minimal": 120,
+}
+"""The most statements of each room of the runtime: a commit that makes one larger says so here."""
 
 
 @cache
@@ -234,6 +263,12 @@ def test_names_of_modules_say_which_is_meant_and_chains_of_rooms_are_short():
     runtime = LAYERS["quintsched.runtime"]
     assert not repeated(runtime)
     assert len(longest_chain(uses(runtime))) <= MOST_ROOMS_IN_A_CHAIN
+
+
+def test_rooms_of_the_runtime_keep_to_their_budgets():
+    found = {room: size.statements for room, size in sizes(LAYERS["quintsched.runtime"]).items() if room in BUDGET}
+    assert found.keys() == BUDGET.keys()
+    assert not {room: count for room, count in found.items() if count > BUDGET[room]}
 
 
 @pytest.mark.parametrize("layer", ORDERED)
