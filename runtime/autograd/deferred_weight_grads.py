@@ -160,8 +160,18 @@ def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[T
     queue = None if owner is None else queue_of(owner)
     if owner is None or queue is None or queue.collecting is None or owner._backward_hooks or torch.is_grad_enabled():
         return False
+    if not _is_accumulated(owner):
+        return False
     queue.collecting.add(owner, product, held)
     return True
+
+
+def _is_accumulated(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs adds to the gradient of a parameter; `autograd.grad` within a hook does not."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # it is asked for, and handed over
+        return False
 
 
 def _owner(tensor: Tensor) -> nn.Parameter | None:

@@ -40,12 +40,17 @@ _OVERTAKEN = (
     "block {} ({}) reads in its backward, or in a hook, what its latest forward has kept, which may be that of a later "
     "microbatch; keep it in ctx.save_for_backward, or in the closure of a hook that the same forward registers"
 )
+_ADDS = "block {} ({}) adds a gradient to its {!r} in its forward, by a backward of its own or p.grad = …"
 _OF_LATER = -0.75
 """What a later microbatch is times an earlier one."""
 
 
 class _Steps(Exception):
     """A hook has changed weights."""
+
+
+class _Adds(Exception):
+    """A forward has added to the gradient of a weight, which this is the name of."""
 
 
 def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, alike: Alike = anyhow) -> str:
@@ -55,6 +60,8 @@ def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arr
         whole = _try(run, number, block, kept, [(arrival, samples)], alike)
         for k in samples if len(samples) > 1 else ():
             trials.append(_try(run, number, block, kept, [(arrival.of_sample(k), samples[k : k + 1])], alike))
+    except _Adds as error:
+        return _ADDS.format(number, type(block).__name__, str(error))
     except Exception:  # what takes no other number of samples, or steps weights
         return ""
     outputs, gradients = (
@@ -130,6 +137,8 @@ def _try(
                 with alike(of):
                     ran.append(run_with_graph(run, number, block, its))
             leaves, weights, made, _loss = ran[0]
+            if times == 1 and (added := [n for n, p in block.named_parameters() if p.grad is not None]):
+                raise _Adds(added[0])
             versions = [weight._version for weight in weights]
             begun = [_rows_begun(t, k, samples) for k, t in enumerate(made)]  # not drawn by keys
             with alike(samples):

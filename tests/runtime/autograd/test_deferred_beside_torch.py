@@ -38,6 +38,27 @@ def test_hooks() -> None:
     assert list(map(id, drain(products))) == [id(p) for p in (module[1].bias, module[0].weight, module[0].bias)]
 
 
+class Implicit(nn.Module):
+    """A fixed point, whose backward asks for gradients of its input alone, within a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            again = torch.tanh(self.inner(at))
+        y: Tensor = torch.tanh(self.inner(x))
+        y.register_hook(lambda g: g + torch.autograd.grad(again, at, g, retain_graph=True)[0])
+        return y
+
+
+def test_gradients_that_a_hook_asks_for_leave_those_of_weights_alone() -> None:
+    torch.manual_seed(0)
+    check_same_bits(nn.Sequential(nn.Linear(4, 4), Implicit(), nn.Linear(4, 4)), torch.randn(6, 4))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("change", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_a_parametrized_weight_does_not_wait(change: Callable[[nn.Module], nn.Module], when: str) -> None:
