@@ -127,7 +127,7 @@ BUDGET = {
     "data": 630,
     "models": 480,
     "settings": 480,
-    "autograd": 450,
+    "autograd": 460,
     "calibrate": 420,
     "agreement": 350,
     "engine": 210,
