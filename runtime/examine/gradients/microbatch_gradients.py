@@ -137,7 +137,9 @@ def _try(
                 with alike(of):
                     ran.append(run_with_graph(run, number, block, its))
             leaves, weights, made, _loss = ran[0]
-            if times == 1 and (added := [n for n, p in block.named_parameters() if p.grad is not None]):
+            if times == 1 and (
+                added := [n for n, p in block.named_parameters() if p.requires_grad and p.grad is not None]
+            ):
                 raise _Adds(added[0])
             versions = [weight._version for weight in weights]
             begun = [_rows_begun(t, k, samples) for k, t in enumerate(made)]  # not drawn by keys
