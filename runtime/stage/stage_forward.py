@@ -152,6 +152,9 @@ class StageForward:
         begins: told of each block that gives a loss, by its number.
     """
 
+    _num_runs = 0
+    """How often it ran in training."""
+
     def __init__(
         self,
         blocks: Mapping[int, nn.Module],
@@ -207,7 +210,6 @@ class StageForward:
                 made = self._final = Whole(made)
             return made, partial(_buffers, [module for _, module in modules]) if dropped else None
 
-        self._num_runs = 0
         self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
         """What runs the stage, where nothing of it is recomputed."""
@@ -217,7 +219,7 @@ class StageForward:
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
         """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""
         total: Tensor | None = None
-        self._num_runs += 1
+        self._num_runs += torch.is_grad_enabled()
         is_compared = not self._num_runs & (self._num_runs - 1)  # the first, second, 4th, 8th, …
         for chain, buffers in self._chains:
             if buffers and torch.is_grad_enabled():
