@@ -83,7 +83,7 @@ def names_of(code: CodeType) -> Iterator[str]:
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: CodeType) -> frozenset[str]:
     """Return the names that code, and what is defined in it, looks up in its module: no names of attributes."""
-    return frozenset(step.argval for step in steps_in(code) if step.opname.endswith(("_GLOBAL", "_NAME")))
+    return frozenset(step.argval for step in steps_in(code) if step.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
 
 
 def texts(code: CodeType) -> Iterator[str]:
