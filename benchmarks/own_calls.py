@@ -7,6 +7,7 @@ before, between, after    the first instruction that computes, up to the last, a
 python benchmarks/own_calls.py            the sums
 python benchmarks/own_calls.py --files    and how many are in each file
 python benchmarks/own_calls.py --order    every call, in order
+python benchmarks/own_calls.py --first    of `Engine.__init__` and of the first step, by room and by function
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN = tuple(f"{ROOT / name}{os.sep}" for name in ("quintsched", "runtime"))
 WIRE = os.path.join("runtime", "comm", "local")
 STEPS, WIDTH, SAMPLES, MICROBATCHES = 4, 8, 16, 4
+MOST_SHOWN = 60
 
 Call = tuple[str, str]
 """The file, from the root, and the name of a function."""
@@ -59,19 +61,30 @@ def counting(calls: list[Call]) -> Iterator[None]:
 
 def calls_of_a_step(steps: int = STEPS, **more: Any) -> list[Call]:
     """Return the own calls of the last of some steps, in order."""
+    return _calls_of_a_run(steps, **more)[-1]
+
+
+def calls_at_first() -> list[list[Call]]:
+    """Return the own calls of `Engine.__init__`, and those of the first step."""
+    return _calls_of_a_run(1)
+
+
+def _calls_of_a_run(steps: int, **more: Any) -> list[list[Call]]:
+    """Return the own calls of rank 0 as it builds an engine, and in each of some steps."""
     plan = qs.compile("1f1b", mesh="pp=2,dp=2", microbatches=MICROBATCHES)
-    calls: list[Call] = []
+    calls: list[list[Call]] = [[] for _ in range(steps + 1)]
+    started = threading.Barrier(plan.mesh.size)
 
     def rank(transport: Any) -> None:
+        counted = (counting(each) if transport.rank == 0 else nullcontext() for each in calls)
         blocks = [lambda: nn.Linear(WIDTH, WIDTH)] * 4
         adam = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
-        engine = Engine(plan, blocks, F.mse_loss, adam, clip=1.0, transport=transport, **more)
+        started.wait()  # threads of other ranks begun from here on would be counted
+        with next(counted):
+            engine = Engine(plan, blocks, F.mse_loss, adam, clip=1.0, transport=transport, **more)
         for step in range(steps):
             inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
-            if step == steps - 1 and transport.rank == 0:
-                with counting(calls):
-                    engine.step(inputs, targets)
-            else:
+            with next(counted):
                 engine.step(inputs, targets)
 
     run_local(plan.mesh.size, rank)
@@ -87,13 +100,29 @@ def parts_of(calls: list[Call]) -> tuple[int, int, int]:
     return computing[0], computing[-1] - computing[0], len(calls) - computing[-1]
 
 
+def _print_by_room(name: str, calls: list[Call]) -> None:
+    rooms = Counter("/".join(Path(path).with_suffix("").parts[:2]) for path, _ in calls)
+    print(f"{name}: {len(calls)} own calls")
+    for counted in (rooms.most_common(), Counter(calls).most_common(MOST_SHOWN)):
+        print(
+            "\n".join(
+                f"{number:>6}  {place if isinstance(place, str) else ' '.join(place)}" for place, number in counted
+            )
+        )
+
+
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="how many calls are in each file")
     parser.add_argument("--order", action="store_true", help="every call, in order")
+    parser.add_argument("--first", action="store_true", help="those of building the engine, and of the first step")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.first:
+        for name, found in zip(("Engine.__init__", "the first step"), calls_at_first(), strict=True):
+            _print_by_room(name, found)
+        return
     calls = calls_of_a_step()
     if arguments.order:
         for path, name in calls:

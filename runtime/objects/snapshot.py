@@ -18,7 +18,8 @@ Iterators cannot be put back. It serves all that is tried beside the training: s
 from __future__ import annotations
 
 from collections import UserDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from operator import is_
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -47,6 +48,9 @@ from .user_code import PLAIN, globals_of, is_library_module, is_of_library, name
 
 _MOST, _MOST_NEAR, _MOST_BYTES = 100_000, 2000, 1 << 24
 """No more things than so many are looked into, fewer where libraries' objects are too, nor larger arrays."""
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Where a module of torch has what it holds."""
 
 
 class Change(NamedTuple):
@@ -98,7 +102,7 @@ class Snapshot:
         self.plain: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._held: list[_Held] = []
-        self._empty: list[_Held] = []
+        self._empty: list[Callable[[], _Held]] = []
         self._containers: list[Any] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor, Tensor]] = []
         self._waiting = deque(roots.items())
@@ -121,8 +125,8 @@ class Snapshot:
 
     def holders(self) -> Iterator[tuple[str, int]]:
         """Yield the names and ids of all that can be changed."""
-        yield from ((held.name, id(held.space.holder)) for held in (*self._held, *self._empty))
-        yield from ((name, id(tensor)) for name, tensor, *_ in self._tensors)
+        yield from [(held.name, id(held.space.holder)) for held in self._all_held()]
+        yield from [(name, id(tensor)) for name, tensor, *_ in self._tensors]
 
     def cells(self) -> Iterator[tuple[str, int]]:
         """Yield the names and ids of the variables around functions, of which several may have one."""
@@ -133,7 +137,7 @@ class Snapshot:
 
     def spaces(self) -> Iterator[tuple[str, Space]]:
         """Yield the names and places of all that holds something."""
-        return ((held.name, held.space) for held in (*self._held, *self._empty))
+        return iter([(held.name, held.space) for held in self._all_held()])
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors, weights too, by their names, the nearer ones first."""
@@ -150,7 +154,7 @@ class Snapshot:
 
     def put(self, owner: str, key: Any, value: Any) -> None:
         """Let what is held by this name have another value under a key, until all is put back."""
-        found = [held for held in (*self._held, *self._empty) if held.name == owner]
+        found = [held for held in self._all_held() if held.name == owner]
         for held in sorted(found, key=lambda held: key not in held.before)[:1]:
             held.space.put_back({**held.before, key: value})
 
@@ -166,17 +170,16 @@ class Snapshot:
                 space.put_back(before)
 
     def _hold(self, name: str, space: Space) -> Mapping[Any, Any]:
-        held = _Held(name, space, dict(space.read()))
-        if not held.before and type(space.holder) in CONTAINERS:  # hooks that a module does not have, for the most part
-            self._empty.append(held)
-            self._containers.append(space.holder)
-        else:
-            self._held.append(held)
-        return held.before
+        self._held.append(_Held(name, space, dict(space.read())))
+        return self._held[-1].before
+
+    def _all_held(self) -> list[_Held]:
+        return self._held + [held() for held in self._empty]
 
     def _filled(self) -> list[_Held]:
         """Return what was not empty, or is no longer so."""
-        return self._held + ([held for held in self._empty if held.space.holder] if any(self._containers) else [])
+        empty = zip(self._containers, self._empty, strict=True) if any(self._containers) else ()
+        return self._held + [held() for container, held in empty if container]
 
     def _enter(self, name: str, thing: Any) -> None:
         """Look into something, once."""
@@ -188,7 +191,12 @@ class Snapshot:
 
     def _enter_all(self, name: str, space: Space, entries: Iterable[tuple[Any, Any]]) -> None:
         for key, value in entries:
-            self._enter("" if isinstance(value, PLAIN) else space.label(name, key), value)
+            if type(value) in CONTAINERS and not value and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._containers.append(value)
+                self._empty.append(partial(_empty_in, space, name, key, value))
+            else:
+                self._enter("" if isinstance(value, PLAIN) else space.label(name, key), value)
 
     def _look_into(self, name: str, thing: Any) -> None:
         self._seen[id(thing)] = thing
@@ -220,11 +228,11 @@ class Snapshot:
         if isinstance(own, dict) and id(own) not in self._seen:
             self._seen[id(own)] = own
             attributes = Entries(own, ".{}")
-            for key, value in self._hold(name, attributes).items():
-                if isinstance(thing, nn.Module) and key in ("_parameters", "_buffers", "_modules"):
-                    self._enter_registered(name, value)
-                else:
-                    self._enter(attributes.label(name, key), value)
+            held = self._hold(name, attributes)
+            registries = {key: held[key] for key in REGISTRIES if key in held} if isinstance(thing, nn.Module) else {}
+            for registered in registries.values():
+                self._enter_registered(name, registered)
+            self._enter_all(name, attributes, [(key, held[key]) for key in held if key not in registries])
         if not isinstance(thing, nn.Module) and (slots := Slots(thing)).keys():
             self._enter_all(name, slots, self._hold(name, slots).items())
         self._enter(type(thing).__name__, type(thing))
@@ -272,6 +280,11 @@ class Snapshot:
         if tensor.is_meta or (tensor.layout is torch.strided and tensor.untyped_storage().size()):
             was = tensor.detach().clone() if self._numbers else tensor
             self._tensors.append((name, tensor, tensor._version, tensor.data, was))
+
+
+def _empty_in(space: Space, name: str, key: Any, container: Any) -> _Held:
+    """Return the places of an empty container, of hooks for the most part: made where they are asked for alone."""
+    return _Held(space.label(name, key), space_of(container), {})
 
 
 def _has_changed(tensor: Tensor, version: int, was: Tensor) -> bool:

@@ -58,7 +58,7 @@ class Space:
 
     def read(self) -> Mapping[Any, Any]:
         """Return what is in all places now."""
-        found = ((key, self.reader(key)()) for key in self.keys())
+        found = [(key, self.reader(key)()) for key in self.keys()]
         return {key: value for key, value in found if value is not GONE}
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
@@ -220,13 +220,9 @@ class Whole(Space):
 class Trained(Space):
     """Whether a weight is trained."""
 
-    def keys(self) -> Iterable[Any]:
-        """Return the name of the flag."""
-        return ("requires_grad",)
-
-    def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one of them."""
-        return partial(getattr, self.holder, key)
+    def read(self) -> Mapping[Any, Any]:
+        """Return the flag by its name."""
+        return {"requires_grad": self.holder.requires_grad}
 
     def write(self, key: Any, value: Any) -> None:
         """Set the flag."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...blocks.shapes import HAND_ON
 from ...objects.host_values import GONE
-from ...objects.snapshot import is_same
+from ...objects.snapshot import Snapshot, is_same
 from ...objects.spaces import OF_TORCH, Cells, Entries, Items, Space, Trained, Whole
-from .code_reads import CodeReads, memory_of, snapshot_of
+from .code_reads import CodeReads, memory_of
 
 Judged = Collection[tuple[int, str | int | None]]
 
@@ -46,7 +46,7 @@ class CommonState:
     """What runs on a rank and may change what others read.
 
     Args:
-        own: what runs here, and the block or function that it is.
+        own: what runs here, and a snapshot of it.
         others: what runs on all stages.
         judged: ids of holders, with names there or with None: forwards are known to hand these on to nobody.
 
@@ -54,9 +54,9 @@ class CommonState:
         spots: the places that are looked at.
     """
 
-    def __init__(self, own: Iterable[tuple[Runs, Any]], others: Iterable[Runs], judged: Judged) -> None:
+    def __init__(self, own: Iterable[tuple[Runs, Snapshot]], others: Iterable[Runs], judged: Judged) -> None:
         self._judged, self._others = judged, list(others)
-        self.spots = [spot for one, thing in own for spot in self._spots_of(one, thing)]
+        self.spots = [spot for one, held in own for spot in self._spots_of(one, held)]
         self._before: list[Any] = []
         self._why = ""
 
@@ -75,11 +75,10 @@ class CommonState:
                 break
         return self._why
 
-    def _spots_of(self, one: Runs, thing: Any) -> Iterator[_Spot]:
+    def _spots_of(self, one: Runs, snapshot: Snapshot) -> Iterator[_Spot]:
         others = [other for other in self._others if other.stage != one.stage]
         if not others:
             return
-        snapshot = snapshot_of(thing)
         for name, tensor in snapshot.tensors():
             if not isinstance(tensor, nn.Parameter) and (reader := self._reader_of(others, memory_of(tensor))):
                 yield _Spot(name.lstrip(" ."), partial(_version_of, tensor), one.name, reader)

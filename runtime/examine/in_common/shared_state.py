@@ -22,7 +22,7 @@ from ...blocks.blocks import Parcel
 from ...blocks.shapes import HAND_ON
 from ...objects.snapshot import Snapshot, label_in
 from ..weights_elsewhere import require_own_weights
-from .code_reads import CodeReads
+from .code_reads import CodeReads, is_of_torch, snapshot_of
 from .common_state import CommonState, Runs
 from .handed_on import MarkRead, ReadMark
 
@@ -94,18 +94,23 @@ class SharedState:
 
     def common(self, own: Mapping[int, nn.Module]) -> CommonState | None:
         """Return what some blocks, by their numbers, may change that runs elsewhere, as all is now; None: nothing."""
-        for number, reference in enumerate(self._blocks if self._runs else ()):
-            if (block := reference()) is not None:
-                self._runs[number] = self._run_of(number, block)
-        last = max(self._stage_of.values(), default=0)
-        functions = [(Runs(n, last, CodeReads(f, is_block=False), False), f) for n, f in self._functions.items()]
-        here = [(self._run_of(number, block), block) for number, block in own.items()] if self._runs else []
+        given = [(number, block) for number, reference in enumerate(self._blocks) if (block := reference()) is not None]
+        if not self._runs or all(map(is_of_torch, [*dict(given).values(), *own.values(), *self._functions.values()])):
+            return None
+        for number, block in given:
+            self._runs[number] = self._run_of(number, block, snapshot_of(block))
+        last = max(self._stage_of.values())
+        functions = [
+            (Runs(name, last, CodeReads(function, held := snapshot_of(function), is_block=False), False), held)
+            for name, function in self._functions.items()
+        ]
+        here = [(self._run_of(number, block, held := snapshot_of(block)), held) for number, block in own.items()]
         if any(run.stage == last for run, _ in here):
             here += functions
         found = CommonState(here, [*self._runs, *(run for run, _ in functions)], self._judged)
         return found if found.spots else None
 
-    def _run_of(self, number: int, block: nn.Module, snapshot: Snapshot | None = None) -> Runs:
+    def _run_of(self, number: int, block: nn.Module, snapshot: Snapshot) -> Runs:
         name = f"block {number} ({type(block).__name__})"
         return Runs(name, self._stage_of[number], CodeReads(block, snapshot))
 
