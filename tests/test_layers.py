@@ -111,7 +111,7 @@ BUDGET = {
     "parallel": 6170,
     "saving": 3430,
     "examine": 3310,
-    "comm": 2650,
+    "comm": 2720,
     "interpreter": 2530,
     "splitting": 2520,
     "stage": 2030,

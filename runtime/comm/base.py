@@ -200,9 +200,7 @@ class SelfGroup(Group):
         output.copy_(tensor)
         return DoneWork()
 
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        output.copy_(tensor)
-        return DoneWork()
+    _reduce_scatter = _all_gather
 
     def _all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
@@ -234,8 +232,7 @@ class Transport(ABC):
 
     name: str
     profile: str
-    blocks_host = True
-    goes_on: bool = False
+    blocks_host, goes_on = True, False
 
     def __init__(self, rank: int, world_size: int, device: torch.device, publisher: Publisher | None = None) -> None:
         self.rank = rank
@@ -317,13 +314,17 @@ class Transport(ABC):
         return self._send(_data(tensor), peer, tag, NO_LABEL)
 
     def recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        """Receive from rank `peer` into a contiguous `buffer`; the same tag is first in, first out.
-
-        Raises:
-            MisfitError: no such channel, wrong device, or not contiguous.
-        """
+        """Receive from rank `peer` into a contiguous `buffer`, as `send` does; a tag is first in, first out."""
         self._require_ready(buffer, (peer, self.rank))
         return self._recv(_data(buffer), peer, tag, NO_LABEL)
+
+    def send_in_place(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Send as `send` does, without a copy on the way, to `recv_in_place`."""
+        return self.send(tensor, peer, tag)
+
+    def recv_in_place(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        """Receive what `send_in_place` has sent."""
+        return self.recv(buffer, peer, tag)
 
     def sender(self, peer: int, tag: int, label: Label = NO_LABEL) -> Callable[[Tensor], Work]:
         """Return what sends to a rank under a tag, for who sees to it that tensors are contiguous and on the device.

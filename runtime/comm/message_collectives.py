@@ -30,6 +30,7 @@ from quintsched.plan import Plan
 
 from ..watch.waiting import NOTHING
 from . import Group, ReduceOp, Transport, Work
+from .base import DoneWork
 from .device import current_stream, is_accelerator, new_stream, on_stream
 
 SPELLED_TAG = 2
@@ -120,31 +121,26 @@ class SpelledGroup(Group):
         """Post the receive, then the send, wait for both, and add what came; chunks without elements do not travel."""
         match step:
             case SendRecv():
-                arriving = self._receive(chunks[step.recv_chunk], step.source, step.reduce, scratch)
-                self._send(chunks[step.send_chunk], step.to)
-                arriving()
+                arriving, add = self._receive(chunks[step.recv_chunk], step.source, step.reduce, scratch)
+                leaving = self._send(chunks[step.send_chunk], step.to)
+                arriving.wait()
+                leaving.wait()
+                add()
             case SendChunk():
-                self._send(chunks[step.chunk], step.to)
+                self._send(chunks[step.chunk], step.to).wait()
             case RecvChunk():
-                self._receive(chunks[step.chunk], step.source, step.reduce, scratch)()
+                arriving, add = self._receive(chunks[step.chunk], step.source, step.reduce, scratch)
+                arriving.wait()
+                add()
 
-    def _send(self, chunk: Tensor, to: int) -> None:
-        if chunk.numel():
-            self._transport.send(chunk, self.ranks[to], SPELLED_TAG).wait()
+    def _send(self, chunk: Tensor, to: int) -> Work:
+        return self._transport.send_in_place(chunk, self.ranks[to], SPELLED_TAG) if chunk.numel() else DoneWork()
 
-    def _receive(self, chunk: Tensor, source: int, reduce: bool, scratch: Tensor) -> Callable[[], None]:
-        """Post a receive; what is returned waits for it and adds it to the chunk."""
-        if not chunk.numel():
-            return _nothing
+    def _receive(self, chunk: Tensor, source: int, reduce: bool, scratch: Tensor) -> tuple[Work, Callable[[], object]]:
+        """Post a receive; also returned is what adds to the chunk what has come."""
         buffer = scratch[: chunk.numel()] if reduce else chunk
-        work = self._transport.recv(buffer, self.ranks[source], SPELLED_TAG)
-
-        def arrive() -> None:
-            work.wait()
-            if reduce:
-                chunk.add_(buffer)
-
-        return arrive
+        work = self._transport.recv_in_place(buffer, self.ranks[source], SPELLED_TAG) if chunk.numel() else DoneWork()
+        return work, partial(chunk.add_, buffer) if reduce else _nothing
 
 
 class SpelledWork:
@@ -173,7 +169,7 @@ class SpelledWork:
 
 
 def _nothing() -> None:
-    """Wait for a chunk without elements."""
+    """Leave what has come as it is."""
 
 
 def cut_chunks(flat: Tensor, chunks: int) -> list[Tensor]:

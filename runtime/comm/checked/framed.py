@@ -3,6 +3,10 @@
     send    tensor ──copied──▶ staging: payload, frame ──▶ wire            staging is used again when it has been sent
     receive wire ──▶ room: payload, frame, slack ──▶ the frame is looked at when the message is waited for
 
+    in place  tensor ──▶ wire ──▶ buffer, frame ──▶ wire ──▶ looked at     two messages, and no copy of the payload
+
+What comes in place may not be too long, so between two ranks the frame of the first of each kind goes ahead of it.
+
 A receiver that has room behind its buffer gets the payload in place; for any other it is copied out of a room of ours.
 Slack lets a message come in that is too long: the wire would end the process for it. Memory that nothing is written to
 costs none.
@@ -13,17 +17,20 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..base import Transport, Work
-from .frame import FRAME_BYTES, OWN_BYTES, WIPED, Frame, Label, Stamp, find_frame, head_of, mismatch, own_part
+from .frame import FRAME_BYTES, NO_LABEL, OWN_BYTES, WIPED, Frame, Label, Stamp, find_frame, head_of, mismatch, own_part
 
 MOST_SLACK = 2**24
 MOST_KINDS = 64
 """So many kinds of tensors have staging memory that is kept."""
+COPIED = 2**20
+"""Bytes of a tensor up to which a copy costs less than a message of its own for the frame."""
 
 Key = tuple[torch.dtype, torch.Size]
 
@@ -71,6 +78,7 @@ class FramedMessages(Transport):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._free: dict[Key, list[_Staging]] = {}
+        self._gone: set[tuple[tuple[int, int], Key]] = set()
 
     @abstractmethod
     def _post_send(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
@@ -83,6 +91,36 @@ class FramedMessages(Transport):
     def room_for(self, nbytes: int) -> int:
         """Return how many bytes a message's frame needs, and one that is too long."""
         return room_for(nbytes)
+
+    def send_in_place(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Send a tensor as it lies, with its frame as a message of its own; one that is small as `send` does."""
+        if tensor.nbytes <= COPIED:
+            return self.send(tensor, peer, tag)
+        self._require_ready(tensor, (self.rank, peer))
+        key, payload = (tensor.dtype, tensor.shape), _bytes_of(tensor)
+        checksum = zlib.crc32(payload.numpy().data) if self.checks_everything else None
+        own, head = own_part(NO_LABEL.instruction, checksum), head_of(NO_LABEL, *key, self.rank, peer)
+        frame = torch.frombuffer(bytearray(own + head + self.stamp.bytes), dtype=torch.uint8)
+        parts = (frame, payload) if self._is_first((self.rank, peer), key) else (payload, frame)
+        return _Both(*(self._post_send(part, key, peer, tag) for part in parts))
+
+    def recv_in_place(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        """Receive what `send_in_place` has sent."""
+        if buffer.nbytes <= COPIED:
+            return self.recv(buffer, peer, tag)
+        self._require_ready(buffer, (peer, self.rank))
+        is_first = self._is_first((peer, self.rank), (buffer.dtype, buffer.shape))
+        return _InPlaceReceive(self, buffer, peer, tag, is_first=is_first)
+
+    def _is_first(self, channel: tuple[int, int], key: Key) -> bool:
+        """Whether no tensor of this kind has gone this way in place."""
+        is_first = (channel, key) not in self._gone
+        self._gone.add((channel, key))
+        return is_first
+
+    def refuse_in_place(self, channel: tuple[int, int], key: Key) -> None:
+        """Note that a tensor of this kind has not come this way."""
+        self._gone.discard((channel, key))
 
     def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
         return self._sender(peer, tag, label)(tensor)
@@ -130,6 +168,19 @@ class FramedMessages(Transport):
         if len(self._free) >= MOST_KINDS:
             del self._free[next(iter(self._free))]
         return self._free.setdefault(key, [])
+
+
+class _Both:
+    """Two messages under way, one behind the other."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Work, second: Work) -> None:
+        self._first, self._second = first, second
+
+    def wait(self) -> None:
+        self._first.wait()
+        self._second.wait()
 
 
 class _ReceivedWork:
@@ -202,8 +253,45 @@ class FramedReceive:
         frame = Frame.read(bytes(self._bytes[self._nbytes : self._end]))
         return frame is not None and frame.checksum == zlib.crc32(self._bytes[: self._nbytes])
 
-    def _refuse(self, expected: bytes) -> None:
+    def _refuse(self, expected: bytes) -> NoReturn:
         wanted = Frame.read(own_part(self._label.instruction, None) + expected)
         assert wanted is not None
         came = find_frame(bytes(self._bytes), self._nbytes, expected[-len(self._stamp.bytes) :])
         raise mismatch(wanted, came, self._rank, self._peer)
+
+
+class _InPlaceReceive(FramedReceive):
+    """A payload that is to come into its buffer, and its frame; memory behind the frame lets a small tensor in."""
+
+    def __init__(self, transport: FramedMessages, buffer: Tensor, peer: int, tag: int, *, is_first: bool) -> None:
+        room = torch.zeros(2 * FRAME_BYTES + COPIED, dtype=torch.uint8)
+        post, stamp = transport._post_receive, transport.stamp
+        super().__init__(transport.rank, post, stamp, room[:0], room, peer, tag, NO_LABEL, verify=False)
+        self._transport, self._payload, self._key = transport, _bytes_of(buffer), (buffer.dtype, buffer.shape)
+        self._head = head_of(NO_LABEL, *self._key, peer, transport.rank)
+        self._post_payload = partial(post, self._payload, self._key, peer, tag)
+        self._arriving = None if is_first else self._post_payload()
+        self._frame: Work | None = self.post()
+
+    def wait(self) -> None:
+        if self._frame is None:
+            return
+        if self._arriving is not None:
+            self._arriving.wait()
+        self._frame.wait()
+        self._frame = None
+        if self._arriving is None:
+            self._post_payload().wait()
+        found = Frame.read(bytes(self._bytes[:FRAME_BYTES]))
+        assert found is not None
+        if found.checksum is not None and found.checksum != zlib.crc32(self._payload.numpy().data):
+            self._refuse(self._head + self._stamp.bytes)
+
+    def _refuse(self, expected: bytes) -> NoReturn:
+        self._transport.refuse_in_place((self._peer, self._rank), self._key)
+        super()._refuse(expected)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -158,6 +158,45 @@ def test_every_mismatch_is_caught_before_use(tmp_path: Path, count: int) -> None
     assert not missed, missed[:3]
 
 
+def run_in_place(folder: Path) -> None:
+    """Move tensors that are large without copies; before the first of each kind comes another than is expected."""
+    rank = int(os.environ["RANK"])
+    os.chdir(folder)
+    transport = connect("gloo", timeout_s=60)
+    transport.open_channels([(0, 1), (1, 0)])
+    changes: list[Callable[[Tensor], Tensor]] = [
+        lambda good: good[:3000],
+        lambda good: torch.cat([good, good]),
+        lambda good: good.double(),
+        lambda good: good.t().contiguous(),
+        lambda good: good[:2],
+    ]
+    for tag, change in enumerate(changes, 1):
+        transport.check_everything(tag % 2 == 0)
+        good = torch.arange(4000.0 * (100 + tag)).reshape(4000, 100 + tag)
+        buffer, kept = torch.zeros_like(good), []
+        if rank == 0:
+            kept.append(transport.send_in_place(change(good), 1, tag))  # of the large ones nobody takes the payload
+            for _ in range(3):
+                transport.send_in_place(good, 1, 10 + tag).wait()
+            continue
+        expected = re.escape(f"expected: message, float32 {(*good.shape,)}")
+        with pytest.raises(MisfitError, match=f"{expected}.*what came is: message, "):
+            transport.recv_in_place(buffer, 0, tag).wait()
+        assert not buffer.any(), "what came was used"
+        for _ in range(3):
+            transport.recv_in_place(buffer.zero_(), 0, 10 + tag).wait()
+            assert torch.equal(buffer, good)
+    (folder / f"{rank}.txt").write_text("done")
+    os._exit(0)
+
+
+@pytest.mark.processes
+def test_in_place_nothing_else_is_let_in(tmp_path: Path) -> None:
+    assert run_ranks(run_in_place, 2, tmp_path) == [0, 0]
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["done", "done"]
+
+
 # ---------------------------------------------------------------- whole runs
 
 
