@@ -3,13 +3,14 @@
     if self.go: self.calls += 1                            a flag that the loop sets later
     self.amax = max(self.amax, float(x.abs().max()))       what shapes on the meta device cannot run
 
-Those attributes are looked at, once before and once behind a step, that code of blocks sets outside of `__init__`.
+Those attributes, also of classes, and globals are looked at, once before and once behind a step, that methods of blocks
+set outside of `__init__`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -32,12 +33,13 @@ class LateState:
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self.known: list[str] = []
-        self.places = [
-            (f"block {number} ({type(block).__name__}){path and f'.{path}'}.{key}", module.__dict__, key)
+        found = (
+            place
             for number, block in blocks.items()
             for path, module in block.named_modules()
-            for key in sorted(_set_by(type(module)))
-        ]
+            for place in _set_by(f"block {number} ({type(block).__name__}){path and f'.{path}'}", module)
+        )
+        self.places = list({place[0]: place for place in found}.values())
         self._before: list[Any] = []
 
     def begin(self) -> None:
@@ -59,7 +61,12 @@ class LateState:
         return [value if isinstance(value, (int, float)) else None for value in found]
 
 
-def _set_by(kind: type) -> set[str]:
-    """Return the attributes that code of a user's class sets, other than when it is made."""
-    codes = (function.__code__ for function in methods_of(kind) if function.__name__ != "__init__")
-    return {step.argval for code in codes for step in steps_in(code) if step.opname == "STORE_ATTR"}
+def _set_by(name: str, module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield what code of a module's class sets, other than when it is made: its attributes, its class's and globals."""
+    kind = type(module)
+    functions = [function for function in methods_of(kind) if function.__name__ != "__init__"]
+    steps = [(step.opname, step.argval, function) for function in functions for step in steps_in(function.__code__)]
+    for key in sorted({key for opname, key, _ in steps if opname == "STORE_ATTR"}):
+        yield f"{name}.{key}", module.__dict__, key
+        yield from ((f"{base.__name__}.{key}", vars(base), key) for base in kind.__mro__ if key in vars(base))
+    yield from ((key, function.__globals__, key) for opname, key, function in steps if opname == "STORE_GLOBAL")

@@ -1,6 +1,6 @@
 """State that forwards change: it goes by microbatches, and each replica has its own; said once where there are several.
 
-    self.calls += 1     self.average.lerp_(x.mean(0), 0.1)     u, v of a spectral norm
+    self.calls += 1     self.average.lerp_(x.mean(0), 0.1)     u, v of a spectral norm     Layer.calls += 1
 
 One process has it after all forwards of a step, each of several replicas after its own. Tables that are made where
 there were none are no such state, and neither are the statistics of norms and the loads of experts, which replicas put
@@ -36,10 +36,14 @@ def state_of_replicas(blocks: Sequence[nn.Module], parcels: Sequence[Parcel], *,
     ]
 
 
-def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterator[tuple[str, nn.Module, State]]:
-    """Yield what users' modules in blocks have, and forwards change: its name, the module, and what it is."""
+def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterator[tuple[str, nn.Module | None, State]]:
+    """Yield what users' modules in blocks, classes and globals have, and forwards change: its name, the module, if it
+    is one's, and what it is.
+    """
     for number, (block, parcel) in enumerate(zip(blocks, parcels, strict=True)):
         for state in parcel.state:
+            if state.is_named:
+                yield state.name, None, state
             if state.owner.startswith((".", " (")):
                 path, _, rest = state.owner.partition(" (")
                 module = block.get_submodule(path.removeprefix("."))

@@ -24,6 +24,8 @@ from ..blocks.costs import estimate_costs
 from ..blocks.dtensor import local_of, prepare_sharded
 from ..blocks.module_state import spread_buffers
 from ..comm import Group
+from ..comm.control import first_said
+from ..examine.built_alike import why_unlike
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
 from ..parallel.mesh_groups import MeshGroups
@@ -146,6 +148,7 @@ def build_stages(
     tensor: TensorCuts,
     prover: Prover,
     *,
+    outlines: Sequence[nn.Module],
     seed: int,
     masks: Masks,
     dtype: torch.dtype | None,
@@ -154,11 +157,14 @@ def build_stages(
     """Build the stages of `pp_rank`; at no time does it hold more than one full block.
 
     All ranks that hold a block start from the same weights: those of the first of them. Dropouts draw by `masks`.
-    `prover` takes note of blocks while they are whole.
+    `prover` takes note of blocks while they are whole. Raises `MisfitError` on all ranks for a function that gave
+    another block than when the outlines were made (collective).
     """
+    unlike: list[str] = []
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
+        unlike.append(why_unlike(number, blocks[number], outlines[number], module))
         _require_own(number, module)
         spread_buffers(module)
         prepare_sharded(module, number, groups.tensor, groups.replicas)
@@ -179,7 +185,10 @@ def build_stages(
         built = {number: build(number, stage) for number in cuts[stage]}
         return Stage(stage, built, tensor.partial(built))
 
-    return {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
+    stages = {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
+    if said := first_said(next(filter(None, unlike), ""), groups.world):
+        raise MisfitError(said)
+    return stages
 
 
 def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor: Group) -> None:

@@ -122,7 +122,7 @@ class RankModel:
         options, tensor = self.options, self._groups.tensor
         built = [on_meta(block) for block in blocks]
         require_saved(built)
-        self.cuts = cuts_of(self.plan, blocks, block_costs)
+        self.cuts = cuts_of(self.plan, built, block_costs)
         require_separate(built, self.cuts, tensor)
         self.shared_state = SharedState(built, self.cuts, getattr(blocks, "changing", ()))
         agree_on_blocks(built, self.cuts, self._groups.world)
@@ -162,6 +162,7 @@ class RankModel:
             self._groups,
             self.tensor,
             self.prover,
+            outlines=self.outlines,
             seed=options.seed,
             masks=self.masks,
             dtype=options.dtype,

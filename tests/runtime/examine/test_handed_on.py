@@ -17,7 +17,7 @@ class Place:
     h = None
 
     def __init__(self):
-        self.log, self.norms = [], {}
+        self.log, self.norms, self.calls = [], {}, 0
 
 
 def counters_of(offsets):
@@ -173,9 +173,22 @@ def test_what_each_block_makes_for_itself_may_be_in_one_object(do):
     step(do, plain)
 
 
-def test_state_that_goes_by_microbatches_is_said(caplog):
+def count_beside(layer, place, h):
+    if layer.number == 1:
+        place.calls += 1
+    return h
+
+
+@pytest.mark.parametrize(
+    ("do", "names"),
+    [
+        (keep_aux, "block 0 (Layer).aux, block 1 (Layer).aux, block 2 (Layer).aux and 1 more:"),
+        (count_beside, "Layer.forward, place.calls:"),
+    ],
+)
+def test_state_that_goes_by_microbatches_is_said(caplog, do, names):
     with caplog.at_level(logging.WARNING, "quintsched"):
-        step(keep_aux, plain)
+        step(do, plain)
     (line,) = [record.message for record in caplog.records if "counts microbatches" in record.message]
-    assert line.startswith("block 0 (Layer).aux, block 1 (Layer).aux, block 2 (Layer).aux and 1 more")
+    assert line.startswith(names)
     assert "a step has 2" in line
