@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.nn.modules import module
 
 from quintsched.errors import MisfitError
@@ -53,6 +54,11 @@ def device_kinds() -> tuple[str, ...]:
 def is_accelerator(device: torch.device) -> bool:
     """Whether the host runs ahead of a device."""
     return device.type in _LIBRARIES
+
+
+def is_at_hand(device: torch.device) -> bool:
+    """Whether the host may look at numbers of a device: it has computed them itself, and no mode captures its work."""
+    return device.type not in _LIBRARIES and not _len_torch_dispatch_stack()
 
 
 def library_of(device: torch.device) -> str:

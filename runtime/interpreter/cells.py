@@ -17,7 +17,8 @@ from quintsched.ir.values import Kind, Value
 from ..blocks.trees import TensorSpec
 from ..comm import Work
 from ..stage.stage_forward import Outputs
-from ..watch.waiting import NOTHING, WaitCell, receive_code, send_code
+from ..watch.cell import NOWHERE
+from ..watch.waiting import NOTHING, WaitCell
 from .data_flow import activation_of
 from .recorder import Recorder
 
@@ -43,14 +44,6 @@ class Cell:
         self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
         self.receive_said = self.send_said = NOTHING
-
-    def comes_by(self, receive: int) -> None:
-        """Note the place in the program of the value's receive."""
-        self.receive, self.receive_said = receive, receive_code(receive)
-
-    def goes_by(self, send: int) -> None:
-        """Note the place in the program of the value's send."""
-        self.send_said = send_code(send)
 
 
 class ReceiveBuffers:
@@ -221,11 +214,6 @@ class Cells:
 
     def settle(self) -> None:
         """Release what was sent in the step before: the next one, of any plan, begins when it has been received."""
-        said = self._waits.cell
         for cell in self.sending:
             if cell.sent is not None:
-                works, cell.sent = cell.sent[0], None
-                said.memory[said.at] = cell.send_said
-                for work in works:
-                    work.wait()
-                said.memory[said.at] = NOTHING
+                self.release(cell, NOWHERE)  # nothing is recorded between steps

@@ -26,6 +26,7 @@ from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots
 from ..comm.checked.frame import Label
 from ..stage.cargo import Cargo
 from ..steps.units import UnitShape
+from ..watch.waiting import receive_code, send_code
 from .data_flow import ProgramFlow, activation_of
 from .rank_state import BoundReceive, MessageState
 
@@ -116,7 +117,7 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
     cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
     tags, buffers, transport = _tags(state, value), state.buffers, state.transport
     labels = _labels(state, value, posting.index)
-    cell.comes_by(posting.index)
+    cell.receive, cell.receive_said = posting.index, receive_code(posting.index)
     places, index, is_one = list(zip(kinds, posting.slots, strict=True)), posting.index, len(tags) == 1
 
     def bind(shape: UnitShape) -> BoundReceive:
@@ -159,7 +160,7 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
         message, (value,) = state.flows.program[index], flows[index].consumes
         assert isinstance(message, Message)
         sends.append((first, index, _bind_send(state, value, message.peer, index)))
-        state.cells.of(value).goes_by(index)
+        state.cells.of(value).send_said = send_code(index)
         gradients = (taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD)
         if last + 1 < len(flows) and value not in map(activation_of, gradients):
             releases.append((last + 1, last + 1, _bind_release(state, value, last + 1)))

@@ -24,6 +24,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
+from ..comm.device import is_at_hand
 from ..stage.mean_losses import Summed
 from ..state.passengers import ROOM, Room
 
@@ -41,22 +42,20 @@ class Figures:
     how many units were computed on last stages.
     """
 
-    __slots__ = ("_sums", "_total", "num_rows", "num_units", "table", "work")
+    __slots__ = ("_may_be_sum", "_sums", "_total", "num_rows", "num_units", "table", "work")
 
     def __init__(self, table: Tensor, num_rows: int, num_units: int, work: Work) -> None:
         self.table, self.num_rows, self.num_units, self.work = table, num_rows, num_units, work
         self._sums: Tensor | None = None
         self._total: Tensor | None = None
 
-    def weight(self) -> Tensor:
-        """Wait until it is known; return the loss weight, 0-dimensional, which nobody may change."""
-        return self.total()[1]
-
     def total(self) -> Tensor:
         """Wait until it is known; return the sums of a step that is this batch alone, never to be changed."""
         if self._total is None:
-            self._total = self.sums().clone()
-            self._total[1].add_(self.num_summed() > 0)
+            self._total = self.sums()
+            if self._may_be_sum:
+                self._total = self._total.clone()
+                self._total[1].add_(self.num_summed() > 0)
         return self._total
 
     def sums(self) -> Tensor:
@@ -65,7 +64,10 @@ class Figures:
             self.work.wait()
             end = self.num_rows * self.num_units
             self._sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
-            self._sums[0].add_(self.table[end:-3].sum())
+            rest = self.table[end:].tolist() if is_at_hand(self.table.device) else None
+            self._may_be_sum = rest is None or rest[-3] > 0
+            if rest is None or any(rest[:-3]):
+                self._sums[0].add_(self.table[end:-3].sum())
         return self._sums
 
     def num_summed(self) -> Tensor:
@@ -222,9 +224,9 @@ class Tally:
         return Figures(table, self._num_rows, self.num_units, work)
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
-        """Return places as an index, which is the same in every step: none is copied twice."""
+        """Return places as an index, which is the same in every step; it is written there, as numbers are."""
         if places not in self._places:
-            self._places[places] = torch.tensor(places, device=self._device)
+            self._places[places] = torch.stack([torch.full((), place, device=self._device) for place in places])
         return self._places[places]
 
 
@@ -286,6 +288,11 @@ class StepResult:
 
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:
     """Put figures where they belong; a number is written there, not copied, which would wait for a GPU."""
+    if is_at_hand(row.device):
+        on_host = row.numpy()
+        for place, x in column:
+            on_host[place] = x.item() if isinstance(x, Tensor) else x
+        return
     tensors = [(place, x) for place, x in column if isinstance(x, Tensor)]
     if tensors:
         values = [x for _, x in tensors]

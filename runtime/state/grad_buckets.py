@@ -336,7 +336,8 @@ def _cut_evenly(
             collected.clear()
 
     for parameter in parameters:
-        if collected and (_kind(collected[0]) != _kind(parameter) or _bytes([*collected, parameter]) > bucket_bytes):
+        is_full = sum(local_of(p).nbytes for p in (*collected, parameter)) > bucket_bytes
+        if collected and (is_full or _kind(collected[0]) != _kind(parameter)):
             close()
         collected.append(parameter)
         done += parameter.numel()
@@ -345,10 +346,6 @@ def _cut_evenly(
             number += 1
     close()
     return buckets
-
-
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(local_of(p).nbytes for p in parameters)
 
 
 def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:

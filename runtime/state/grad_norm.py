@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import ReduceOp, Work
+from ..comm.device import is_at_hand
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import IN_CACHE, GradBucket, GradBuckets, as_real, is_untouched
@@ -72,20 +73,24 @@ class GradNorm:
         """
         square = self._divide(self._reduced, weight)
         if self._summed:
-            summed = self._divide(self._summed, weight)
+            summed = torch.as_tensor(self._divide(self._summed, weight), dtype=torch.float64, device=self._device)
             if not self._sharded:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
-        figures = torch.stack([square, *[n.to(square.device, non_blocking=True) for n in beside]])
-        if row is not None:
-            figures = torch.cat([figures, row])
+        if is_at_hand(self._device):
+            here = [float(square), *map(float, beside), *(() if row is None else row.tolist())]
+            figures = torch.tensor(here, dtype=torch.float64)
+        else:
+            there = [torch.as_tensor(n).to(self._device, torch.float64, non_blocking=True) for n in (square, *beside)]
+            figures = torch.cat([torch.stack(there), *(() if row is None else (row,))])
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
 
-    def _divide(self, buckets: Sequence[tuple[GradBucket, list[Tensor]]], weight: Tensor) -> Tensor:
+    def _divide(self, buckets: Sequence[tuple[GradBucket, list[Tensor]]], weight: Tensor) -> Tensor | float:
         """Divide buckets, and return the sum of the squares of what is counted of them: 0-dimensional, float64."""
         norms = [norm for bucket, counted in buckets for norm in _divide(bucket.shard, weight, counted)]
         if len(norms) == 1:
-            return norms[0].to(torch.float64).square()
+            length = norms[0].item() if is_at_hand(self._device) else norms[0].to(torch.float64)
+            return length * length
         if norms:
             return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
         return torch.zeros((), dtype=torch.float64, device=self._device)
@@ -122,17 +127,17 @@ class AbsentGradients:
         buckets: all gradients of this rank's stages.
         masters: the weights that its optimizers work on.
         sharded: whether replicas hold shards of what is reduced.
+
+    Attributes:
+        forget: begins a step in which none is known to be absent.
     """
 
     def __init__(self, buckets: GradBuckets, masters: Masters, *, sharded: bool) -> None:
         self._buckets, self._masters, self._sharded = buckets, masters, sharded
         self._found: dict[int, list[nn.Parameter]] = {}
+        self.forget = self._found.clear
         device = next((bucket.shard.device for bucket in buckets), None)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
-
-    def forget(self) -> None:
-        """Begin a step in which none is known to be absent."""
-        self._found.clear()
 
     def suspects(self) -> Tensor:
         """Return how many parameters look as if no gradient had come: 0-dimensional, float64."""

@@ -20,7 +20,6 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 from quintsched.ir import instructions as ins
 from quintsched.ir.values import Kind, Value
-from quintsched.plan import Plan
 
 from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
@@ -60,11 +59,11 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
 
 
 def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
-    made = state.flows.made(instruction, Kind.OUTPUT)
+    made, plan = state.flows.made(instruction, Kind.OUTPUT), state.flows.plan
     finish = (
         _hand_on(state, instruction)
         if made
-        else partial(_lose, state, instruction.microbatch, _slices(state.flows.plan))
+        else partial(_lose, state, instruction.microbatch, plan.schedule.slices * plan.mesh.axis_size("cp"))
     )
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
@@ -317,11 +316,6 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
         return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
 
     return hand_on
-
-
-def _slices(plan: Plan) -> int:
-    """Return into how many stretches each sequence is cut."""
-    return plan.schedule.slices * plan.mesh.axis_size("cp")
 
 
 def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs) -> Start:

@@ -175,6 +175,8 @@ class LaterSteps:
 
         Hooks are left out, which come and go in a first step, that watches blocks, and modes, other in evaluations.
         """
+        if not self._followed:
+            return ""
         name = self._noted
         if not name:
             moved = (place.name for place in self._of_pairs.moved(hooks=False))
@@ -188,7 +190,7 @@ class LaterSteps:
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set by which blocks may not be cut any more."""
-        changed = self._state.changed()
+        changed = self._state.changed() if self._followed else None
         if changed is None:
             return
         self._followed = [again for followed in self._followed for again in self._as_they_are(followed, changed)]
