@@ -185,10 +185,10 @@ class RunLosses:
                 is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
         self._has_gradients = is_compared
         if is_compared:
-            self.loss.real = RealBatch(num_units, self._num_shares)
+            self.loss.real = RealBatch(num_units, self._num_shares, beside=self._probe)
         else:
             has_values = any(examined.is_compared for examined in self._watched)
-            self.loss.real = RealBatch(num_units, free=_FREE_BYTES) if has_values else None
+            self.loss.real = RealBatch(num_units, free=_FREE_BYTES, beside=self._probe) if has_values else None
 
     def is_doubted(self) -> bool | torch.Tensor:
         """Whether this rank has a doubt: what a loss goes by has changed, or it is not as it was found to be.
@@ -260,7 +260,7 @@ class RunLosses:
         if self._probe is None and batch is not None:
             self._probe = batch.probe
         for one in self._watched:
-            if batch is not None and not self._has_gradients:
+            if batch is not None and not (self._has_gradients and self._trains):  # gradients may be no numbers there
                 one.compare_values(batch)
             one.doubt(batch if self._has_gradients else None, self._probe, self._step)
             if (one.since and self._trains) or (one.refusal and self._told.get(one) != one.refusal):

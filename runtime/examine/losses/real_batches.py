@@ -121,10 +121,12 @@ class RealBatch:
         units: how many a step has on this rank.
         copies: how many ranks have such.
         free: so many bytes may be kept of all together.
+        beside: samples of an earlier step, if there are any: what is alike in all of these may be other on other ranks.
     """
 
-    def __init__(self, units: int, copies: int = 1, free: int = _FREE_BYTES) -> None:
+    def __init__(self, units: int, copies: int = 1, free: int = _FREE_BYTES, beside: Unit | None = None) -> None:
         self._units: list[Unit] = []
+        self._beside = [] if beside is None else [beside]
         self._latest: Any = None
         self._copies = copies
         self._is_short = False
@@ -216,8 +218,8 @@ class RealBatch:
         return one, one.with_leaves({number: other.outputs[number] for number in one.of_rest})
 
     def _alike(self) -> list[Unit]:
-        """Return units that can be joined, or the halves of one; none where there are no two."""
-        units = [unit for unit in self._units if unit.fits(self._units[0])]
+        """Return units that can be joined, an earlier one too, or the halves of one; none where there are no two."""
+        units = [unit for unit in (*self._units, *self._beside) if self._units and unit.fits(self._units[0])]
         if len(units) == 1 and units[0].samples > 1:
             half = units[0].samples // 2
             units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
