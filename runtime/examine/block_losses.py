@@ -31,7 +31,6 @@ from ..parallel.expert.moe import mixtures
 from ..parallel.proof.arrivals import Arrival, Given
 from ..parallel.proof.twins import draw_weight
 from .block_runs import RunBlock, run_with_graph
-from .losses.calls_checked import CallsChecked
 from .losses.examination import LossExamination
 from .losses.loss_weights import LossWeight, Over
 from .losses.parts import Parts, rows_of_each, with_other_targets
@@ -228,7 +227,7 @@ class _Examination:
         asked = list[str]()
         try:
             at_first = untouched(self._block, self._kept)
-            with at_first, self._alike(samples), CallsChecked(), asking_elsewhere(clocks=False) as asked:
+            with at_first, self._alike(samples), asking_elsewhere(clocks=False) as asked:
                 ran = run_with_graph(self._run, self._number, self._block, self._arrival_of(outputs, targets))
                 wanted = [*ran.leaves, *ran.weights]
                 loss = torch.zeros(()) if ran.loss is None else ran.loss

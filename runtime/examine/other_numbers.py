@@ -16,6 +16,7 @@ from ..objects.user_code import constants_in
 from ..parallel.proof.arrivals import Arrival, Given, GivenTree
 from ..parallel.proof.twins import FEW, SEED
 from .functions_kept import reached_by
+from .losses.calls_checked import MadeUp
 
 _TRIED = (0, 1, 2, 3, 5, 10, 100)
 _AMONG = (0, 1, 2, -100, -1)
@@ -47,8 +48,9 @@ def others_of(arrival: Arrival, block: nn.Module, agree: Agree) -> Iterator[tupl
 
 
 def _with_extras(arrival: Arrival, others: dict[tuple[str, int], Tensor]) -> Arrival:
+    made = {place: MadeUp.of(other) for place, other in others.items()}
     extras = {
-        name: GivenTree([Given(others.get((name, k), p.tensor), p.tokens) for k, p in enumerate(tree.parts)], tree.tree)
+        name: GivenTree([Given(made.get((name, k), p.tensor), p.tokens) for k, p in enumerate(tree.parts)], tree.tree)
         for name, tree in arrival.extras.items()
     }
     return replace(arrival, extras=extras)

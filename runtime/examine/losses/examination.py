@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...blocks.trees import flatten
 from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_numbers
-from .calls_checked import CallsChecked
+from .calls_checked import CallsChecked, MadeUp
 from .linear import FACTORS, UNLINEAR, gradients_of, is_linear
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .own_writes import depends_on_calls
@@ -192,7 +192,7 @@ class LossExamination:
             values += (self._tables[weight.table] == 0).nonzero().flatten().tolist()[:1]
         for value in values:
             targets = list(parts.targets)
-            targets[place] = torch.full_like(targets[place], value)
+            targets[place] = MadeUp.of(torch.full_like(targets[place], value))
             tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
             if tried is not None:
                 fails = any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)

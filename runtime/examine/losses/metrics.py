@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .calls_checked import CallsChecked
 from .examination import WRITES, Candidates, LossExamination, Tried
 from .loss_weights import Finding, LossWeight, Over
 from .parts import Parts, with_other_targets
@@ -63,7 +62,7 @@ class MetricExamination(LossExamination):
     ) -> Tried | None:
         """Return what the metric makes of these; None where that is no finite number, or it cannot be called so."""
         try:
-            with torch.no_grad(), CallsChecked():
+            with torch.no_grad():
                 found = self.call(outputs, targets)
                 value, weight = found if isinstance(found, tuple) else (found, None)
                 value = torch.as_tensor(value).double()

@@ -25,6 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .calls_checked import MadeUp
+
 _ROWS, _FREE_BYTES = 6, 32 << 20
 _TOKENS, _LARGE_BYTES = 6, 4 << 20
 _MANY, _FAR = 32, (1000.0, -1000.0, 30.0, 0.01)
@@ -318,7 +320,7 @@ def _changed(parts: Parts, place: int, leaf: Tensor, first: Change = _same, rest
     """Return the same with another leaf of targets, whose parts are changed."""
     a, b = parts.cut(len(parts.outputs) + place, leaf)
     targets = [*parts.targets]
-    targets[place] = torch.cat([first(a), rest(b)], parts.along)
+    targets[place] = MadeUp.of(torch.cat([first(a), rest(b)], parts.along))
     return replace(parts, targets=targets)
 
 

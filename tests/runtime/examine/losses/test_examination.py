@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -246,6 +248,25 @@ def test_what_a_graph_has_saved_of_a_loss_is_as_it_was() -> None:
     assert "its calls write a tensor" in examine_loss(scaled, ROWS, NUMBERS, SAMPLES).why
     found.backward()
     assert output.grad is not None
+
+
+def test_only_torch_is_given_labels_that_no_data_have(capsys: pytest.CaptureFixture[str]) -> None:
+    labels, lengths = LABELS[:, :2].clamp(min=1), LENGTHS
+    given = {f"{sample.tolist()}" for sample in torch.cat([labels, lengths[:, None]], 1)}
+
+    def kernel(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        rows = np.concatenate([targets[0].numpy(), targets[1].numpy()[:, None]], 1).tolist()
+        sys.stdout.writelines(f"{row}\n" for row in rows)
+        return output.square().sum(-1).sum(-1).mean()
+
+    assert examine_loss(kernel, LOGITS, (labels, lengths), SAMPLES).weight.over is Over.SAMPLES
+    assert set() < set(capsys.readouterr().out.splitlines()) <= given
+
+    def padded(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        sizes = torch.full((len(output),), TOKENS)
+        return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), targets[0], sizes, targets[1], zero_infinity=True)
+
+    assert examine_loss(padded, LOGITS[..., :4], (labels % 3 + 1, lengths), SAMPLES).weight.over is Over.SAMPLES
 
 
 @pytest.mark.parametrize("rare", [7, 57])
