@@ -17,8 +17,7 @@ from .blocks.blocks import Blocks, some_take
 from .blocks.dtensor import is_sharded
 from .comm import Transport
 from .comm.device import draws_undone, graphs_of, is_accelerator
-from .data.loose_leaves import require_no_loose_leaf
-from .objects.snapshot import Snapshot
+from .objects.snapshot import Snapshot, require_no_loose_leaf
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage

@@ -11,7 +11,7 @@ from torch import nn
 def place_of(error: BaseException, number: int, block: nn.Module) -> str:
     """Return where in block `number` an error was raised, in words."""
     name = f"block {number} ({type(block).__name__})"
-    inner = _innermost(error, {id(module): path for path, module in block.named_modules()})
+    inner = _innermost(error, block)
     if inner is None or not inner[0]:
         return name
     path, module = inner
@@ -20,13 +20,11 @@ def place_of(error: BaseException, number: int, block: nn.Module) -> str:
 
 def block_of(error: BaseException, blocks: dict[int, nn.Module]) -> int | None:
     """Return the number of the block that was running when an error was raised; None where none was."""
-    for number, block in blocks.items():
-        if _innermost(error, {id(module): path for path, module in block.named_modules()}) is not None:
-            return number
-    return None
+    return next((number for number, block in blocks.items() if _innermost(error, block) is not None), None)
 
 
-def _innermost(error: BaseException, paths: dict[int, str]) -> tuple[str, nn.Module] | None:
+def _innermost(error: BaseException, block: nn.Module) -> tuple[str, nn.Module] | None:
+    paths = {id(module): path for path, module in block.named_modules()}
     found = None
     for frame in frames(error):
         module = frame.f_locals.get("self")

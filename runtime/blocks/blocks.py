@@ -202,7 +202,7 @@ def _outline(number: int, block: nn.Module, *, needed: bool) -> nn.Module:
     if is_sharded(block) or all(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
         return block
     try:
-        return copy.deepcopy(block, _meta_twins(block))
+        return copy.deepcopy(block, meta_twins(block))
     except Exception as error:
         if not needed:
             return block
@@ -212,7 +212,7 @@ def _outline(number: int, block: nn.Module, *, needed: bool) -> nn.Module:
         ) from error
 
 
-def _meta_twins(module: nn.Module) -> dict[int, Any]:
+def meta_twins(module: nn.Module) -> dict[int, Any]:
     """Return what takes the place of each tensor of a module in a copy without data."""
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     for parameter in module.parameters():

@@ -9,7 +9,7 @@ What lies beside belongs to the rank that has the block, and is not cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,10 @@ def pack_beside(module: nn.Module, of_name: Callable[[str], str]) -> dict[str, T
             plain = value.detach() if isinstance(value, Tensor) else value
             found |= pack(f"{BESIDE}{called}", plain)
         except NotPlainError as error:
-            raise MisfitError(_refusal(called, str(error))) from None
+            raise MisfitError(
+                f"{called!r} of the state_dict cannot be saved exactly: {error}; modules give numbers, strings, "
+                "tensors, and lists and dicts of these"
+            ) from None
     return found
 
 
@@ -88,7 +91,7 @@ def load_beside(module: nn.Module, of_name: Callable[[str], str], state: Mapping
             raise MisfitError(f"the state is of another model: it has no {name!r} of {of_name(name)}")
         device = mine.device if isinstance(mine, Tensor) else None
         value = unpack(called, state, device)
-        owner, path = _owner(module, name)
+        owner, path = _owner(module, name) or (module, "")
         if name.endswith(_EXTRA):
             owner.set_extra_state(value)
         else:
@@ -96,14 +99,14 @@ def load_beside(module: nn.Module, of_name: Callable[[str], str], state: Mapping
             owner.load_state_dict({**tensors, name.removeprefix(path): value}, strict=False)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that takes back what is saved under a name, and how names of it begin."""
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """Return the module that takes back what is saved under a name, and how names of it begin; None: none does."""
     found = [
         (one, f"{path}." if path else "")
         for path, one in module.named_modules()
         if name.startswith(f"{path}." if path else "") and (name.endswith(_EXTRA) or _takes_more(one))
     ]
-    return max(found, key=lambda pair: len(pair[1]))
+    return max(found, key=lambda pair: len(pair[1]), default=None)
 
 
 def _takes_more(module: nn.Module) -> bool:
@@ -132,56 +135,39 @@ def _is_expanded(tensor: Tensor) -> bool:
 def require_saved(blocks: Sequence[nn.Module]) -> None:
     """Raise `MisfitError` for blocks of which no state can be saved and taken back whole."""
     for number, block in enumerate(blocks):
-        for refusal in _refusals(number, block):
+        if (refusal := _refusal_of(number, block, f"block {number} ({type(block).__name__})")) is not None:
             raise MisfitError(refusal)
 
 
-def _refusals(number: int, block: nn.Module) -> Iterator[str]:
-    where = f"block {number} ({type(block).__name__})"
-    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
-        if is_lazy(tensor):
-            yield (
-                f"{where}: {name!r} has no shape before the first forward (a lazy module), so that nothing can be cut, "
-                "sent or saved; give its sizes (nn.Linear in place of nn.LazyLinear), or run the block once before"
-            )
+def _refusal_of(number: int, block: nn.Module, where: str) -> str | None:
+    lazy = [name for name, tensor in (*block.named_parameters(), *block.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        return (
+            f"{where}: {lazy[0]!r} has no shape before the first forward (a lazy module), so that nothing can be cut, "
+            "sent or saved; give its sizes (nn.Linear in place of nn.LazyLinear), or run the block once before"
+        )
     if not any(map(_gives_more, block.modules())):
-        return
+        return None
     try:
         state = block.state_dict(keep_vars=True)
     except Exception as error:
-        if not any(parameter.is_meta for parameter in block.parameters()):
-            yield f"{where}: its state_dict raises {type(error).__name__}: {error}"
-        return
+        is_outline = any(parameter.is_meta for parameter in block.parameters())
+        return None if is_outline else f"{where}: its state_dict raises {type(error).__name__}: {error}"
     lacking = [name for name, tensor in _own(block).items() if not any(tensor is value for value in state.values())]
     if lacking:
-        yield (
+        return (
             f"{where}: its state_dict does not have the parameter or buffer {lacking[0]!r} itself, so that checkpoints "
             "would lack it; let _save_to_state_dict and hooks add to what there is, and leave that as it is"
         )
-    for name, value in saved_beside(block).items():
-        yield from _beside_refusals(number, block, name, value)
-
-
-def _beside_refusals(number: int, block: nn.Module, name: str, value: object) -> Iterator[str]:
-    try:
-        pack(name, value.detach() if isinstance(value, Tensor) else value)
-    except NotPlainError as error:
-        yield _refusal(f"{number}.{name}", str(error))
-    if name.endswith(_EXTRA):
-        owner = block.get_submodule(name.removesuffix(_EXTRA).rstrip("."))
-        if type(owner).set_extra_state is nn.Module.set_extra_state:
-            yield f"block {number}: {type(owner).__name__} has get_extra_state without set_extra_state; write that too"
-    elif not any(
-        name.startswith(f"{path}." if path else "") and _takes_more(one) for path, one in block.named_modules()
-    ):
-        yield (
-            f"block {number} ({type(block).__name__}): its state_dict has {name!r}, which is no parameter or buffer, "
-            "and no module takes it back; write _load_from_state_dict too, or use get_extra_state and set_extra_state"
-        )
-
-
-def _refusal(name: str, why: str) -> str:
-    return (
-        f"{name!r} of the state_dict cannot be saved exactly: {why}; modules give numbers, strings, tensors, and lists "
-        "and dicts of these"
-    )
+    pack_beside(block, lambda name: f"{number}.{name}")
+    for name in saved_beside(block):
+        owner = _owner(block, name)
+        if owner is None:
+            return (
+                f"{where}: its state_dict has {name!r}, which is no parameter or buffer, and no module takes it back; "
+                "write _load_from_state_dict too, or use get_extra_state and set_extra_state"
+            )
+        if name.endswith(_EXTRA) and type(owner[0]).set_extra_state is nn.Module.set_extra_state:
+            kind = type(owner[0]).__name__
+            return f"block {number}: {kind} has get_extra_state without set_extra_state; write that too"
+    return None

@@ -100,20 +100,16 @@ class _Packer:
             return value
         if depth > _DEEPEST:
             raise NotPlainError(f"{place} is nested too deeply, or holds itself")
-        if kind is float or kind is complex:
-            return {kind.__name__: [part.hex() for part in _parts(value)]}
-        if kind is bytes:
-            return {"bytes": value.hex()}  # type: ignore[attr-defined]
+        if kind in _SCALARS:
+            return {kind.__name__: _SCALARS[kind][0](value)}
         if isinstance(value, Tensor):
             return self._tensor(value, place)
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return {"numpy": [value.dtype.str, value.tobytes().hex()]}
         if kind in _SEQUENCES.values():
             return self._sequence(value, place, depth)
-        if kind in (dict, OrderedDict, defaultdict, torch.Size):
-            return self._others(value, place, depth)
-        if kind in (torch.dtype, torch.device):
-            return {kind.__name__: str(value).removeprefix("torch.")}
+        if kind in (dict, OrderedDict, defaultdict):
+            return self._pairs(value, place, depth)
         raise NotPlainError(f"{place or 'it'} is a {kind.__module__}.{kind.__qualname__}")
 
     def _sequence(self, value: Any, place: str, depth: int) -> object:
@@ -121,9 +117,7 @@ class _Packer:
         words: list[object] = [self.words(item, f"{place}[{number}]", depth + 1) for number, item in enumerate(items)]
         return {type(value).__name__: [value.maxlen, words] if type(value) is deque else words}
 
-    def _others(self, value: Any, place: str, depth: int) -> object:
-        if type(value) is torch.Size:
-            return {"Size": list(value)}
+    def _pairs(self, value: Any, place: str, depth: int) -> object:
         pairs = [
             [self.words(key, f"a key of {place}", depth + 1), self.words(item, f"{place}[{key!r}]", depth + 1)]
             for key, item in value.items()
@@ -163,9 +157,6 @@ class _Unpacker:
         if not isinstance(words, dict):
             return words
         ((kind, said),) = words.items()
-        if kind in ("float", "complex"):
-            parts = [float.fromhex(part) for part in said]
-            return complex(*parts) if kind == "complex" else parts[0]
         if kind == "tensor":
             return self._tensor(*said)
         if kind == "known" and self._tensor_of is not None:
@@ -178,21 +169,12 @@ class _Unpacker:
             return {"dict": dict, "OrderedDict": OrderedDict}[kind](self._pairs(said))
         if kind == "defaultdict":
             return defaultdict(_FACTORIES[said[0]], self._pairs(said[1]))
-        return self._rare(kind, said)
-
-    def _rare(self, kind: str, said: Any) -> Any:
-        match kind:
-            case "bytes":
-                return bytes.fromhex(said)
-            case "numpy":
-                return np.frombuffer(bytes.fromhex(said[1]), np.dtype(said[0]))[0]
-            case "Size":
-                return torch.Size(said)
-            case "device":
-                return torch.device(said)
-            case "dtype" if isinstance(getattr(torch, said), torch.dtype):
-                return getattr(torch, said)
-        raise InputError(f"{kind!r} is no kind of value")
+        if kind == "numpy":
+            return np.frombuffer(bytes.fromhex(said[1]), np.dtype(said[0]))[0]
+        read = next((read for known, (_, read) in _SCALARS.items() if known.__name__ == kind), None)
+        if read is None:
+            raise InputError(f"{kind!r} is no kind of value")
+        return read(said)
 
     def _pairs(self, said: Iterable[Any]) -> list[tuple[Any, Any]]:
         return [(self.value(key), self.value(item)) for key, item in said]
@@ -205,5 +187,21 @@ class _Unpacker:
         return self._made[number]
 
 
-def _parts(value: Any) -> tuple[float, ...]:
-    return (value.real, value.imag) if isinstance(value, complex) else (value,)
+def _type_of(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise InputError(f"{name!r} is no type of numbers")
+    return found
+
+
+_SCALARS: Mapping[type, tuple[Callable[[Any], object], Callable[[Any], Any]]] = MappingProxyType(
+    {
+        float: (lambda one: [one.hex()], lambda said: float.fromhex(said[0])),
+        complex: (lambda one: [one.real.hex(), one.imag.hex()], lambda said: complex(*map(float.fromhex, said))),
+        bytes: (bytes.hex, bytes.fromhex),
+        torch.Size: (list, torch.Size),
+        torch.dtype: (lambda one: str(one).removeprefix("torch."), _type_of),
+        torch.device: (str, torch.device),
+    }
+)
+"""How values without others in them are said, by their types, and read again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +16,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
-from ..data.loose_leaves import LooseLeafError, require_no_loose_leaf
-from ..objects.snapshot import Snapshot, label_in
+from ..objects.snapshot import LooseLeafError, Snapshot, label_in, require_no_loose_leaf
 from ..objects.user_code import PLAIN
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, split_result, typed
@@ -50,7 +49,7 @@ def trace_shapes(
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
-    watch, left = InPlace(), list[_Left]()
+    watch, left = InPlace(), list[Parcel]()
     riders: dict[str, _Ride] = {}
     for number, block in enumerate(blocks):
         module = on_meta(block)
@@ -75,27 +74,24 @@ def trace_shapes(
             hint = _hint(error, [earlier.state for earlier in left])
             raise MisfitError(_cannot_take(number, module, given, taken, error) + hint) from error
         watch.note(number)
-        left.append(_Left(_spec_of_output(number, module, given), auxiliary is not None, records, state))
+        spec, has_loss = _spec_of_output(number, module, given), auxiliary is not None
         for name, tensor in fresh.items():
             if name in beside or name in riders or name == TARGETS:
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
             _require_tensor(number, module, tensor, f"sends {name!r} along, {{}}; {_ONLY_TENSORS}")
             riders[name] = _Ride(tensor, number, number)
-        left[-1].is_resident = watch.holds([*tensors_of(given), *fresh.values()])
+        is_resident = watch.holds([*tensors_of(given), *fresh.values()])
+        left.append(Parcel(spec, (), has_loss, is_resident, (), records, state))
     for name, ride in riders.items():
         if ride.until == ride.since:
             raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
     return [
-        Parcel(
-            leaves.output,
-            tuple((name, TensorSpec.of(r.tensor)) for name, r in riders.items() if r.since <= number < r.until),
-            leaves.has_loss,
-            leaves.is_resident,
-            watch.changes(number),
-            leaves.records,
-            leaves.state,
+        replace(
+            parcel,
+            riders=tuple((n, TensorSpec.of(ride.tensor)) for n, ride in riders.items() if ride.since <= k < ride.until),
+            changes=watch.changes(k),
         )
-        for number, leaves in enumerate(left)
+        for k, parcel in enumerate(left)
     ]
 
 
@@ -279,14 +275,3 @@ class _Ride:
     tensor: Tensor
     since: int
     until: int
-
-
-@dataclass
-class _Left:
-    """What a block leaves."""
-
-    output: TreeSpec
-    has_loss: bool
-    records: bool
-    state: tuple[State, ...]
-    is_resident: bool = False

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from .spaces import Cells
+from .spaces import Cells, stands_for
 from .user_code import PLAIN, is_of_library, names_of
 
 _OF_A_RANK = frozenset({"rank", "world", "device", "gpu", "host", "hostname", "node", "local", "main", "master"}) | {
@@ -102,12 +102,8 @@ class _Reading:
             if is_of_library(base):
                 continue
             for name, value in sorted(vars(base).items()):
-                if isinstance(value, staticmethod | classmethod):
-                    self.read_function(value.__func__)
-                elif isinstance(value, property):
-                    self.read_function(value.fget)
-                elif isinstance(value, FunctionType):
-                    self.read_function(value)
+                if isinstance(own := stands_for(value), FunctionType):
+                    self.read_function(own)
                 elif isinstance(value, PLAIN) and not name.startswith("__"):
                     self._note(f"{base.__qualname__}.{name}", value)
 

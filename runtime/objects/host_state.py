@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .host_values import OPERATORS, is_same, state_of
-from .plain_code import has_known_content, only_tells
+from .plain_code import has_known_content
 from .spaces import (
     CONTAINERS,
     HOOKS,
@@ -172,28 +172,9 @@ class HostState:
         if isinstance(thing, _STILL) or id(thing) in self._known or len(self._known) > self._most:
             return
         self._known[id(thing)] = thing
-        if only_tells(thing):
-            self._watch(f"{name}, its level", functools.partial(_level, thing))
-        elif isinstance(thing, Tensor):
-            self._watch(name, thing.data_ptr)
-            self._tensors[id(thing)] = thing
-        elif isinstance(thing, nn.Module):
-            self._enter_module(name, thing)
-        elif isinstance(thing, functools.partial):
-            self._enter_all(name, self._watch(name, lambda: (thing.func, *thing.args)))
-            self._enter_container(name, thing.keywords)
-        elif isinstance(thing, FunctionType):
-            self._enter_function(name, thing)
-        elif isinstance(thing, _PASSED_ON):
-            self._enter_all(name, (part for _, part in parts_of(thing) or ()))
-        elif isinstance(thing, CONTAINERS):
-            self._enter_container(name, thing)
-        elif isinstance(thing, _NAMESPACES):
-            self._enter_container(name, own_attributes(thing))
-        elif isinstance(thing, MappingProxyType):
-            self._enter_all(name, gc.get_referents(thing))
-        elif isinstance(thing, ModuleType):
-            self._hold(name, thing)
+        enter = next((enter for kinds, enter in _ENTERED if isinstance(thing, kinds)), None)
+        if enter is not None:
+            enter(self, name, thing)
         elif (state := state_of(thing)) is not None:
             self._watch(name, state)
         elif isinstance(thing, functools._lru_cache_wrapper):
@@ -206,6 +187,14 @@ class HostState:
             self._watch_attributes(name, thing)
         else:
             self._enter_foreign(name, thing)
+
+    def _enter_tensor(self, name: str, tensor: Tensor) -> None:
+        self._watch(name, tensor.data_ptr)
+        self._tensors[id(tensor)] = tensor
+
+    def _enter_partial(self, name: str, thing: functools.partial[Any]) -> None:
+        self._enter_all(name, self._watch(name, lambda: (thing.func, *thing.args)))
+        self._enter_container(name, thing.keywords)
 
     def _enter_all(self, name: str, things: Iterable[Any]) -> None:
         for thing in things:
@@ -334,7 +323,7 @@ class HostState:
         """Return under which names code may look something up that a holder has in one of its spaces."""
         if isinstance(holder, FunctionType) and space.holder is holder.__globals__:
             return {*names_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
-        return self.names & _keys_of(space)
+        return self.names.intersection(vars(space.holder) if isinstance(space, OfClass) else space.keys())
 
     def _found_in_library(self, name: str, space: Space, key: str) -> None:
         value = space.reader(key)()
@@ -370,9 +359,16 @@ def _spaces(holder: Any) -> list[Space]:
     return [*found, Slots(holder, of_libraries=True)]
 
 
-def _keys_of(space: Space) -> Set[str]:
-    """Return the names of all attributes that a holder has, or may have, in one of its spaces."""
-    if isinstance(space, Slots):
-        return space.keys()
-    own: Mapping[str, Any] = vars(space.holder) if isinstance(space, OfClass) else space.holder
-    return own.keys()
+_ENTERED: tuple[tuple[Any, Callable[[HostState, str, Any], object]], ...] = (
+    (Logger, lambda state, name, thing: state._watch(f"{name}, its level", functools.partial(_level, thing))),
+    (Tensor, HostState._enter_tensor),
+    (nn.Module, lambda state, name, thing: state._enter_module(name, thing)),
+    (functools.partial, HostState._enter_partial),
+    (FunctionType, lambda state, name, thing: state._enter_function(name, thing)),
+    (_PASSED_ON, lambda state, name, thing: state._enter_all(name, (part for _, part in parts_of(thing) or ()))),
+    (CONTAINERS, lambda state, name, thing: state._enter_container(name, thing)),
+    (_NAMESPACES, lambda state, name, thing: state._enter_container(name, own_attributes(thing))),
+    (MappingProxyType, lambda state, name, thing: state._enter_all(name, gc.get_referents(thing))),
+    (ModuleType, lambda state, name, thing: state._hold(name, thing)),
+)
+"""How things are looked into, by their kinds: the first that fits."""

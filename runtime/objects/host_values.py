@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from operator import attrgetter, methodcaller
 from random import Random, SystemRandom
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,45 +36,39 @@ OPERATORS = (
 
 def is_same(now: Any, seen: Any) -> bool:
     """Whether two values are one: as all plain ones are that are equal, and tuples of them."""
-    if type(now) is not type(seen):
-        return False
+    if now is seen or type(now) is not type(seen):
+        return now is seen
     if isinstance(now, tuple):
-        return len(now) == len(seen) and all(a is b or is_same(a, b) for a, b in zip(now, seen, strict=True))
+        return len(now) == len(seen) and all(map(is_same, now, seen))
     return isinstance(now, PLAIN) and bool(now == seen) and (bool(now) or repr(now) == repr(seen))
 
 
 def state_of(thing: Any, most_bytes: int = _MOST_BYTES) -> Callable[[], Any] | None:
     """Return what reads where a generator is, or what is in a short array; None for anything else."""
-    if isinstance(thing, count):
-        return lambda: repr(thing)
-    if isinstance(thing, SystemRandom):
-        return None
-    if isinstance(thing, Random):
-        return lambda: hash(thing.getstate())
-    if isinstance(thing, np.random.RandomState):
-        return lambda: repr(thing.get_state())
-    if isinstance(thing, torch.Generator):
-        return lambda: _digest(thing.get_state().numpy().tobytes())
-    if isinstance(thing, np.random.Generator):
-        return lambda: str(thing.bit_generator.state)
-    if isinstance(thing, np.ndarray) and thing.nbytes <= most_bytes:
-        return lambda: _digest(bytes_of(thing))
-    return None
+    kind = _kind_of(thing)
+    is_long = isinstance(thing, np.ndarray) and thing.nbytes > most_bytes
+    return None if kind is None or is_long else partial(kind.read, thing)
 
 
 def putter_of(thing: Any) -> Callable[[], Any] | None:
     """Return what sets a generator, or an array, as it is now; None for anything else."""
-    if isinstance(thing, Random) and not isinstance(thing, SystemRandom):
-        return partial(thing.setstate, thing.getstate())
-    if isinstance(thing, np.random.RandomState):
-        return partial(thing.set_state, thing.get_state())
-    if isinstance(thing, torch.Generator):
-        return partial(thing.set_state, thing.get_state())
-    if isinstance(thing, np.random.Generator):
-        return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
-    if isinstance(thing, np.ndarray) and thing.dtype != object and thing.flags.writeable:
-        return partial(np.copyto, thing, thing.copy())
-    return None
+    kind = _kind_of(thing)
+    is_fixed = isinstance(thing, np.ndarray) and (thing.dtype == object or not thing.flags.writeable)
+    return None if kind is None or kind.put is None or is_fixed else partial(kind.put, thing, kind.get(thing))
+
+
+class _Kind(NamedTuple):
+    """How to read what can be compared of something, and how to get and put all of it; None: it cannot be put."""
+
+    read: Callable[[Any], Any]
+    get: Callable[[Any], Any] = repr
+    put: Callable[[Any, Any], Any] | None = None
+
+
+def _kind_of(thing: Any) -> _Kind | None:
+    if not isinstance(thing, _STATEFUL) or isinstance(thing, SystemRandom):
+        return None
+    return next(known for kind, known in _KINDS if isinstance(thing, kind))
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> bytes:
@@ -105,3 +100,31 @@ def without_numbers(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Tensor
     return tuple(map(without_numbers, value)) if type(value) is tuple else value
+
+
+_KINDS: tuple[tuple[type, _Kind], ...] = (
+    (count, _Kind(repr)),
+    (Random, _Kind(lambda one: hash(one.getstate()), methodcaller("getstate"), lambda one, now: one.setstate(now))),
+    (
+        np.random.RandomState,
+        _Kind(lambda one: repr(one.get_state()), methodcaller("get_state"), lambda one, now: one.set_state(now)),
+    ),
+    (
+        torch.Generator,
+        _Kind(
+            lambda one: _digest(one.get_state().numpy().tobytes()),
+            methodcaller("get_state"),
+            lambda one, now: one.set_state(now),
+        ),
+    ),
+    (
+        np.random.Generator,
+        _Kind(
+            lambda one: str(one.bit_generator.state),
+            attrgetter("bit_generator.state"),
+            lambda one, now: setattr(one.bit_generator, "state", now),
+        ),
+    ),
+    (np.ndarray, _Kind(lambda one: _digest(bytes_of(one)), lambda one: one.copy(), np.copyto)),
+)
+_STATEFUL = tuple(kind for kind, _ in _KINDS)

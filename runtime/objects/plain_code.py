@@ -190,7 +190,7 @@ class _Calls:
         elif event == "call" and (caller := frame.f_back) is not None:
             name = "" if self._sides[_module_of(caller)] is _Side.KEPT else _asked_of_python(frame)
             if not self._backwards and frame.f_code is _APPLY:
-                name, caller = f"{frame.f_locals['cls'].__qualname__}.apply", self._above(caller)
+                name, caller = f"{frame.f_locals['cls'].__qualname__}.apply", self._user(caller, beyond=True)
             if self._straight and not name and self._sides[_module_of(frame)] is _Side.USER:
                 name, caller = _odd(frame), frame
         else:
@@ -199,18 +199,10 @@ class _Calls:
             text = f"{name} ({Path(user.f_code.co_filename).name}, line {user.f_lineno})"
             self.found += [] if text in self.found else [text]
 
-    def _user(self, frame: FrameType | None) -> FrameType | None:
-        """Return the frame of a user's code that a frame does something for; None: nobody's."""
-        while frame is not None and (side := self._sides[_module_of(frame)]) is not _Side.KEPT:
-            if side is _Side.USER:
-                return frame
-            frame = frame.f_back
-        return None
-
-    def _above(self, frame: FrameType | None) -> FrameType | None:
-        """Return the frame of a user's code that has called, by whatever libraries."""
-        while frame is not None and self._sides[_module_of(frame)] is not _Side.USER:
-            frame = frame.f_back
+    def _user(self, frame: FrameType | None, *, beyond: bool = False) -> FrameType | None:
+        """Return the frame of a user's code that a frame does something for, or has called it; None: nobody's."""
+        while frame is not None and (side := self._sides[_module_of(frame)]) is not _Side.USER:
+            frame = None if side is _Side.KEPT and not beyond else frame.f_back
         return frame
 
 

@@ -28,7 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quintsched.errors import MisfitError
+
 from .host_values import GONE, putter_of, state_of
+from .host_values import is_same as is_same
 from .spaces import (
     CONTAINERS,
     LONGEST,
@@ -68,6 +71,24 @@ class Change(NamedTuple):
     place: tuple[int, Any]
     was: Any
     now: Any
+
+
+class LooseLeafError(MisfitError):
+    """Code goes by a tensor that collects a gradient, and is no parameter."""
+
+
+def require_no_loose_leaf(held: Snapshot, what: str) -> None:
+    """Raise `LooseLeafError` where something holds a tensor that collects a gradient, and is no parameter.
+
+    Nobody adds its gradient up over microbatches and ranks, or divides it as the loss is.
+    """
+    for name, tensor in held.tensors():
+        if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+            raise LooseLeafError(
+                f"{what} goes by {name.lstrip('. ')}, a tensor with requires_grad that is no parameter, so that nobody "
+                "adds its gradient up over microbatches and ranks: register it as nn.Parameter(tensor) of a module, "
+                "which the optimizer is given, or let it have no gradient"
+            )
 
 
 def label_in(root: nn.Module, path: str) -> str:
@@ -298,11 +319,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two are one object, or equal plain ones."""
-    return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
 
 
 def _is_same_dict(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:

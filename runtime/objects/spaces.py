@@ -16,6 +16,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import _lru_cache_wrapper, cached_property, partial
+from operator import delitem, setitem
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
@@ -25,6 +26,9 @@ from .host_values import GONE
 from .user_code import PLAIN, is_of_library, once_per_class
 
 _CODE = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
+_STANDS_FOR = {BuiltinMethodType: "__self__", _lru_cache_wrapper: "__wrapped__", cached_property: "func"}
+_STANDS_FOR |= {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
+_STAND = tuple(_STANDS_FOR)
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 LONGEST = 1024
 """Entries of longer containers are not looked into."""
@@ -39,22 +43,21 @@ class Space:
     Attributes:
         holder: what has them.
         form: how one is called behind its holder's name.
+        keys: returns the keys of the places.
+        reader: returns what reads the place of a key, or gives `GONE`.
+        write: puts something into the place of a key; `GONE`: empties it.
     """
 
-    def __init__(self, holder: Any, form: str = ".{}") -> None:
+    def __init__(
+        self,
+        holder: Any,
+        form: str,
+        keys: Callable[[], Iterable[Any]],
+        reader: Callable[[Any], Callable[[], Any]],
+        write: Callable[[Any, Any], None],
+    ) -> None:
         self.holder, self.form = holder, form
-
-    def keys(self) -> Iterable[Any]:
-        """Return the keys of the places."""
-        raise NotImplementedError
-
-    def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one place, or gives `GONE`."""
-        raise NotImplementedError
-
-    def write(self, key: Any, value: Any) -> None:
-        """Put something into a place; `GONE`: empty it."""
-        raise NotImplementedError
+        self.keys, self.reader, self.write = keys, reader, write
 
     def read(self) -> Mapping[Any, Any]:
         """Return what is in all places now."""
@@ -74,12 +77,21 @@ class Space:
         return f"{name}{self.form.format(said)}"
 
 
+def _put(owner: Any, key: Any, value: Any, put: Callable[..., object] = setattr, drop: Any = delattr) -> None:
+    if value is GONE:
+        drop(owner, key)
+    else:
+        put(owner, key, value)
+
+
 class Entries(Space):
-    """Entries of a dictionary, which may be the attributes of an object; of some names alone: globals of a module."""
+    """Entries of a dictionary, which may be the attributes of an object; of some names alone: globals of a module.
+
+    There are so many of these that they hold no functions of their own.
+    """
 
     def __init__(self, holder: dict[Any, Any], form: str = "[{}]", names: Set[str] | None = None) -> None:
-        super().__init__(holder, form)
-        self._names = names
+        self.holder, self.form, self._names = holder, form, names
 
     def keys(self) -> Iterable[Any]:
         """Return the keys of the dictionary, or those of the names that it has."""
@@ -91,10 +103,7 @@ class Entries(Space):
 
     def write(self, key: Any, value: Any) -> None:
         """Set one, or delete it."""
-        if value is GONE:
-            del self.holder[key]
-        else:
-            self.holder[key] = value
+        _put(self.holder, key, value, setitem, delitem)
 
     def read(self) -> Mapping[Any, Any]:
         """Return the dictionary itself, unless it is of some names."""
@@ -112,13 +121,9 @@ class Entries(Space):
 class Items(Space):
     """Entries of a list, a deque or a set, by their places; of a set by themselves."""
 
-    def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one of them."""
-        return partial(_entry_of, self.holder, key)
-
-    def write(self, key: Any, value: Any) -> None:
-        """Set an entry of a list."""
-        self.holder[key] = value
+    def __init__(self, holder: Any) -> None:
+        read = partial(partial, _entry_of, holder)
+        super().__init__(holder, "[{}]", lambda: range(len(holder)), read, partial(setitem, holder))
 
     def read(self) -> Mapping[Any, Any]:
         """Return all entries."""
@@ -134,104 +139,66 @@ class Cells(Space):
     """Variables around a function: by name, `cells` has what holds each, also for other functions."""
 
     def __init__(self, holder: FunctionType) -> None:
-        super().__init__(holder, ", {}")
-        self.cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
-
-    def keys(self) -> Iterable[Any]:
-        """Return the names of the variables."""
-        return self.cells
-
-    def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one of them."""
-        return partial(_content_of, self.cells[key])
-
-    def write(self, key: Any, value: Any) -> None:
-        """Set one, or delete it."""
-        if value is GONE:
-            del self.cells[key].cell_contents
-        else:
-            self.cells[key].cell_contents = value
+        self.cells = cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
+        super().__init__(
+            holder,
+            ", {}",
+            cells.keys,
+            lambda key: partial(_content_of, cells[key]),
+            lambda key, value: _put(cells[key], "cell_contents", value),
+        )
 
 
 class Slots(Space):
     """What an object has in `__slots__`, of its user's classes alone or of all."""
 
     def __init__(self, holder: Any, *, of_libraries: bool = False) -> None:
-        super().__init__(holder)
         found = slots_of(type(holder)).items()
-        self._slots = {key: slot for key, slot in found if of_libraries or not is_of_library(slot.__objclass__)}
-
-    def keys(self) -> Set[Any]:
-        """Return the names of the slots."""
-        return self._slots.keys()
-
-    def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one of them."""
-        return partial(_member_of, self._slots[key], self.holder)
-
-    def write(self, key: Any, value: Any) -> None:
-        """Set one, or delete it."""
-        if value is GONE:
-            self._slots[key].__delete__(self.holder)
-        else:
-            self._slots[key].__set__(self.holder, value)
+        slots = {key: slot for key, slot in found if of_libraries or not is_of_library(slot.__objclass__)}
+        put, drop = MemberDescriptorType.__set__, MemberDescriptorType.__delete__
+        super().__init__(
+            holder,
+            ".{}",
+            slots.keys,
+            lambda key: partial(_member_of, slots[key], holder),
+            lambda key, value: _put(slots[key], holder, value, put, drop),
+        )
 
 
 class OfClass(Space):
     """Attributes of a class that are no code."""
 
-    def keys(self) -> Iterable[Any]:
-        """Return their names."""
+    def __init__(self, holder: type) -> None:
+        super().__init__(
+            holder, ".{}", self._no_code, lambda key: partial(vars(holder).get, key, GONE), partial(_put, holder)
+        )
+
+    def _no_code(self) -> list[str]:
         own = vars(self.holder).items()
         return [key for key, value in own if not isinstance(value, _CODE) and not (key[:2] == "__" == key[-2:])]
-
-    def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one of them."""
-        return partial(vars(self.holder).get, key, GONE)
-
-    def write(self, key: Any, value: Any) -> None:
-        """Set one, or delete it."""
-        if value is GONE:
-            delattr(self.holder, key)
-        else:
-            setattr(self.holder, key, value)
 
 
 class Whole(Space):
     """All of something in one place, such as where a generator is: `put` sets it as it was when this was made."""
 
     def __init__(self, holder: Any, read: Callable[[], Any], put: Callable[[], Any]) -> None:
-        super().__init__(holder, "")
-        self._read, self._put = read, put
-
-    def keys(self) -> Iterable[Any]:
-        """Return the one key."""
-        return ("",)
-
-    def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one of them."""
-        return self._read
-
-    def write(self, key: Any, value: Any) -> None:
-        """Set it as it was."""
-        self._put()
+        super().__init__(holder, "", lambda: ("",), lambda key: read, lambda key, value: put())
 
 
 class Trained(Space):
     """Whether a weight is trained."""
 
+    def __init__(self, holder: Tensor) -> None:
+        self.holder, self.form, self.write = holder, ".{}", partial(_put, holder)
+
     def read(self) -> Mapping[Any, Any]:
         """Return the flag by its name."""
         return {"requires_grad": self.holder.requires_grad}
 
-    def write(self, key: Any, value: Any) -> None:
-        """Set the flag."""
-        self.holder.requires_grad_(value)
-
 
 def space_of(container: Any) -> Space:
     """Return the entries of a dict, list, deque or set."""
-    return Entries(container) if isinstance(container, dict) else Items(container, "[{}]")
+    return Entries(container) if isinstance(container, dict) else Items(container)
 
 
 def parts_of(thing: Any) -> list[tuple[str, Any]] | None:
@@ -250,15 +217,9 @@ def parts_of(thing: Any) -> list[tuple[str, Any]] | None:
 
 def stands_for(thing: Any) -> Any:
     """Return the function in a descriptor or a cache, what a builtin method is of, or the thing itself."""
-    if isinstance(thing, BuiltinMethodType):
-        return thing.__self__
-    if isinstance(thing, _lru_cache_wrapper):
-        return thing.__wrapped__
-    if isinstance(thing, staticmethod | classmethod):
-        return thing.__func__
-    if isinstance(thing, property):
-        return thing.fget
-    return thing.func if isinstance(thing, cached_property) else thing
+    if not isinstance(thing, _STAND):
+        return thing
+    return next(getattr(thing, name) for kind, name in _STANDS_FOR.items() if isinstance(thing, kind))
 
 
 def hooks_on(weight: Tensor) -> list[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..blocks.blocks import on_meta
+from ..comm.device import draws_undone
 
 _UNSET = -1_234_567
 
@@ -28,12 +29,19 @@ def built_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
     model = on_meta(build)
     for name, module in model.named_modules():
         metas = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        if metas:
-            module._buffers.update({key: _unset(buffer) for key, buffer in metas.items()})
-            _initialise(model, module)
-            _require_set(f"{name}.{{}}", {key: module._buffers[key] for key in metas})
-            _require_flags_set(model, name, module)
+        one, other = (_set_buffers(model, module, metas, start) for start in (0, 1)) if metas else ({}, {})
+        for key, buffer in one.items():
+            if not torch.equal(buffer, other[key]):
+                raise _nothing_sets(f"{name}.{key}")
     return model
+
+
+def _set_buffers(model: nn.Module, module: nn.Module, metas: dict[str, Tensor], start: int) -> dict[str, Tensor]:
+    """Return what a module's buffers are set to that have been all of one number."""
+    module._buffers.update({key: torch.full_like(buffer, start, device="cpu") for key, buffer in metas.items()})
+    with draws_undone():
+        _initialise(model, module)
+    return {key: module._buffers[key].nan_to_num().clone() for key in metas}  # type: ignore[union-attr]
 
 
 class BlockBuilder:
@@ -61,7 +69,9 @@ class BlockBuilder:
                     module._parameters[key] = made[id(parameter)]
         for module in reversed(list(block.modules())):
             _initialise(self._model, module)
-        _require_set("{}", dict(block.named_parameters()))
+        unset = next((n for n, p in block.named_parameters() if bool((p.isnan() | (p == _UNSET)).any())), None)
+        if unset is not None:
+            raise _nothing_sets(unset)
         return block
 
 
@@ -80,32 +90,14 @@ def _initialise(model: Any, module: nn.Module) -> None:
 
 
 def _unset(like: Tensor) -> Tensor:
-    """Return a tensor on the CPU that shows whether it was set."""
-    if like.dtype is torch.bool:
-        return torch.zeros(like.shape, dtype=torch.bool)
-    if like.is_floating_point() or like.is_complex():
-        return torch.full(like.shape, torch.nan, dtype=like.dtype)
-    return torch.full(like.shape, _UNSET if like.dtype.itemsize > 2 else 0, dtype=like.dtype)
+    """Return a weight on the CPU that shows whether it was set."""
+    of_whole = _UNSET if like.dtype.itemsize > 2 else 0
+    is_real = like.is_floating_point() or like.is_complex()
+    return torch.full(like.shape, torch.nan if is_real else of_whole, dtype=like.dtype)
 
 
-def _require_flags_set(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise `MisfitError` for a buffer of flags that is left as it is, whatever it is."""
-    flags = {key: b.clone() for key, b in module._buffers.items() if b is not None and b.dtype is torch.bool}
-    for key, before in flags.items():
-        buffer = module._buffers[key]
-        assert buffer is not None
-        buffer.logical_not_()
-        _initialise(model, module)
-        if not torch.equal(buffer, before):
-            raise MisfitError(f"nothing sets '{name}.{key}' when a model is built without weights; use split(model)")
-
-
-def _require_set(form: str, tensors: dict[str, Any]) -> None:
-    for key, tensor in tensors.items():
-        numbers = tensor.detach()
-        unset = numbers.isnan() if numbers.is_floating_point() or numbers.is_complex() else numbers == _UNSET
-        if numbers.numel() and bool(unset.any()):
-            raise MisfitError(
-                f"nothing sets {form.format(key)!r} when a model is built without weights; build it with weights, "
-                "split(model), or set it in `reset_parameters` of its module"
-            )
+def _nothing_sets(name: str) -> MisfitError:
+    return MisfitError(
+        f"nothing sets {name!r} when a model is built without weights; build it with weights, split(model), or set it "
+        "in `reset_parameters` of its module"
+    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 from quintsched.errors import MisfitError, QuintschedError
 
 from ..blocks.blocks import accepted_extras, split_result
-from ..blocks.untouched import run_alone, untouched
+from ..blocks.untouched import untouched
 from ..comm.device import AllGenerators
 from ..objects.distances import off
 from ..objects.user_code import is_of_library
+from .flow import is_number
 from .weightless_model import by_place_or_name
 
 TOLERANCE = 1e-5
@@ -48,12 +50,14 @@ class _Result:
             the outputs have no gradient.
         buffers: what it has left in those of the model.
         has_drawn: whether it has drawn numbers.
+        changed: the ids of what it has changed of the model.
     """
 
     outputs: list[Any]
-    gradients: dict[str, tuple[float, float]] | None = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    has_drawn: bool = False
+    gradients: dict[str, tuple[float, float]] | None
+    buffers: dict[str, Tensor]
+    has_drawn: bool
+    changed: set[int]
 
 
 def require_equal(
@@ -79,14 +83,14 @@ def require_equal(
     ]
     changed = set[int]()
     for training in (False,) if is_of_library(type(model)) else (False, True):
-        run = _Run(model, blocks, inputs, training)
-        expected = run.of(lambda given: select(_run(model, given)), weights)
-        changed |= run.changed
+        result_of = partial(_result_of, [model, *blocks], inputs, training=training)
+        expected = result_of(lambda given: select(_run(model, given)), weights)
+        changed |= expected.changed
         _require_tree(type(model).__name__, expected.outputs)
         if training and expected.has_drawn:
             continue
         try:
-            found = run.of(lambda given: chain(blocks, given), copies)
+            found = result_of(lambda given: chain(blocks, given), copies)
         except Exception as error:
             if isinstance(error, QuintschedError):
                 raise
@@ -107,32 +111,25 @@ def _require_tree(what: str, leaves: Sequence[Any]) -> None:
         )
 
 
-class _Run:
-    """Runs of the same inputs, from the same state of modules and generators each time.
-
-    Attributes:
-        changed: what the last run has changed, see `require_equal`.
-    """
-
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], training: bool
-    ) -> None:
-        self._model, self._modules, self._inputs, self._training = model, [model, *blocks], inputs, training
-        self.changed = set[int]()
-
-    def of(self, run: Callable[[Any], Any], weights: Sequence[tuple[str, nn.Parameter]]) -> _Result:
-        """Return what a run gives, and the gradients of weights, and of inputs."""
-        with untouched(nn.ModuleList(self._modules)) as kept, torch.enable_grad():
-            for module in self._modules:
-                module.train(self._training)
-            sums = _Sums(weights)
-            generators = AllGenerators()
-            outputs = tree_flatten(run(sums.entered(self._inputs)))[0]
-            has_drawn = generators.have_moved()
-            changes = [c for c in kept.snapshot.changes() if c.owner.startswith(".0") and c.place[1] != "training"]
-            self.changed = {change.place[0] for change in changes}
-            buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-            return _Result(tree_map(_copied, outputs), sums.of(outputs), buffers, has_drawn)
+def _result_of(
+    modules: Sequence[nn.Module],
+    inputs: Mapping[str, Any],
+    run: Callable[[Any], Any],
+    weights: Sequence[tuple[str, nn.Parameter]] = (),
+    *,
+    training: bool = False,
+) -> _Result:
+    """Return what a run gives, from the same state of modules, the model first, and of generators each time."""
+    with untouched(nn.ModuleList(modules)) as kept, torch.enable_grad():
+        for module in modules:
+            module.train(training)
+        sums, generators = _Sums(weights), AllGenerators()
+        outputs = tree_flatten(run(sums.entered(inputs)))[0]
+        has_drawn = generators.have_moved()
+        changes = [c for c in kept.snapshot.changes() if c.owner.startswith(".0") and c.place[1] != "training"]
+        buffers = {name: buffer.clone() for name, buffer in modules[0].named_buffers()}
+        copied = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        return _Result(copied, sums.of(outputs), buffers, has_drawn, {change.place[0] for change in changes})
 
 
 class _Sums:
@@ -150,13 +147,14 @@ class _Sums:
         """Return inputs that have gradients."""
 
         def enter(name: str, given: Any) -> Any:
-            if not isinstance(given, Tensor) or not given.is_floating_point():
-                return given.clone() if isinstance(given, Tensor) else given
-            leaf = given.detach().clone().requires_grad_()
-            self._leaves.append((f"input {name}", leaf))
+            if not isinstance(given, Tensor):
+                return given
+            leaf = given.detach().clone()
+            if given.is_floating_point():
+                self._leaves.append((f"input {name}", leaf.requires_grad_()))
             return leaf.clone()
 
-        return {name: tree_map(lambda leaf, name=name: enter(name, leaf), given) for name, given in inputs.items()}
+        return {name: tree_map(partial(enter, name), given) for name, given in inputs.items()}
 
     def of(self, outputs: Sequence[Any]) -> dict[str, tuple[float, float]] | None:
         """Return the sums for what a run gave; None where that has no gradients."""
@@ -207,7 +205,7 @@ def _compare(what: str, expected: _Result, found: _Result) -> None:
         )
     for number, (one, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         apart = _off(one, other)
-        if apart == inf and _is_number(one) and _is_number(other) and one.shape == other.shape:
+        if apart == inf and is_number(one) and is_number(other) and one.shape == other.shape:
             who = "the model" if not bool(one.isfinite().all()) else "the chain of blocks"
             raise MisfitError(
                 f"{what} cannot be compared with its blocks: tensor {number} of the output of {who} has numbers that "
@@ -231,7 +229,7 @@ def _compare(what: str, expected: _Result, found: _Result) -> None:
 def _compare_gradients(
     what: str, expected: Mapping[str, tuple[float, float]], found: Mapping[str, tuple[float, float]], outputs: Any
 ) -> None:
-    precision = max((torch.finfo(o.dtype).eps for o in outputs if _is_number(o)), default=0.0)
+    precision = max((torch.finfo(o.dtype).eps for o in outputs if is_number(o)), default=0.0)
     nothing = _LEAST * max((norm for _, norm in (*expected.values(), *found.values())), default=0.0)
     for name in [*expected, *(name for name in found if name not in expected)]:
         (one, its_norm), (other, norm) = expected.get(name, (0.0, 0.0)), found.get(name, (0.0, 0.0))
@@ -243,35 +241,20 @@ def _compare_gradients(
             )
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
 def require_equal_loss(
     model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], loss_fn: Callable[..., Any] | None
 ) -> None:
     """Raise `MisfitError` unless the loss that goes with the blocks is the model's own; the ids are the labels."""
     assert loss_fn is not None
     labels = next(iter(inputs.values()))
-    own = _tried(lambda given: _run(model, {**given, "labels": labels})["loss"], [model, *blocks], inputs)
-    total, weight = _tried(lambda given: loss_fn(chain(blocks, given), labels), [model, *blocks], inputs)
+    modules = [model, *blocks]
+    (own,) = _result_of(modules, inputs, lambda given: _run(model, {**given, "labels": labels})["loss"]).outputs
+    total, weight = _result_of(modules, inputs, lambda given: loss_fn(chain(blocks, given), labels)).outputs
     if _off(own, (total / weight).to(own.dtype)) > TOLERANCE:
         raise MisfitError(
             f"the loss of {type(model).__name__} is not that of its logits and its routers; set "
             "config.output_router_logits = False"
         )
-
-
-def _tried(run: Callable[[Any], Any], modules: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
-    """Return what a run of the inputs gives: from the same state of modules and generators each time."""
-    with untouched(nn.ModuleList(modules)):
-        for module in modules:
-            module.eval()
-        return run_alone(lambda given: tree_map(_copied, run(tree_map(_copied, given))), dict(inputs), "the model")[0]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:

@@ -13,7 +13,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeGuard, overload
+from types import MappingProxyType
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -23,10 +24,9 @@ from quintsched.errors import MisfitError, UsageError
 from ..blocks.blocks import Block
 from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
-from ..data.loose_leaves import require_no_loose_leaf
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
-from ..objects.snapshot import Snapshot
+from ..objects.snapshot import Snapshot, require_no_loose_leaf
 from ..objects.spaces import HOOKS
 from ..objects.user_code import is_of_library
 from ..parallel.tensor.rules import Rules
@@ -101,11 +101,7 @@ class Split(Sequence[Block]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @overload
-    def __getitem__(self, number: int) -> Block: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Block]: ...
-    def __getitem__(self, number: int | slice) -> Block | list[Block]:
+    def __getitem__(self, number: Any) -> Any:
         return self._blocks[number]
 
     def __iter__(self) -> Iterator[Block]:
@@ -187,7 +183,7 @@ def _walked(
     """Split a model by what a walk of its forward finds; with `longer`, it is proved for two lengths."""
     origin, prefixes = _origin(model, blocks, inputs)
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
-    found = _found(model, made, prefixes, origin)
+    found = _found_by_walk(model, made, prefixes, origin)
     if prove:
         changed = require_equal(model, made, inputs, origin.select, found.own_names)
         found.changing = frozenset(_places(made, changed))
@@ -206,18 +202,36 @@ def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
     return found
 
 
-def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str], origin: Origin) -> Split:
-    """Return blocks with all that is known of them; weights that they share are taken apart."""
+def _found(
+    model: nn.Module,
+    made: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    first: Mapping[int, str] = MappingProxyType({}),
+    *,
+    is_row: bool = False,
+    **known: Any,
+) -> Split:
+    """Return blocks with all that is known of them; weights that they share are taken apart.
+
+    Names of what is saved have these prefixes in the model, but for tensors whose `first` name is given, by their ids.
+    """
+    both = list(zip(made, prefixes, strict=True))
     own_names = {
-        f"{number}.{name}": f"{prefix}{name}"
-        for number, (block, prefix) in enumerate(zip(made, prefixes, strict=True))
-        for name in saved_tensors(block)
+        f"{number}.{name}": first.get(id(tensor), f"{prefix}{name}")
+        for number, (block, prefix) in enumerate(both)
+        for name, tensor in saved_tensors(block).items()
     }
+    found = Split(made, tied=untie(made), own_names=own_names, **known)
+    found.copies = [Copies(model, both, is_row=is_row)]
+    return found
+
+
+def _found_by_walk(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str], origin: Origin) -> Split:
     is_known = transformers.is_one(model)
-    found = Split(
+    return _found(
+        model,
         made,
-        tied=untie(made),
-        own_names=own_names,
+        prefixes,
         config=getattr(model, "config", None),
         conversions=transformers.conversions(model) if is_known else (),
         generation_config=getattr(model, "generation_config", None),
@@ -225,8 +239,6 @@ def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str],
         aliases=_aliases(model),
         optional={*origin.unused, *chain.from_iterable(origin.flow.buffers)},
     )
-    found.copies = [Copies(model, zip(made, prefixes, strict=True))]
-    return found
 
 
 def _places(blocks: Sequence[nn.Module], ids: Collection[int]) -> Iterator[tuple[int, str]]:
@@ -266,7 +278,7 @@ def _built(
         split(materialised(model), blocks=names, example=example)
     origin, prefixes = _origin(model, names, _example(model, example))
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
-    found = _found(model, made, prefixes, origin)
+    found = _found_by_walk(model, made, prefixes, origin)
     builders = [BlockBuilder(model, partial(_block, model, origin, number)) for number in range(len(made))]
     return found.of(builders)
 
@@ -279,25 +291,14 @@ def _is_row(model: nn.Module) -> TypeGuard[nn.Sequential]:
 
 def _sequential(model: nn.Sequential) -> Split:
     """Return the entries of a row, of which one module may be several."""
-    made = apart(model)
-    keys = list(model._modules)
-    own_names = {f"{n}.{name}": f"{keys[n]}.{name}" for n, block in enumerate(made) for name in saved_tensors(block)}
-    found = Split(made, tied=untie(made), own_names=own_names)
-    found.copies = [Copies(model, [(block, f"{key}.") for block, key in zip(made, keys, strict=True)], is_row=True)]
-    return found
+    return _found(model, apart(model), [f"{key}." for key in model._modules], is_row=True)
 
 
 def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
     """Return segments, whose weights have the names that they have in the model."""
-    first: dict[int, str] = {}
-    for name, tensor in saved_tensors(model).items():
-        first.setdefault(id(tensor), name)
-    saved = [(k, name, t) for k, part in enumerate(parts) for name, t in saved_tensors(part).items()]
-    own_names = {f"{number}.{name}": first[id(tensor)] for number, name, tensor in saved}
+    first = {id(tensor): name for name, tensor in reversed(saved_tensors(model).items())}
     config = getattr(model, "pretrained_cfg", None)
-    found = Split(parts, tied=untie(parts), own_names=own_names, config=config, aliases=_aliases(model))
-    found.copies = [Copies(model, [(part, "") for part in parts])]
-    return found
+    return _found(model, parts, [""] * len(parts), first, config=config, aliases=_aliases(model))
 
 
 def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None, untraced: str = "") -> dict[str, Any]:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -140,14 +141,13 @@ class Segment(nn.Module):
         span, flow = origin.spans[number], origin.flow
         layers = [flow.calls[call] for call in span.calls]
         names = outermost([*layers, *(name for phase in span.phases for name in flow.beside[phase])])
-        for name in names:
-            _hang(self, name, model.get_submodule(name))
+        take(self, names, model)
         self._place = _Place(origin.frame.copy(), [name for name in names if name not in layers])
         origin.frames.append(self._place.frame)
         weights = {name for phase in span.phases for name in (*flow.weights[phase], *flow.buffers[phase])}
         weights |= set(origin.unused) if span.is_last else set()
         self._weights = sorted(name for name in weights if not name.startswith(tuple(f"{n}." for n in names)))
-        _hang_weights(self, model, self._weights)
+        take(self, self._weights, model)
         self.training = model.training
 
     def _run(self, given: Any, extras: dict[str, Any]) -> Any:
@@ -288,13 +288,6 @@ def outermost(names: Iterable[str]) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def _hang_weights(block: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
-    """Register weights and buffers of a model that code uses without calling their modules."""
-    for name in names:
-        owner, _, key = name.rpartition(".")
-        _hang(block, name, getattr(model.get_submodule(owner), key))
-
-
 def _show_weights(frame: Frame, block: nn.Module, names: Iterable[str], *, is_meta: bool) -> None:
     """Let code on a frame use the weights that a block has, and, but where only shapes matter, its buffers."""
     for name in names:
@@ -306,16 +299,23 @@ def _show_weights(frame: Frame, block: nn.Module, names: Iterable[str], *, is_me
             place._buffers[key] = mine._buffers[key]
 
 
-def _hang(block: nn.Module, name: str, what: nn.Module | Tensor) -> None:
-    """Register a module, a weight or a buffer under the name that it has in the model."""
-    *owners, key = name.split(".")
-    for owner in owners:
-        if owner not in block._modules:
-            block.add_module(owner, nn.Module())
-        block = block.get_submodule(owner)
-    if isinstance(what, nn.Module):
-        block.add_module(key, what)
-    elif isinstance(what, nn.Parameter):
-        block.register_parameter(key, what)
-    else:
-        block.register_buffer(key, what)
+def take(
+    block: nn.Module, names: Iterable[str], model: nn.Module, others: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
+    """Register modules, weights, buffers of a model, or `others`, in a block, under their names there."""
+    for name in names:
+        *owners, key = name.split(".")
+        owner, its = block, model
+        for part in owners:
+            its = its.get_submodule(part)
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        found = others[name] if name in others else getattr(its, key)
+        if isinstance(found, nn.Module):
+            owner.add_module(key, found)
+        elif isinstance(found, nn.Parameter):
+            owner.register_parameter(key, found)
+        else:
+            is_saved = key in its._buffers and key not in its._non_persistent_buffers_set
+            owner.register_buffer(key, found, persistent=is_saved)

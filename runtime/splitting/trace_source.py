@@ -132,18 +132,10 @@ class TraceSource:
         if traced.constants.keys() - self.constants.keys():
             raise MisfitError("the forward makes tensors that it did not make when the model was split")
         for name, constant in traced.constants.items():
-            self._set_constant(name, constant)
+            if not torch.equal(self.constants[name], constant):
+                self.constants[name] = constant
+                self._put(name, constant)
         return graphs
-
-    def _set_constant(self, name: str, now: Tensor) -> None:
-        if torch.equal(self.constants[name], now):
-            return
-        if self.constants[name].shape != now.shape:
-            raise MisfitError("the forward makes a tensor of another shape than when the model was split")
-        self.constants[name] = now
-        for segment in self.segments:
-            if name in segment._buffers:
-                segment.get_buffer(name).copy_(now)
 
     def _require_own_state(self, model: nn.Module, graphs: list[fx.Graph]) -> None:
         """Raise `Untraceable` for what the forward changes in place, and several segments use; for any weight."""
@@ -173,17 +165,21 @@ class TraceSource:
             if seen is now and version == now._version:
                 continue
             self._seen[name] = now, now._version  # held: the id of one that is gone would be that of another
-            for segment in self.segments:
-                owner, key = _owner(segment, name)
-                mine = None if owner is None else owner._buffers.get(key)
-                if owner is None or mine is None or mine is now:
-                    continue
-                if mine.shape != now.shape:
-                    raise MisfitError(f"{name!r} has another shape than when the {self._name} was split")
-                if (mine.device, mine.dtype) == (now.device, now.dtype):
-                    owner._buffers[key] = now
-                else:
-                    mine.copy_(now)
+            self._put(name, now)
+
+    def _put(self, name: str, now: Tensor) -> None:
+        """Let segments have a tensor, or its numbers where they have a copy of another type, or elsewhere."""
+        for segment in self.segments:
+            owner, key = _owner(segment, name)
+            mine = None if owner is None else owner._buffers.get(key)
+            if owner is None or mine is None or mine is now:
+                continue
+            if mine.shape != now.shape:
+                raise MisfitError(f"{name!r} has another shape than when the {self._name} was split")
+            if (mine.device, mine.dtype) == (now.device, now.dtype):
+                owner._buffers[key] = now
+            else:
+                mine.copy_(now)
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module | None, str]:

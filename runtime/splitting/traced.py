@@ -23,7 +23,7 @@ from quintsched.errors import MisfitError
 from ..blocks.blocks import Carry
 from ..blocks.module_state import saved_tensors
 from ..comm.modes import Modes, recordable
-from .split_blocks import block_class
+from .split_blocks import block_class, take
 from .trace_source import TraceSource
 
 
@@ -48,8 +48,7 @@ class Segment(nn.Module):
     ) -> None:
         super().__init__()
         self._origin, self.number, self.changes = source, number, 0
-        for target in targets:
-            _hang(self, target, model, constants)
+        take(self, targets, model, constants)
 
     def forward(self, given: Any) -> Any:
         """Run the steps on what the segment before has left, or on the model's inputs."""
@@ -139,26 +138,6 @@ def segments(model: nn.Module) -> list[Segment]:
 def _keep_unused(model: nn.Module, made: Sequence[Segment]) -> None:
     """Let the last segment have the weights and saved buffers that no step uses: they are saved with the others."""
     used = {id(tensor) for segment in made for tensor in saved_tensors(segment).values()}
-    for name, tensor in saved_tensors(model).items():
-        if id(tensor) not in used:
-            used.add(id(tensor))
-            _hang(made[-1], name, model, {})
-
-
-def _hang(root: nn.Module, target: str, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
-    """Let `root` have a module, a weight or a buffer of the model's under its name, in empty modules."""
-    *owners, name = target.split(".")
-    owner, source = root, model
-    for part in owners:
-        source = source.get_submodule(part)
-        if not hasattr(owner, part):
-            owner.add_module(part, nn.Module())
-        owner = owner.get_submodule(part)
-    found = constants[target] if target in constants else getattr(source, name)
-    if isinstance(found, nn.Module):
-        owner.add_module(name, found)
-    elif isinstance(found, nn.Parameter):
-        owner.register_parameter(name, found)
-    else:
-        is_saved = name in source._buffers and name not in source._non_persistent_buffers_set
-        owner.register_buffer(name, found, persistent=is_saved)
+    unused = {name: tensor for name, tensor in saved_tensors(model).items() if id(tensor) not in used}
+    first = {id(tensor): name for name, tensor in reversed(unused.items())}
+    take(made[-1], reversed(first.values()), model)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
+from ..blocks.blocks import meta_twins
 from ..comm.device import AllGenerators
 from ..comm.modes import Modes, modes_kept
 from ..examine.asks_elsewhere import FINAL, require_plain
@@ -276,11 +277,8 @@ class _Tracer(fx.Tracer):
 
 def skeleton(model: nn.Module) -> nn.Module:
     """Return a copy whose weights and buffers have no data."""
-    twins: dict[int, Any] = {id(b): b.to("meta") for b in model.buffers()}
-    for parameter in model.parameters():
-        twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     try:
-        return copy.deepcopy(model, twins)
+        return copy.deepcopy(model, meta_twins(model))
     except Exception as error:
         raise Untraceable(f"it cannot be copied: {error}") from error
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from quintsched.errors import NotFiniteError, QuintschedError
 from quintsched.files.atomic import whole_path, write_whole
@@ -29,7 +30,8 @@ from ..saving.rank_tensors import HeldTensor
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from .not_finite import ALL, LOSS, UNKNOWN, FiniteChecks, NotFinite
+from .not_finite import LOSS, UNKNOWN, FiniteChecks, NotFinite
+from .recording import ALL
 
 MOST_FINDINGS = 3
 """So many findings of each rank are compared: they are sorted."""
@@ -99,16 +101,8 @@ class BadSteps:
         looked = []
         for part in parts:
             state = part.interpreter.state
-            plan = state.flows.plan
-            checks = FiniteChecks(
-                plan.programs[model.pp_rank],
-                model.replica * plan.schedule.num_units,
-                model.stages,
-                len(model.outlines),
-                state.compute.tally.losses,
-                state.compute.tally.weights,
-                self._weights,
-            )
+            plan, tally = state.flows.plan, state.compute.tally
+            checks = FiniteChecks(plan, model, self._state.masters, self._held, tally=tally)
             if part is parts[0]:
                 checks.look_at_weights()
             checks.look_at_batch(part.batch)
@@ -118,14 +112,9 @@ class BadSteps:
             looked.append(checks)
         return looked
 
-    def _weights(self) -> list[tuple[HeldTensor, nn.Parameter | None]]:
-        """Return the weights that this rank holds, and what is stepped of each."""
-        masters = self._state.masters
-        return [(held, masters.of(held.tensor)) for held in self._held() if isinstance(held.tensor, nn.Parameter)]
-
     def _first(self, mine: list[NotFinite]) -> NotFinite | None:
         """Return the first finding of all ranks; None where nobody found anything."""
-        data = [finding.to_data() for finding in sorted(mine, key=lambda finding: finding.order)[:MOST_FINDINGS]]
+        data = [asdict(finding) for finding in sorted(mine, key=lambda finding: finding.order)[:MOST_FINDINGS]]
         found = [
             NotFinite(**{**finding, "rank": rank})
             for rank, said in enumerate(share_bytes(self._world, json.dumps(data).encode()))

@@ -39,6 +39,9 @@ EXACT = 1e-12
 
 Key = tuple[int, Kind, str, int, int]
 
+KINDS: Sequence[Kind] = ("output", "gradient", "weight", "figure")
+"""What a step makes, in this order."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -54,6 +57,13 @@ class Difference:
     difference: float
     tolerance: float
     where: str
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Where in a step it is made: gradients last block first, figures behind all."""
+        block = self.name.partition(".")[0]
+        number = int(block) if block.isdigit() else 0
+        return self.step, KINDS.index(self.kind), -number if self.kind == "gradient" else number, self.rank
 
     def __str__(self) -> str:
         return f"{self.where} differs by {self.difference:.1e}, tolerance {self.tolerance:.1e}"
@@ -104,7 +114,7 @@ def compare(
     `names` are those of the blocks' classes, for words.
     """
     wanted, exact = _by_key(alone), _by_key(precise)
-    found: list[tuple[tuple[float, ...], Difference]] = []
+    found: list[Difference] = []
     skipped: dict[str, None] = {}
     compared, closest = 0, 0.0
     for recording in mesh:
@@ -122,20 +132,15 @@ def compare(
                 closest = max(closest, difference / tolerance)
             else:
                 where = _words(made, recording, plan, names)
-                found.append(
-                    (
-                        _order(made, recording.rank),
-                        Difference(made.step, made.kind, made.name, recording.rank, difference, tolerance, where),
-                    )
-                )
+                found.append(Difference(made.step, made.kind, made.name, recording.rank, difference, tolerance, where))
     found += _figures(mesh, alone, precise)
-    ordered = tuple(difference for _, difference in sorted(found, key=lambda one: one[0]))
+    ordered = tuple(sorted(found, key=lambda one: one.order))
     return Comparison(ordered, compared, closest, len(alone.figures), len(mesh), tuple(skipped))
 
 
 def joined(found: Sequence[Comparison]) -> Comparison:
     """Return what came of it on several ranks together."""
-    differences = sorted((one for part in found for one in part.differences), key=_place)
+    differences = sorted((one for part in found for one in part.differences), key=lambda one: one.order)
     return Comparison(
         tuple(differences),
         sum(part.compared for part in found),
@@ -156,13 +161,6 @@ def from_words(words: str) -> Comparison:
     data = json.loads(words)
     differences = tuple(Difference(**one) for one in data.pop("differences"))
     return Comparison(differences, **{**data, "skipped": tuple(data["skipped"])})
-
-
-def _place(difference: Difference) -> tuple[float, ...]:
-    """Return where in a step something is made."""
-    kind, block = KINDS[difference.kind], difference.name.partition(".")[0]
-    number = int(block) if block.isdigit() else 10**9
-    return (difference.step, kind, -number if difference.kind == "gradient" else number, difference.rank)
 
 
 def _by_key(recording: Recording) -> dict[Key, Tensor]:
@@ -212,14 +210,6 @@ def _tolerance(found: Tensor, exact: Tensor) -> float:
     return SLACK * distance(found, exact) + LAST_PLACES * torch.finfo(found.dtype).eps * max(largest, 1e-30)
 
 
-KINDS: Mapping[Kind, int] = {"output": 0, "gradient": 1, "weight": 2, "figure": 3}
-
-
-def _order(made: Made, rank: int) -> tuple[float, ...]:
-    block = int(made.name.partition(".")[0])
-    return (made.step, KINDS[made.kind], -block if made.kind == "gradient" else block, made.unit, made.place, rank)
-
-
 def _words(made: Made, recording: Recording, plan: Plan, names: Sequence[str]) -> str:
     at = ", ".join(f"{axis}={coordinate}" for axis, coordinate in recording.coordinates.items())
     rank = f"rank {recording.rank} ({at})" if at else f"rank {recording.rank}"
@@ -237,9 +227,7 @@ def _words(made: Made, recording: Recording, plan: Plan, names: Sequence[str]) -
     )
 
 
-def _figures(
-    mesh: Sequence[Recording], alone: Recording, precise: Recording
-) -> Iterator[tuple[tuple[float, ...], Difference]]:
+def _figures(mesh: Sequence[Recording], alone: Recording, precise: Recording) -> Iterator[Difference]:
     """Yield where losses and norms differ: behind all tensors of their step."""
     for recording in mesh:
         for step, (mine, its, exact) in enumerate(zip(recording.figures, alone.figures, precise.figures, strict=True)):
@@ -249,7 +237,4 @@ def _figures(
                 gap = abs(figure - its[name])
                 if not gap <= tolerance and not (math.isnan(figure) and math.isnan(its[name])):
                     words = f"step {step}: the {name.replace('_', ' ')} on rank {recording.rank}"
-                    yield (
-                        (step, 3, 0, 0, 0, recording.rank),
-                        Difference(step, "figure", name, recording.rank, gap, tolerance, words),
-                    )
+                    yield Difference(step, "figure", name, recording.rank, gap, tolerance, words)

@@ -108,9 +108,7 @@ class EngineChecks:
         return joined(list(map(from_words, share_texts(self.world, to_words(mine, MOST_TOLD)))))
 
     def _observer(self, recording: Recording) -> StepObserver:
-        plan = self.model.plan
-        program, first_unit = plan.programs[self.model.pp_rank], self.model.replica * plan.schedule.num_units
-        return StepObserver(program, first_unit, self.model.stages, self.masters, self.rank.held, recording)
+        return StepObserver(self.model.plan, self.model, self.masters, self.rank.held, recording=recording)
 
     def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
         step = self.settle(self.model.plan, inputs, targets, extras)

@@ -9,26 +9,24 @@ inputs, inputs before what is computed of them, and so on; within these the earl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quintsched.ir import instructions as ins
-from quintsched.ir.instructions import Instruction
+from quintsched.plan import Plan
 
 from ..blocks.blocks import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
+from ..interpreter.tally import Tally
 from ..saving.rank_tensors import HeldTensor
 from ..stage.batches.microbatches import Batch
-from ..stage.build import Stage
-
-Call = Callable[[], None]
+from ..stage.rank_model import RankModel
+from .recording import ALL, Call, StepWatch
 
 KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
 """What may not be finite, in the order in which one makes the next so."""
@@ -36,8 +34,8 @@ KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
 LOSS = 2**30
 """Stands for the block behind the last one: the loss function."""
 
-ALL, UNKNOWN = -1, 2**30
-"""Stand for a unit: what belongs to all of them, and what nobody knows the unit of."""
+UNKNOWN = 2**30
+"""Stands for a unit: what nobody knows the unit of."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,6 @@ class NotFinite:
         along = -self.block if self.kind == "gradients" else self.block
         return KINDS.index(self.kind), self.unit, along, self.rank
 
-    def to_data(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
-
 
 def describe(tensor: Tensor) -> str:
     """Say how many numbers of a tensor are not finite: "3 of 64 numbers are nan, 1 is inf"."""
@@ -82,106 +76,58 @@ def is_finite(tensor: Tensor) -> bool:
     return not floats or bool(tensor.isfinite().all())
 
 
-class FiniteChecks:
-    """Looks at all that one rank makes in a step; `with checks.watching(): …` around it.
+class FiniteChecks(StepWatch):
+    """Looks at all that one rank makes in a step, for numbers that are not finite.
 
-    Args:
-        program: the rank's instructions.
-        first_unit: the number of this replica's first unit among those of all.
-        stages: what the rank holds.
-        num_blocks: how many the whole model has.
-        losses, loss_weights: the losses that were collected so far, and what they weigh, by unit.
-        weights: returns the weights that the rank holds, and what its optimizer steps of each.
+    `tally` has the losses that were collected so far, and what they weigh; other arguments are those of `StepWatch`.
 
     Attributes:
         found: what was not finite.
     """
 
-    def __init__(
-        self,
-        program: Sequence[Instruction],
-        first_unit: int,
-        stages: Mapping[int, Stage],
-        num_blocks: int,
-        losses: Sequence[tuple[int, Tensor | float]],
-        loss_weights: Sequence[tuple[int, Tensor | float]],
-        weights: Callable[[], Iterable[tuple[HeldTensor, nn.Parameter | None]]],
-    ) -> None:
-        self._program, self._first_unit, self._stages, self._losses = program, first_unit, stages, losses
-        self._loss_weights, self._num_blocks, self._weights = loss_weights, num_blocks, weights
-        self._has_gradients = False
-        self._unit, self._is_forward = ALL, False
+    def __init__(self, plan: Plan, model: RankModel, *held: Any, tally: Tally) -> None:
+        super().__init__(plan, model, *held)
+        self._tally, self._num_blocks = tally, len(model.outlines)
         self.found: list[NotFinite] = []
 
     def look_at_weights(self) -> None:
         """Look at the weights that the step begins with."""
-        for held, _ in self._weights():
-            if held.numbers is not None and not is_finite(local_of(held.numbers.detach())):
-                self._note("weights", ALL, _block_of(held), f"{held.name}: {describe(local_of(held.numbers))}")
+        for held in self._held():
+            if isinstance(held.tensor, nn.Parameter) and held.numbers is not None:
+                numbers = local_of(held.numbers.detach())
+                self._look_at(numbers, "weights", ALL, _block_of(held), f"{held.name}: ")
 
     def look_at_batch(self, batch: Batch) -> None:
         """Look at what the rank is given."""
         for kind, units in (("inputs", batch.inputs), ("targets", batch.targets), ("inputs", batch.extras)):
             for unit, given in enumerate(units):
                 for tensor in tensors_of(given):
-                    if not is_finite(tensor):
-                        self._note(kind, self._first_unit + unit, -1, describe(tensor))
+                    self._look_at(tensor, kind, self._first_unit + unit, -1)
 
-    def wrap(self, index: int, call: Call) -> Call:
-        """Return what is called instead of one of the calls of an instruction."""
-        if isinstance(self._program[index], ins.OptStep):
-            return partial(self._run_step, call)
-        sides = [side for side in self._program[index].sides if isinstance(side, ins.Compute)]
-        forward = next((side for side in sides if isinstance(side, ins.Fwd)), None)
-        side = forward or next(iter(sides), None)
-        if side is None:
-            return call
-        return partial(self._run, side.microbatch, forward is not None, call)
+    def _look_at(self, tensor: Tensor, kind: str, unit: int, block: int, words: str = "") -> None:
+        if not is_finite(tensor):
+            self.found.append(NotFinite(kind, unit, block, f"{words}{describe(tensor)}"))
 
     def _run(self, unit: int, is_forward: bool, call: Call) -> None:
-        self._unit, self._is_forward = self._first_unit + unit, is_forward
-        known, weighed = len(self._losses), len(self._loss_weights)
-        try:
-            call()
-        finally:
-            self._unit = ALL
-        for _, loss in self._losses[known:]:
-            if not is_finite(torch.as_tensor(loss)):
-                self._note("loss", self._first_unit + unit, LOSS, f"the loss is {float(loss)}")
-        for _, weight in self._loss_weights[weighed:]:
-            if not is_finite(torch.as_tensor(weight)):
-                self._note("loss", self._first_unit + unit, LOSS, f"the weight that it gives is {float(weight)}")
+        of_losses = (self._tally.losses, "the loss is"), (self._tally.weights, "the weight that it gives is")
+        known = [len(numbers) for numbers, _ in of_losses]
+        super()._run(unit, is_forward, call)
+        for count, (numbers, words) in zip(known, of_losses, strict=True):
+            for _, number in numbers[count:]:
+                if not is_finite(torch.as_tensor(number)):
+                    what = f"{words} {float(number)}"
+                    self.found.append(NotFinite("loss", self._first_unit + unit, LOSS, what))
 
-    def _run_step(self, call: Call) -> None:
-        """Look at the sums of gradients before they are stepped by; nobody knows of which unit they come."""
-        if not self._has_gradients:
-            self._has_gradients = True
-            for held, master in self._weights():
-                if master is not None and master.grad is not None and not is_finite(local_of(master.grad)):
-                    self._note("gradients", UNKNOWN, _block_of(held), f"gradient of {held.name}")
-        call()
+    def _look_at_sum(self, held: HeldTensor, gradient: Tensor) -> None:
+        """Look at a sum of gradients: nobody knows of which unit it comes."""
+        self._look_at(local_of(gradient), "gradients", UNKNOWN, _block_of(held), f"gradient of {held.name}: ")
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context in which blocks show what they are given and what they give, and their gradients."""
-        handles = [
-            handle
-            for stage in self._stages.values()
-            for number, block in stage.blocks.items()
-            for handle in self._handles(int(number), block, is_last=int(number) == max(map(int, stage.blocks)))
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _handles(self, number: int, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
-        """Yield the hooks of a block, which may be the last one of its stage."""
-        yield block.register_forward_hook(partial(self._gave, number, is_last))
+    def _handles(self, number: str, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
+        yield block.register_forward_hook(partial(self._gave, int(number), is_last))
         for name, parameter in block.named_parameters():
             if parameter.requires_grad:
-                yield parameter.register_hook(partial(self._look_at_gradient, number, f"gradient of its {name}", None))
+                look = partial(self._look_at_gradient, int(number), f"gradient of its {name}: ", None)
+                yield parameter.register_hook(look)
 
     def _gave(self, number: int, is_last: bool, block: nn.Module, given: Any, result: Any) -> None:
         unit = self._unit
@@ -189,25 +135,20 @@ class FiniteChecks:
         gives = [*tensors_of(output), *riders.values()]
         if self._is_forward:
             for tensor in gives:
-                if not is_finite(tensor):
-                    self._note("activations", unit, number, f"its output: {describe(tensor)}")
-            if loss is not None and not is_finite(loss):
-                self._note("loss", unit, number, f"the loss that it returns is {loss.item()}")
-        taken = "gradient of what it is given"
+                self._look_at(tensor, "activations", unit, number, "its output: ")
+            if loss is not None:
+                self._look_at(loss, "loss", unit, number, "the loss that it returns: ")
+        taken = "gradient of what it is given: "
         behind = (LOSS, taken) if number + 1 == self._num_blocks else (number + 1, taken)
         if is_last and number + 1 < self._num_blocks:  # who takes it is elsewhere, and looks at what it sends back
-            behind = number, "gradient of its output, which was finite as the next stage sent it"
+            behind = number, "gradient of its output, which was finite as the next stage sent it: "
         for (at, words), tensors in (((number, taken), tensors_of(given)), (behind, gives)):
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._look_at_gradient, at, words, unit))
 
     def _look_at_gradient(self, number: int, words: str, unit: int | None, gradient: Tensor) -> None:
-        if not is_finite(local_of(gradient)):
-            self._note("gradients", self._unit if unit is None else unit, number, f"{words}: {describe(gradient)}")
-
-    def _note(self, kind: str, unit: int, block: int, what: str) -> None:
-        self.found.append(NotFinite(kind, unit, block, what))
+        self._look_at(local_of(gradient), "gradients", self._unit if unit is None else unit, number, words)
 
 
 def _block_of(held: HeldTensor) -> int:

@@ -10,8 +10,8 @@ Every rank writes down all that it holds, copies included: replicas that drift a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -19,18 +19,21 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from quintsched.ir import instructions as ins
-from quintsched.ir.instructions import Instruction
+from quintsched.plan import Plan
 
 from ..blocks.blocks import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
 from ..interpreter.tally import StepResult
 from ..saving.rank_tensors import HeldTensor
-from ..stage.build import Stage
+from ..stage.rank_model import RankModel
 from ..state.master_weights import Masters
 
 BEFORE = -1
 """The step of the weights that a training starts from."""
+
+ALL = -1
+"""Stands for a unit: what belongs to all of them."""
 
 Kind = Literal["output", "gradient", "weight", "figure"]
 Call = Callable[[], None]
@@ -78,78 +81,86 @@ class Recording:
             self.made.append(Made(step, "output", name, kept, unit=unit, place=place))
 
 
-class StepObserver:
-    """Writes down one step of a rank while it runs; `with observer.watching(): …` around it.
+class StepWatch:
+    """Looks at one step of a rank while it runs; `with watch.watching(): …` around it.
 
     Args:
-        program: the rank's instructions.
-        first_unit: the number of this replica's first unit among those of all.
-        stages, masters, held: what the rank holds.
-        recording: where it is written down.
+        plan, model, masters: what the rank runs, and what it holds.
+        held: returns the tensors that it holds of the model.
     """
 
     def __init__(
-        self,
-        program: Sequence[Instruction],
-        first_unit: int,
-        stages: Mapping[int, Stage],
-        masters: Masters,
-        held: Callable[[], Iterable[HeldTensor]],
-        recording: Recording,
+        self, plan: Plan, model: RankModel, masters: Masters, held: Callable[[], Iterable[HeldTensor]]
     ) -> None:
-        self._program, self._first_unit = program, first_unit
-        self._stages, self._masters, self._held, self._recording = stages, masters, held, recording
-        self._unit: int | None = None
-        self._step = len(recording.figures)
-        self._has_gradients = False
+        self._program, self._stages = plan.programs[model.pp_rank], model.stages
+        self._first_unit = model.replica * plan.schedule.num_units
+        self._masters, self._held = masters, held
+        self._unit, self._is_forward, self._has_gradients = ALL, False, False
 
     def wrap(self, index: int, call: Call) -> Call:
         """Return what is called instead of one of the calls of an instruction."""
-        instruction = self._program[index]
-        forward = next((side for side in instruction.sides if isinstance(side, ins.Fwd)), None)
-        if forward is not None:
-            return partial(self._run_forward, forward.microbatch, call)
-        return partial(self._run_step, call) if isinstance(instruction, ins.OptStep) else call
+        if isinstance(self._program[index], ins.OptStep):
+            return partial(self._run_step, call)
+        sides = [side for side in self._program[index].sides if isinstance(side, ins.Compute)]
+        side = min(sides, key=lambda side: not isinstance(side, ins.Fwd), default=None)
+        return call if side is None else partial(self._run, side.microbatch, isinstance(side, ins.Fwd), call)
 
-    def _run_forward(self, unit: int, call: Call) -> None:
-        self._unit = self._first_unit + unit
+    def _run(self, unit: int, is_forward: bool, call: Call) -> None:
+        self._unit, self._is_forward = self._first_unit + unit, is_forward
         try:
             call()
         finally:
-            self._unit = None
+            self._unit, self._is_forward = ALL, False
 
     def _run_step(self, call: Call) -> None:
+        """Look at the sums of gradients before they are stepped by."""
         if not self._has_gradients:
             self._has_gradients = True
             for held in self._held():
                 master = self._masters.of(held.tensor) if isinstance(held.tensor, nn.Parameter) else None
                 if master is not None and master.grad is not None:
-                    self._note("gradient", held, master.grad)
+                    self._look_at_sum(held, master.grad)
         call()
 
-    def _note(self, kind: Kind, held: HeldTensor, numbers: Tensor, step: int | None = None) -> None:
-        numbers = local_of(numbers.detach())
-        for box in held.placement.boxes(numbers if held.placement.span is None else numbers.view(-1)):
-            kept = box.numbers.detach().to("cpu", copy=True)
-            number = self._step if step is None else step
-            self._recording.made.append(Made(number, kind, held.name, kept, offsets=box.offsets))
+    def _look_at_sum(self, held: HeldTensor, gradient: Tensor) -> None:
+        raise NotImplementedError
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A context in which blocks show what they give."""
-        handles = [
-            block.register_forward_hook(partial(self._gave, name))
-            for stage in self._stages.values()
-            for name, block in stage.blocks.items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for stage in self._stages.values():
+                for number, block in stage.blocks.items():
+                    for handle in self._handles(number, block, is_last=int(number) == max(map(int, stage.blocks))):
+                        stack.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _handles(self, number: str, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
+        """Yield the hooks of a block, which may be the last one of its stage."""
+        raise NotImplementedError
+
+
+class StepObserver(StepWatch):
+    """Writes down one step of a rank; its last argument is where."""
+
+    def __init__(self, *what: Any, recording: Recording) -> None:
+        super().__init__(*what)
+        self._recording, self._step = recording, len(recording.figures)
+
+    def _look_at_sum(self, held: HeldTensor, gradient: Tensor) -> None:
+        self._note("gradient", held, gradient, self._step)
+
+    def _note(self, kind: Kind, held: HeldTensor, numbers: Tensor, step: int) -> None:
+        numbers = local_of(numbers.detach())
+        for box in held.placement.boxes(numbers if held.placement.span is None else numbers.view(-1)):
+            kept = box.numbers.detach().to("cpu", copy=True)
+            self._recording.made.append(Made(step, kind, held.name, kept, offsets=box.offsets))
+
+    def _handles(self, number: str, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
+        yield block.register_forward_hook(partial(self._gave, number))
 
     def _gave(self, name: str, block: nn.Module, given: Any, output: Any) -> None:
-        if self._unit is not None:  # else a forward that is run again
+        if self._is_forward:  # else one that is run again
             self._recording.note_output(self._step, name, self._unit, output)
 
     def end(self, result: StepResult) -> None:
@@ -161,4 +172,4 @@ class StepObserver:
         """Write down the weights as they are now, as those after this step, or another."""
         for held in self._held():
             if held.numbers is not None:
-                self._note("weight", held, held.numbers, step)
+                self._note("weight", held, held.numbers, self._step if step is None else step)
