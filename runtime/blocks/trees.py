@@ -151,15 +151,12 @@ class Tree:
 
     def is_built_as(self, other: Tree) -> bool:
         """Whether another tree has the same branches, and tensors at the same places; plain values may differ."""
-        return self == other or _skeleton(self.root) == _skeleton(other.root)
-
-    def leaves(self) -> Iterator[tuple[str, Leaf]]:
-        """Yield what is no tensor, with where it is."""
-        return ((path, node) for path, node in _walk(self.root, "") if isinstance(node, Leaf))
+        return merged([self, other]) is not None
 
     def unknown(self) -> tuple[str, object] | None:
         """Return the first object that nothing is known of, with where it is; None where there is none."""
-        return next(((path, leaf.value) for path, leaf in self.leaves() if not leaf.is_plain), None)
+        leaves = ((path, node) for path, node in _walk(self.root, "") if isinstance(node, Leaf))
+        return next(((path, leaf.value) for path, leaf in leaves if not leaf.is_plain), None)
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """Return the tree with these tensors."""
@@ -327,16 +324,6 @@ def _make(kind: Any, keys: tuple[object, ...], children: list[Any]) -> Any:
     for key, item in items.items():
         made[key] = item
     return made
-
-
-def _skeleton(node: Node) -> Node:
-    """Return a node without its values."""
-    if not isinstance(node, Branch):
-        return node if node is Place.TENSOR else _NOTHING
-    return Branch(node.kind, node.keys, tuple(map(_skeleton, node.children)))
-
-
-_NOTHING = Leaf(None)
 
 
 def _walk(node: Node, path: str) -> Iterator[tuple[str, Node]]:

@@ -179,19 +179,19 @@ class _Calls:
     def __init__(self, passed: tuple[str, ...], *, straight: bool, backwards: bool) -> None:
         self.found: list[str] = []
         self._passed, self._straight = ("time.sleep", "_thread.RLock.__exit__", *passed), straight
-        self._backwards, self._sides = backwards, _Sides()
+        self._backwards = backwards
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
         caller: FrameType | None = frame
         if event == "c_call":
-            if self._sides[_module_of(frame)] is _Side.KEPT:
+            if _side_of(_module_of(frame)) is _Side.KEPT:
                 return
             name = asked_of(called)
         elif event == "call" and (caller := frame.f_back) is not None:
-            name = "" if self._sides[_module_of(caller)] is _Side.KEPT else _asked_of_python(frame)
+            name = "" if _side_of(_module_of(caller)) is _Side.KEPT else _asked_of_python(frame)
             if not self._backwards and frame.f_code is _APPLY:
                 name, caller = f"{frame.f_locals['cls'].__qualname__}.apply", self._user(caller, beyond=True)
-            if self._straight and not name and self._sides[_module_of(frame)] is _Side.USER:
+            if self._straight and not name and _side_of(_module_of(frame)) is _Side.USER:
                 name, caller = _odd(frame), frame
         else:
             return
@@ -201,18 +201,16 @@ class _Calls:
 
     def _user(self, frame: FrameType | None, *, beyond: bool = False) -> FrameType | None:
         """Return the frame of a user's code that a frame does something for, or has called it; None: nobody's."""
-        while frame is not None and (side := self._sides[_module_of(frame)]) is not _Side.USER:
+        while frame is not None and (side := _side_of(_module_of(frame))) is not _Side.USER:
             frame = None if side is _Side.KEPT and not beyond else frame.f_back
         return frame
 
 
-class _Sides(dict[str, _Side]):
-    """Sides of modules by their names; a profile function asks for them at each call."""
-
-    def __missing__(self, module: str) -> _Side:
-        library = _Side.PASSES if _top(module) in _PLAIN_MODULES else _Side.KEPT
-        self[module] = library if is_library_module(module) else _Side.USER
-        return self[module]
+@cache
+def _side_of(module: str) -> _Side:
+    """Return the side of a module by its name; a profile function asks for it at each call."""
+    library = _Side.PASSES if _top(module) in _PLAIN_MODULES else _Side.KEPT
+    return library if is_library_module(module) else _Side.USER
 
 
 def _asked_of_python(frame: FrameType) -> str:

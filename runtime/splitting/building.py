@@ -44,40 +44,28 @@ def _set_buffers(model: nn.Module, module: nn.Module, metas: dict[str, Tensor], 
     return {key: module._buffers[key].nan_to_num().clone() for key in metas}  # type: ignore[union-attr]
 
 
-class BlockBuilder:
-    """Makes a block with weights of its own.
+def materialised(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+    """Return a block of a model without weights, or all of it, with weights of its own.
 
-    Args:
-        model: the model without weights.
-        make: returns the block of it, on the meta device.
+    `make` returns it on the meta device. Weights are drawn from torch's global generator; where the default device is
+    that, there are none.
     """
-
-    def __init__(self, model: nn.Module, make: Callable[[], nn.Module]) -> None:
-        self._model, self._make = model, make
-
-    def __call__(self) -> nn.Module:
-        """Return the block, its weights drawn from torch's global generator; where that is the meta device, without."""
-        block = copy.deepcopy(self._make())
-        if torch.get_default_device().type == "meta":
-            return block
-        made: dict[int, nn.Parameter] = {}
-        for module in block.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    if id(parameter) not in made:
-                        made[id(parameter)] = nn.Parameter(_unset(parameter), parameter.requires_grad)
-                    module._parameters[key] = made[id(parameter)]
-        for module in reversed(list(block.modules())):
-            _initialise(self._model, module)
-        unset = next((n for n, p in block.named_parameters() if bool((p.isnan() | (p == _UNSET)).any())), None)
-        if unset is not None:
-            raise _nothing_sets(unset)
+    block = copy.deepcopy(make())
+    if torch.get_default_device().type == "meta":
         return block
-
-
-def materialised(model: nn.Module) -> nn.Module:
-    """Return the whole model with weights of its own, as it is proved."""
-    return BlockBuilder(model, lambda: model)()
+    made: dict[int, nn.Parameter] = {}
+    for module in block.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(_unset(parameter), parameter.requires_grad)
+                module._parameters[key] = made[id(parameter)]
+    for module in reversed(list(block.modules())):
+        _initialise(model, module)
+    unset = next((n for n, p in block.named_parameters() if bool((p.isnan() | (p == _UNSET)).any())), None)
+    if unset is not None:
+        raise _nothing_sets(unset)
+    return block
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from ..examine.drawn_values import DrawnValues, memory_of
 from ..examine.steady_state import BetweenLayers, HostChanges
 from ..objects.plain_code import asking_elsewhere
 from ..objects.user_code import is_of_library
-from .building import BlockBuilder
+from .building import materialised
 from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
 from .weightless_model import Frame, Walk
 
@@ -116,7 +116,7 @@ class _Capture(Walk):
         except Exception:
             own = self._model.get_submodule(name)
             if any(p.is_meta for p in own.parameters()):
-                own = BlockBuilder(self._model, partial(self._model.get_submodule, name))()
+                own = materialised(self._model, partial(self._model.get_submodule, name))
             with untouched(own):
                 made, tensors = self._run_layer(name, own, (args, kwargs), "cpu")
         finally:

@@ -31,7 +31,7 @@ from ..objects.spaces import HOOKS
 from ..objects.user_code import is_of_library
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers
-from .building import BlockBuilder, built_without_weights, materialised
+from .building import built_without_weights, materialised
 from .experiments import explore
 from .flow import Flow
 from .origin import Origin
@@ -275,11 +275,11 @@ def _built(
     if transformers.is_one(model):
         transformers.require_whole_loss(model)
     if prove and sum(p.numel() for p in model.parameters()) <= MOST_PROVED:
-        split(materialised(model), blocks=names, example=example)
+        split(materialised(model, lambda: model), blocks=names, example=example)
     origin, prefixes = _origin(model, names, _example(model, example))
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
     found = _found_by_walk(model, made, prefixes, origin)
-    builders = [BlockBuilder(model, partial(_block, model, origin, number)) for number in range(len(made))]
+    builders = [partial(materialised, model, partial(_block, model, origin, number)) for number in range(len(made))]
     return found.of(builders)
 
 
