@@ -137,18 +137,18 @@ class _Reading:
         self._seen.add(id(function))
         if is_of_library(function):
             return
-        code = function.__code__
-        self._codes.append(repr(_code(code)))
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self.read(f"{function.__qualname__}, {name}", value)
-        for place, value in enumerate(function.__defaults__ or ()):
-            self.read(f"{function.__qualname__}, default {place}", value)
-        for name, value in Cells(function).read().items():
-            if not _is_of_rank(name):
-                self.read(name, value)
-        for name in names_of(code):
-            if name in function.__globals__ and not _is_of_rank(name):
-                self.read(name, function.__globals__[name])
+        self._codes.append(repr(_code(function.__code__)))
+        elsewhere = function.__globals__
+        by_name = [
+            *Cells(function).read().items(),
+            *((n, elsewhere[n]) for n in names_of(function.__code__) if n in elsewhere),
+        ]
+        for name, value in (
+            *((f"{function.__qualname__}, {name}", value) for name, value in (function.__kwdefaults__ or {}).items()),
+            *((f"{function.__qualname__}, default {k}", value) for k, value in enumerate(function.__defaults__ or ())),
+            *((name, value) for name, value in by_name if not _is_of_rank(name)),
+        ):
+            self.read(name, value)
 
     def _note(self, name: str, value: object) -> None:
         if len(self.values) < _MOST:
