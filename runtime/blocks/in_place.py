@@ -23,30 +23,27 @@ class InPlace:
     """What is given to each block of a model that runs on the meta device."""
 
     def __init__(self) -> None:
-        self._arrived: list[dict[Key, Tensor]] = []
-        self._versions: list[dict[Key, int]] = []
-        self._changed: list[dict[Key, int]] = []
+        self._arrived: list[dict[Key, tuple[Tensor, int]]] = []
+        self._changed: dict[tuple[int, Key], int] = {}
         self._held: dict[int, Tensor] = {}
 
     def arrive(self, given: object, beside: Mapping[str, object]) -> None:
         """Take note of what the next block is given, and of what goes by its side; of names that are tensors."""
         tensors: dict[Key, Tensor] = dict(enumerate(tensors_of(given)))
         tensors |= {name: extra for name, extra in beside.items() if isinstance(extra, Tensor)}
-        self._arrived.append(tensors)
-        self._versions.append({key: tensor._version for key, tensor in tensors.items()})
-        self._changed.append({})
+        self._arrived.append({key: (tensor, tensor._version) for key, tensor in tensors.items()})
 
     def note(self, block: int) -> None:
         """Take note of what has changed by a block that has run: of all that was ever given."""
-        for tensors, versions, changed in zip(self._arrived, self._versions, self._changed, strict=True):
-            for key, tensor in tensors.items():
-                if key not in changed and tensor._version != versions[key]:
-                    changed[key] = block
+        for taker, tensors in enumerate(self._arrived):
+            changed = [key for key, (tensor, version) in tensors.items() if tensor._version != version]
+            self._changed = {(taker, key): block for key in changed} | self._changed
 
     def changes(self, block: int) -> tuple[Change, ...]:
         """Return the changes of what a block was given."""
-        tensors = self._arrived[block]
-        return tuple(Change(key, by, _neighbour(key, tensors)) for key, by in self._changed[block].items())
+        tensors = {key: tensor for key, (tensor, _) in self._arrived[block].items()}
+        found = ((key, self._changed.get((block, key))) for key in tensors)
+        return tuple(Change(key, by, _neighbour(key, tensors)) for key, by in found if by is not None)
 
     def hold(self, weights: Iterable[Tensor]) -> None:
         """Take note of weights and buffers."""

@@ -131,18 +131,13 @@ def loss_of(model: Any) -> Callable[..., Any] | None:
     paired = next((label for label in PAIRED if label in signature(model.forward).parameters), None)
     if paired is not None and name.endswith("ForPreTraining"):
         return pretraining_loss(paired)
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return CausalLMLoss()
-    if name.endswith(
-        ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining", "MTModel")
-    ):
-        return token_loss
-    if name.endswith(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")):
-        kind = getattr(model.config, "problem_type", None) or (
-            "regression" if getattr(model.config, "num_labels", 2) == 1 else "single_label_classification"
-        )
-        return {"regression": regression_loss, "multi_label_classification": multi_label_loss}.get(kind, token_loss)
-    return None
+    return next((make(model) for ends, make in _LOSSES.items() if name.endswith(ends)), None)
+
+
+def _loss_of_classes(model: Any) -> Callable[..., Any]:
+    by_default = "regression" if getattr(model.config, "num_labels", 2) == 1 else "single_label_classification"
+    kind = getattr(model.config, "problem_type", None) or by_default
+    return {"regression": regression_loss, "multi_label_classification": multi_label_loss}.get(kind, token_loss)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,6 +193,15 @@ def regression_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 def multi_label_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """Binary cross-entropy of each class, summed."""
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum"), labels.numel()
+
+
+_LOSSES: Mapping[tuple[str, ...], Callable[[Any], Callable[..., Any]]] = {
+    ("ForCausalLM", "LMHeadModel"): lambda model: CausalLMLoss(),
+    ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration"): lambda model: token_loss,
+    ("ForPreTraining", "MTModel"): lambda model: token_loss,
+    ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice"): _loss_of_classes,
+}
+"""The losses of models by how the names of their classes end."""
 
 
 def conversions(model: nn.Module) -> tuple[Any, ...]:
