@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class LoaderFeed:
                 "Loaders(loader, batches=1000)"
             )
         self.num_batches = len(loader) if batches is None else batches
-        self._length = _length_of(loader)
+        self._length = length_hint(loader)  # 0: nobody says how many batches a pass has
         self._generators = Generators([loader, *samplers_of(loader)])
         self._at = Position()
         self._sample: Sample | None = None
@@ -254,14 +255,6 @@ class LoaderFeed:
                 self._next(number, reads=False)
             if now < epoch:
                 self._end_epoch()
-
-
-def _length_of(loader: Any) -> int:
-    """Return how many batches a pass has; 0: nobody says."""
-    try:
-        return len(loader)
-    except TypeError:
-        return 0
 
 
 def batch_of(given: Any) -> Batch:

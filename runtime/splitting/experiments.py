@@ -89,7 +89,7 @@ class _Capture(Walk):
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
         places = [place for place, leaf in marks.items() if leaf is HIDDEN]
         is_next = is_same or not number
-        is_plain = bool(places) and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
+        is_plain = bool(places) and all(isinstance(leaf, Mark | bool | str | None) for leaf in marks.values())
         modes = Modes.now().apart_from(self.around)
         with nullcontext() if self._watch is None else self._watch.within(layer, counts=False):
             made = self._made(layer, args, kwargs, given)
@@ -169,10 +169,6 @@ class _Capture(Walk):
         full = f"{self.frame.name_of(owner)}.{name}".removeprefix(".")
         if full not in used[self.calls]:
             used[self.calls].append(full)
-
-
-def _is_setting(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, bool | str)
 
 
 @dataclass

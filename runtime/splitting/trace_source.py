@@ -275,24 +275,18 @@ def _base(node: Any) -> Iterator[str]:
 
 def _same_but_numbers(one: fx.Graph, other: fx.Graph) -> bool:
     """Whether two graphs take the same steps, apart from floats, and whole numbers that are only computed with."""
-    if len(one.nodes) != len(other.nodes):
-        return False
-    return all(_same_step(a, b) for a, b in zip(one.nodes, other.nodes, strict=True))
+    return list(map(_form, one.nodes)) == list(map(_form, other.nodes))
 
 
-def _same_step(a: fx.Node, b: fx.Node) -> bool:
-    if (a.op, a.target, a.name, a.meta.get("modes")) != (b.op, b.target, b.name, b.meta.get("modes")):
-        return False
-    mine, form = tree_flatten((a.args, a.kwargs))
-    others, its = tree_flatten((b.args, b.kwargs))
-    name = a.target if isinstance(a.target, str) else getattr(a.target, "__name__", "")
-    numbers = (float, int) if name in _ARITHMETIC else float
-    return form == its and all(_same_argument(x, y, numbers) for x, y in zip(mine, others, strict=True))
+def _form(node: fx.Node) -> tuple[Any, ...]:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    numbers: Any = float | int if name in _ARITHMETIC else float
+    leaves, form = tree_flatten((node.args, node.kwargs))
+    said = [_form_of(leaf, numbers) for leaf in leaves]
+    return node.op, node.target, node.name, node.meta.get("modes"), form, said
 
 
-def _same_argument(x: Any, y: Any, numbers: Any) -> bool:
-    if isinstance(x, fx.Node) or isinstance(y, fx.Node):
-        return getattr(x, "name", None) == getattr(y, "name", "")
-    if type(x) is bool or type(y) is bool:
-        return x is y
-    return (isinstance(x, numbers) and isinstance(y, numbers)) or (type(x) is type(y) and bool(x == y))
+def _form_of(leaf: Any, numbers: Any) -> tuple[Any, Any]:
+    if isinstance(leaf, fx.Node):
+        return fx.Node, leaf.name
+    return (float, None) if isinstance(leaf, numbers) and type(leaf) is not bool else (type(leaf), leaf)
