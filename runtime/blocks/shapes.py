@@ -117,8 +117,9 @@ def requires_gradients(
             left, fresh = _leave(module, own, given, taken, dtype)
             if not _require_gradients(left, fresh):
                 could = _leave(module, [True] * len(own), as_leaves(given), as_leaves(taken), dtype)
+                has_hooks = any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())
                 is_blind = not _require_gradients(*could)
-                if is_blind and (any(own) or _require_gradients(given, taken) or _has_hooks(module)):
+                if is_blind and (any(own) or _require_gradients(given, taken) or has_hooks):
                     left, fresh = as_leaves(left), as_leaves(fresh)
             given, riders = left, riders | fresh
     except Exception:
@@ -128,10 +129,6 @@ def requires_gradients(
 
 def _require_gradients(given: Any, beside: Mapping[str, Any]) -> bool:
     return any(tensor.requires_grad for tensor in tensors_of([given, *beside.values()]))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())
 
 
 def _leave(

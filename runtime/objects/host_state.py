@@ -312,10 +312,8 @@ class HostState:
                 if here in self._looked_up or isinstance(space.reader(key)(), MemberDescriptorType):
                     continue
                 self._looked_up.add(here)
-                if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
-                    self._found_in_library(name, space, key)
-                else:
-                    self._found(name, space, key)
+                is_theirs = isinstance(holder, ModuleType) and is_library_module(holder.__name__)
+                (self._found_in_library if is_theirs else self._found)(name, space, key)
                 if space is not spaces[0] and not isinstance(space, Slots):  # its own would come before it
                     self._watch(f"{name}.{key}", spaces[0].reader(key), spaces[0], key)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from types import MethodType
 from typing import Any
 
@@ -29,14 +29,10 @@ def untie(blocks: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
     return tied
 
 
-def apart(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+def apart(blocks: nn.Sequential) -> list[nn.Module]:
     """Return blocks with another module, of the same parts, for each that comes again."""
-    seen: set[int] = set()
-    made = []
-    for block in blocks:
-        made.append(shallow_copy(block) if id(block) in seen else block)
-        seen.add(id(block))
-    return made
+    found = {id(block): number for number, block in reversed(list(enumerate(blocks)))}
+    return [block if found[id(block)] == k else shallow_copy(block) for k, block in enumerate(blocks)]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -118,10 +118,9 @@ def compare(
     skipped: dict[str, None] = {}
     compared, closest = 0, 0.0
     for recording in mesh:
-        view = _View(plan, recording.coordinates)
         for made in recording.made:
             key = (made.step, made.kind, made.name, made.unit // plan.schedule.slices, made.place)
-            part = view.of(wanted[key], made) if key in wanted else None
+            part = _part_of(wanted[key], made, plan, recording.coordinates) if key in wanted else None
             if part is None:
                 skipped[f"{made.kind} {made.name}"] = None
                 continue
@@ -167,38 +166,27 @@ def _by_key(recording: Recording) -> dict[Key, Tensor]:
     return {(made.step, made.kind, made.name, made.unit, made.place): made.tensor for made in recording.made}
 
 
-class _View:
-    """What a rank of the mesh sees of what one process has made."""
+def _part_of(full: Tensor, made: Made, plan: Plan, coordinates: Mapping[str, int]) -> Tensor | None:
+    """Return the part of a full tensor that belongs to what a rank made; None where its shape is none of a part."""
+    if made.offsets is not None:
+        return full[tuple(slice(a, a + n) for a, n in zip(made.offsets, made.tensor.shape, strict=True))]
+    parts = _parts(full, made.unit % plan.schedule.slices, plan, coordinates)
+    return next((part for part in parts if part.shape == made.tensor.shape), None)
 
-    def __init__(self, plan: Plan, coordinates: Mapping[str, int]) -> None:
-        self._slices = plan.schedule.slices
-        self._tokens = SequenceShard(plan.mesh.axis_size("cp"), coordinates.get("cp", 0))
-        self._tp, self._tp_rank = plan.mesh.axis_size("tp"), coordinates.get("tp", 0)
 
-    def of(self, full: Tensor, made: Made) -> Tensor | None:
-        """Return the part of a full tensor that belongs to what was made; None where its shape is none of a part."""
-        if made.offsets is not None:
-            places = tuple(slice(a, a + n) for a, n in zip(made.offsets, made.tensor.shape, strict=True))
-            return full[places]
-        for part in self._parts(full, made.unit % self._slices):
-            if part.shape == made.tensor.shape:
-                return part
-        return None
-
-    def _parts(self, full: Tensor, number: int) -> Iterator[Tensor]:
-        """Yield what an output may be of the full one: some of its tokens, and of its last dimension (cut logits)."""
+def _parts(full: Tensor, number: int, plan: Plan, coordinates: Mapping[str, int]) -> Iterator[Tensor]:
+    """Yield what an output may be of the full one: some of its tokens, and of its last dimension (cut logits)."""
+    rows, slices, tp = full, plan.schedule.slices, plan.mesh.axis_size("tp")
+    if slices > 1 and full.dim() > 1 and full.shape[1] % slices == 0:
+        rows = full.chunk(slices, 1)[number]
+    try:
+        rows = SequenceShard(plan.mesh.axis_size("cp"), coordinates.get("cp", 0)).cut("output", rows)
+    except MisfitError:
         rows = full
-        if self._slices > 1 and full.dim() > 1 and full.shape[1] % self._slices == 0:
-            rows = full.chunk(self._slices, 1)[number]
-        try:
-            rows = self._tokens.cut("output", rows)
-        except MisfitError:
-            rows = full
-        yield from (rows, full)
-        if rows.dim() > 1 and rows.shape[1] % self._tp == 0:
-            yield rows.chunk(self._tp, 1)[self._tp_rank]
-        if rows.dim() > 1 and rows.shape[-1] % self._tp == 0:
-            yield rows.chunk(self._tp, -1)[self._tp_rank]
+    yield from (rows, full)
+    for dim in (1, -1) if rows.dim() > 1 else ():
+        if rows.shape[dim] % tp == 0:
+            yield rows.chunk(tp, dim)[coordinates.get("tp", 0)]
 
 
 def _tolerance(found: Tensor, exact: Tensor) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,13 +131,8 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 def _watching(model: nn.Module, recording: Recording, unit: int) -> Iterator[None]:
     """A context in which the blocks of a sequential model show what they give; those of others are not known."""
     children = model.named_children() if isinstance(model, nn.Sequential) else ()
-    handles = [block.register_forward_hook(partial(_gave, recording, name, unit)) for name, block in children]
-    try:
+    with ExitStack() as stack:
+        for name, block in children:
+            note = partial(recording.note_output, 0, name, unit)
+            stack.callback(block.register_forward_hook(lambda block, given, output, note=note: note(output)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _gave(recording: Recording, name: str, unit: int, block: nn.Module, given: Any, output: Any) -> None:
-    recording.note_output(0, name, unit, output)
