@@ -110,10 +110,10 @@ MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 BUDGET = {
     "parallel": 6170,
     "saving": 3430,
-    "examine": 3390,
+    "examine": 3440,
     "comm": 2720,
     "interpreter": 2530,
-    "splitting": 2450,
+    "splitting": 2460,
     "stage": 2030,
     "watch": 1830,
     "objects": 1200,

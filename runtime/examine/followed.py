@@ -37,6 +37,10 @@ class Source(Protocol):
     def follow(self) -> None:
         """Let the blocks be those of the model as it is now; raises `MisfitError` if they cannot be."""
 
+    def tensors_read(self) -> list[Tensor]:
+        """Return the tensors in containers and objects that code between layers reads."""
+        return []
+
 
 def sources_of(blocks: Iterable[nn.Module]) -> list[Source]:
     """Return what blocks have in common, each once."""
@@ -69,6 +73,10 @@ class Followed:
     def model(self) -> nn.Module | None:
         """Return the model; None where it is gone."""
         return self._model()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that its code reads in containers and objects."""
+        return [tensor for tensor, *_ in self._tensors]
 
     def note(self) -> None:
         """Take all as it is now."""
@@ -209,7 +217,7 @@ def _shown(kind: type) -> type:
     return kind
 
 
-class Copies:
+class Copies(Source):
     """Modules in blocks that are copies, since blocks share weights: what they have is what the model's own have.
 
     The model's own weight has the memory of a copy that this rank trains, so what a loop writes into it holds in both.

@@ -79,6 +79,10 @@ class Origin:
         self.frame.flags = self._watched[0].flags
         self._held = {name: model.get_buffer(name) for names in self.flow.buffers for name in names}
 
+    def tensors_read(self) -> list[Tensor]:
+        """Return the tensors in containers and objects that code between layers reads."""
+        return [] if self._watched is None else self._watched[0].tensors()
+
     def follow(self) -> None:
         """Let the forward be that of the model as it is now; raises `MisfitError` where it does something else."""
         if self._watched is None or (model := self._watched[0].model()) is None:

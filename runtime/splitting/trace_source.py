@@ -82,6 +82,10 @@ class TraceSource:
             self._graphs[key] = self._again(key)
         return self._graphs[key][number]
 
+    def tensors_read(self) -> list[Tensor]:
+        """Return the tensors in containers and objects that code between layers reads."""
+        return self._followed.tensors()
+
     def follow(self) -> None:
         """Let the steps be those of the model as it is now; raises `MisfitError` where these are others."""
         model = self._followed.model()

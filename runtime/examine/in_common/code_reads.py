@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...objects.snapshot import REGISTRIES, Snapshot
 from ...objects.spaces import CONTAINERS, hooks_on, stands_for
 from ...objects.user_code import PLAIN, codes_in, is_of_framework, is_of_library, is_ours
-from .name_uses import Uses, union_of, uses_in
+from .name_uses import FILL, Uses, union_of, uses_in
 
 _LAST_NAME = re.compile(r"(\w+)(?:\[[^\]]*\])*$")
 _BY_ANY_NAME = {"setattr", "__setattr__", "__dict__", "vars", "globals"}
@@ -27,6 +27,10 @@ class CodeReads:
         thing: a block, or a function such as a loss.
         snapshot: of the thing.
         is_block: whether it is a block; of modules that a function holds the forwards do not count.
+
+    Attributes:
+        held: what it reaches, by ids, and the names that lead there.
+        uses: what its code does with names and files.
     """
 
     def __init__(self, thing: Any, snapshot: Snapshot, *, is_block: bool = True) -> None:
@@ -38,30 +42,35 @@ class CodeReads:
         functions = [f for f in values if isinstance(f, FunctionType) and not is_of_library(f)]
         called = None if is_block else _function_of(thing)
         kinds = [kind for kind in values if isinstance(kind, type) and not is_of_library(kind)]
-        methods = {id(stands_for(member)) for kind in kinds for member in vars(kind).values()}
+        methods = {id(stands_for(member)): name for kind in kinds for name, member in vars(kind).items()}
         entered = [
             f
             for f in functions
             if f is called
             or f.__name__ == "<lambda>"
-            or (is_block and (id(f) not in methods or f.__name__ in _ENTERED or _is_operator(f.__name__)))
+            or (is_block and ((key := methods.get(id(f))) is None or key in _ENTERED or _is_operator(key)))
         ]
-        self._uses = _uses_of(frozenset(f.__code__ for f in functions), frozenset(f.__code__ for f in entered))
+        self.uses = _uses_of(frozenset(f.__code__ for f in functions), frozenset(f.__code__ for f in entered))
 
     @property
     def stored(self) -> frozenset[str]:
         """The names that its code sets; those of all that it names, where it makes up names."""
-        return self._uses.named if self._uses.named & _BY_ANY_NAME else self._uses.stored
+        return self.uses.named if self.uses.named & _BY_ANY_NAME else self.uses.stored
 
     @property
     def names(self) -> frozenset[str]:
         """The names that its code reads."""
-        return self._uses.read
+        return self.uses.read
 
     def reads_into(self, token: int) -> bool:
         """Whether code may read what is in a container: unless it only writes under the last name that leads there."""
         found = _LAST_NAME.search(self.held.get(token, ""))
-        return token in self.held and (found is None or found[1] in self._uses.read or found[1] not in self._uses.named)
+        return token in self.held and (found is None or found[1] in self.uses.read or found[1] not in self.uses.named)
+
+    def awaits_entries(self, token: int) -> bool:
+        """Whether code reads a container by its name, and sets no entries of any: those that come are others'."""
+        found = _LAST_NAME.search(self.held.get(token, ""))
+        return found is not None and found[1] in self.uses.read and FILL not in self.uses.stored
 
 
 def snapshot_of(thing: Any) -> Snapshot:

@@ -13,6 +13,7 @@ return "log"    LOAD_CONST and    RETURN_CONST         the same             LOAD
 from __future__ import annotations
 
 import dis
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -21,14 +22,28 @@ from typing import NamedTuple
 
 _ADDERS = {"append", "appendleft", "add", "extend", "insert", "update"}
 _NAMED = {*dis.hasname, *dis.hasfree}
+FILL = "[]"
+_MODE = re.compile("[rwaxbt+]{1,3}")
+_WRITES = re.compile(
+    r"(torch|np|numpy)\.save|save_file|\.(write_text|write_bytes|tofile)$|^os\.(replace|rename|putenv)$|^shutil\.|'.*[wax+]"
+)
+_READS = re.compile(
+    r"(torch|np|numpy)\.(load|fromfile|memmap|genfromtxt)|load_file|\.(read_text|read_bytes|exists|is_file|isfile|iterdir)$"
+    r"|^os\.(stat|listdir|scandir)$|^glob\.|^os\.(environ|getenv)$"
+)
 
 
 class Uses(NamedTuple):
-    """The names that code reads, those that it sets, and all of them."""
+    """The names that code reads, those that it sets, and all of them; calls that write and read files.
+
+    Where it sets entries of anything, `FILL` is among those that it sets.
+    """
 
     read: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()
 
 
 def union_of(uses: Iterable[Uses]) -> Uses:
@@ -39,17 +54,36 @@ def union_of(uses: Iterable[Uses]) -> Uses:
 @lru_cache(maxsize=4096)
 def uses_in(code: CodeType) -> Uses:
     """Return what code uses, but for what is defined in it."""
-    read, stored, named = set[str](), set[str](), set[str]()
+    read, stored, named, writes, reads = (set[str]() for _ in Uses._fields)
     steps = [*dis.get_instructions(code)]
     for place, step in enumerate(steps):
         is_text = isinstance(step.argval, str) and step.opname.endswith("_CONST")
         if is_text or (step.opname.startswith("LOAD_") and step.opcode in _NAMED and step.opname != "LOAD_CLOSURE"):
             named.add(step.argval)
-            if not _is_written(steps, place, is_text=is_text):
+            if not (is_written := _is_written(steps, place, is_text=is_text)):
                 read.add(step.argval)
+            if not is_text and (call := _call_of_files(steps, place)):
+                (writes if is_written or _WRITES.search(call) else reads).add(call)
         elif step.opname.startswith(("STORE_", "DELETE_")) and step.opcode in _NAMED:
             stored.add(step.argval)
-    return Uses(frozenset(read), frozenset(stored), frozenset(named))
+        if step.opname in ("STORE_SUBSCR", "STORE_SLICE") or _method_of(step) in {"setdefault", *_ADDERS}:
+            stored.add(FILL)
+    return Uses(*map(frozenset, (read, stored, named, writes, reads)))
+
+
+def _call_of_files(steps: Sequence[dis.Instruction], place: int) -> str:
+    """Return what is looked up at a place to write or read a file, in words; empty: nothing such."""
+    step, above, mode = steps[place], 0, "r"
+    name = f"{steps[place - 1].argval}.{step.argval}" if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else step.argval
+    if step.argval != "open" or not (step.opname == "LOAD_GLOBAL" or _method_of(step)):
+        return str(name) if _WRITES.search(name) or _READS.search(name) else ""
+    for given in steps[place + 1 :]:
+        if isinstance(given.argval, str) and given.opname == "LOAD_CONST" and _MODE.fullmatch(given.argval):
+            mode = given.argval
+        above += dis.stack_effect(given.opcode, given.arg, jump=False)
+        if above <= 0:
+            break
+    return f"open(…, {mode!r})"
 
 
 def _is_written(steps: Sequence[dis.Instruction], place: int, *, is_text: bool) -> bool:

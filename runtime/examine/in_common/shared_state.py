@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 from weakref import ref
 
@@ -21,6 +22,7 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import Parcel
 from ...blocks.shapes import HAND_ON
 from ...objects.snapshot import Snapshot, label_in
+from ..followed import sources_of
 from ..weights_elsewhere import require_own_weights
 from .code_reads import CodeReads, is_of_torch, snapshot_of
 from .common_state import CommonState, Runs
@@ -93,7 +95,10 @@ class SharedState:
         self._functions = dict(functions) if self._runs else {}
 
     def common(self, own: Mapping[int, nn.Module]) -> CommonState | None:
-        """Return what some blocks, by their numbers, may change that runs elsewhere, as all is now; None: nothing."""
+        """Return what some blocks, by their numbers, may change that runs elsewhere, as all is now; None: nothing.
+
+        Raises `MisfitError` on all ranks where stages hand something on through files.
+        """
         given = [(number, block) for number, reference in enumerate(self._blocks) if (block := reference()) is not None]
         if not self._runs or all(map(is_of_torch, [*dict(given).values(), *own.values(), *self._functions.values()])):
             return None
@@ -107,7 +112,10 @@ class SharedState:
         here = [(self._run_of(number, block, held := snapshot_of(block)), held) for number, block in own.items()]
         if any(run.stage == last for run, _ in here):
             here += functions
-        found = CommonState(here, [*self._runs, *(run for run, _ in functions)], self._judged)
+        others = [*self._runs, *(run for run, _ in functions)]
+        _require_files_apart(others)
+        between = [tensor for source in sources_of(own.values()) for tensor in source.tensors_read()]
+        found = CommonState(here, others, self._judged, between)
         return found if found.spots else None
 
     def _run_of(self, number: int, block: nn.Module, snapshot: Snapshot) -> Runs:
@@ -168,6 +176,16 @@ class SharedState:
 
     def _said(self, *numbers: int) -> str:
         return "blocks " + " and ".join(f"{number} ({self._kinds[number]})" for number in sorted(numbers))
+
+
+def _require_files_apart(runs: Sequence[Runs]) -> None:
+    """Raise `MisfitError` where code of a stage writes files, and that of another reads some."""
+    for one, other in product(runs, repeat=2):
+        if one.stage != other.stage and one.reads.uses.writes and other.reads.uses.reads:
+            raise MisfitError(
+                f"{one.name} writes files ({min(one.reads.uses.writes)}), and {other.name} reads some "
+                f"({min(other.reads.uses.reads)}) on another stage, at any time before or after; {HAND_ON}"
+            )
 
 
 _INSTEAD = "give each block its own: copy.deepcopy(module)"

@@ -21,6 +21,9 @@ def reads(self, g, name, k, v, i, j):
     r18[3:4]; {**r19}; f"{r20}"; r21[k](v); r22()[k] = 1; v or r23; r24[(k := 1)]; r25.r26.r27; del r28[k]
     g["r29"]; setattr(self, "r30", 1)
     return "r31"
+def files(p, q):
+    open(p); open(f(p, "x"), "w"); p.open(mode="ab"); p.open(); open(p, "r+"); torch.save(q, p)
+    np.load(p); p.read_text()
 """
 ASK = """
 import importlib.util, sys
@@ -30,8 +33,9 @@ spec.loader.exec_module(module)
 codes = [c for c in compile(sys.argv[2], "code", "exec").co_consts if hasattr(c, "co_code")]
 for code in codes:
     uses = module.union_of(map(module.uses_in, (code, *(c for c in code.co_consts if hasattr(c, "co_code")))))
-    for names in uses:
+    for names in uses[:3]:
         print(*sorted(name for name in names if name[0] in "rw" and name[1:].isdigit()))
+    print(*sorted(uses.writes), "|", *sorted(uses.reads))
 """
 
 
@@ -42,6 +46,9 @@ def test_names_are_told_alike_by_every_python(python: str) -> None:
         pytest.skip(f"there is no {python}")
     ran = subprocess.run([command, "-c", ASK, NAME_USES, CODE], capture_output=True, text=True, check=True)
     written, read = ({f"{kind}{number}" for number in range(1, last)} for kind, last in (("w", 17), ("r", 32)))
-    of_writes, stored, named, of_reads, none, _ = (set(line.split()) for line in ran.stdout.split("\n")[:6])
+    lines = ran.stdout.splitlines()
+    of_writes, stored, named, _, of_reads, none = (set(line.split()) for line in lines[:6])
     assert (of_writes, stored, of_reads, none) == (set(), {"w4", "w16"}, read, set())
     assert named == written - {"w16"}
+    files = "open(…, 'ab') open(…, 'r+') open(…, 'w') torch.save | np.load open(…, 'r') p.read_text"
+    assert [line.strip() for line in lines[3::4]] == ["|", "|", files]
