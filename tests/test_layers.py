@@ -110,7 +110,7 @@ MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 BUDGET = {
     "parallel": 6170,
     "saving": 3430,
-    "examine": 3440,
+    "examine": 3441,
     "comm": 2720,
     "interpreter": 2530,
     "splitting": 2460,

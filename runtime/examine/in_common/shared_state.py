@@ -179,13 +179,19 @@ class SharedState:
 
 
 def _require_files_apart(runs: Sequence[Runs]) -> None:
-    """Raise `MisfitError` where code of a stage writes files, and that of another reads some."""
+    """Raise `MisfitError` where code of a stage writes files, or the environment, and that of another reads such."""
     for one, other in product(runs, repeat=2):
-        if one.stage != other.stage and one.reads.uses.writes and other.reads.uses.reads:
+        written, read = one.reads.uses.writes, other.reads.uses.reads
+        found = [pair for pair in product(sorted(written), sorted(read)) if len({*map(_is_of_environment, pair)}) == 1]
+        if found and one.stage != other.stage:
             raise MisfitError(
-                f"{one.name} writes files ({min(one.reads.uses.writes)}), and {other.name} reads some "
-                f"({min(other.reads.uses.reads)}) on another stage, at any time before or after; {HAND_ON}"
+                f"{one.name} writes files or the environment ({found[0][0]}), and {other.name} reads some "
+                f"({found[0][1]}) on another stage, at any time before or after; {HAND_ON}"
             )
+
+
+def _is_of_environment(call: str) -> bool:
+    return call.startswith(("os.env", "os.getenv", "os.putenv"))
 
 
 _INSTEAD = "give each block its own: copy.deepcopy(module)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,14 @@ def opens(layer, x):
         return x * float(file.read())
 
 
+def sets_environment(layer, x):
+    os.environ["SCALE"] = str(len(x))
+
+
+def reads_environment(layer, x):
+    return x * float(os.environ["SCALE"])
+
+
 def common_of(write, read):
     place = SimpleNamespace(table={}, scale=torch.ones(1))
     blocks = [of_kind(Writes, write)(place), of_kind(Reads, read)(place)]
@@ -104,14 +113,20 @@ def test_what_another_stage_reads_is_seen_however_it_is_written(write, read, nam
     assert re.match(says, state.why_changed()) if name else not state.why_changed()
 
 
-@pytest.mark.parametrize("write", [saves, logs])
-@pytest.mark.parametrize("read", [loads, opens])
+FROM_FILES = [(write, read) for write in (saves, logs) for read in (loads, opens)]
+
+
+@pytest.mark.parametrize(("write", "read"), [*FROM_FILES, (sets_environment, reads_environment)])
 def test_files_of_one_stage_are_not_read_by_another(write, read):
-    says = r"block 0 \(Writes\) writes files \(.*\), and block 1 \(Reads\) reads some \(.*\) on another stage"
+    says = (
+        r"block 0 \(Writes\) writes files or the environment \(.*\), and block 1 \(Reads\) reads some \(.*\) on another"
+    )
     with pytest.raises(MisfitError, match=says + ".*pass it on in the forward"):
         common_of(write, read)
 
 
-@pytest.mark.parametrize(("one", "other"), [(logs, saves), (loads, opens)])
+@pytest.mark.parametrize(
+    ("one", "other"), [(logs, saves), (loads, opens), (logs, reads_environment), (sets_environment, loads)]
+)
 def test_logs_and_tables_in_files_may_be_of_all_stages(one, other):
     common_of(one, other)
