@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from sys import _getframe
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ _KINDS = device_kinds()
 _NO_CASTS: tuple[tuple[str, torch.dtype | None], ...] = tuple(dict.fromkeys(_KINDS).items())
 
 
-@dataclass(frozen=True)
-class Modes:
+class Modes(NamedTuple):
     """The modes that are in force at some place of code; None: as around it.
 
     Attributes:
@@ -60,8 +58,8 @@ class Modes:
 
     def apart_from(self, around: Modes) -> Modes | None:
         """Return these without what is as around them; None where all is."""
-        other = {name: value for name, value in vars(self).items() if value != getattr(around, name)}
-        return Modes(**{**dict.fromkeys(vars(self)), **other}) if other else None
+        same: dict[str, Any] = {name: None for name in self._fields if getattr(self, name) == getattr(around, name)}
+        return self._replace(**same) if self != around else None
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -92,11 +92,14 @@ class Start(NamedTuple):
             return of_outputs[:1]
         return (*[of_outputs[number] for number in self.numbers], *self.ones) if self.numbers else self.ones
 
-    def with_loss(self, loss: Tensor, scale: float) -> Start:
-        """Return a start at `loss` as well, times `scale`, if it has a gradient."""
+    def with_loss(self, loss: Tensor, scale: float, times: float = 1.0) -> Start:
+        """Return a start at `loss` as well, times `scale` and as many times as it counts, if it has a gradient."""
         if not loss.requires_grad:
             return self
-        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, torch.full_like(loss, scale)))
+        gradient = torch.full_like(loss, times if scale == 1 else scale)
+        if scale != 1 != times:
+            gradient.mul_(times)  # rounded as the gradient of a product is
+        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, gradient))
 
 
 class Saved(NamedTuple):

@@ -25,7 +25,7 @@ from quintsched.errors import MisfitError
 from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
 from ..comm.device import is_at_hand
-from ..stage.mean_losses import Summed
+from ..stage.mean_losses import Counted
 from ..state.passengers import ROOM, Room
 
 DOUBT = 1 << 20
@@ -42,56 +42,38 @@ class Figures:
     how many units were computed on last stages.
     """
 
-    __slots__ = ("_may_be_sum", "_sums", "_total", "num_rows", "num_units", "table", "work")
+    __slots__ = ("_rest", "_sums", "num_rows", "num_units", "table", "work")
 
     def __init__(self, table: Tensor, num_rows: int, num_units: int, work: Work) -> None:
         self.table, self.num_rows, self.num_units, self.work = table, num_rows, num_units, work
         self._sums: Tensor | None = None
-        self._total: Tensor | None = None
-
-    def total(self) -> Tensor:
-        """Wait until it is known; return the sums of a step that is this batch alone, never to be changed."""
-        if self._total is None:
-            self._total = self.sums()
-            if self._may_be_sum:
-                self._total = self._total.clone()
-                self._total[1].add_(self.num_summed() > 0)
-        return self._total
+        self._rest: list[Any] | Tensor | None = None
 
     def sums(self) -> Tensor:
         """Wait until they are known; return loss, weight, sums of metrics and their weights, never to be changed."""
         if self._sums is None:
-            self.work.wait()
-            end = self.num_rows * self.num_units
+            rest = self.rest()
             self._sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
-            rest = self.table[end:].tolist() if is_at_hand(self.table.device) else None
-            self._may_be_sum = rest is None or rest[-3] > 0
-            if rest is None or any(rest[:-3]):
-                self._sums[0].add_(self.table[end:-3].sum())
+            if isinstance(rest, Tensor) or any(rest[:-3]):
+                self._sums[0].add_(self.table[-len(rest) : -3].sum())
         return self._sums
 
-    def num_summed(self) -> Tensor:
-        """Return how many losses were sums, once that is known; 0-dimensional."""
-        self.work.wait()
-        return self.table[-3]
-
-    def num_asked(self) -> Tensor:
-        """Return how many ranks were asked to stop, once that is known; 0-dimensional."""
-        self.work.wait()
-        return self.table[-2]
-
-    def is_empty(self) -> bool:
-        """Whether no rank had any samples, once they are known."""
-        self.work.wait()
-        return not self.table[-1].item()
+    def rest(self) -> list[Any] | Tensor:
+        """Wait until they are known; return auxiliary losses and the last numbers: a list, or the device's tensor."""
+        if self._rest is None:
+            self.work.wait()
+            rest = self.table[self.num_rows * self.num_units :]
+            self._rest = rest.tolist() if is_at_hand(self.table.device) else rest
+        return self._rest
 
 
 def added(steps: Sequence[Figures]) -> Tensor:
     """Return the sums of several batches that are one step: where their losses are sums, the loss weighs 1."""
-    if len(steps) == 1:
-        return steps[0].total()
+    num_summed: Any = sum([figures.rest()[-3] for figures in steps])
+    if len(steps) == 1 and not isinstance(num_summed, Tensor) and not num_summed:
+        return steps[0].sums()
     total = sum((figures.sums() for figures in steps[1:]), start=steps[0].sums().clone())
-    total[1].add_(sum((figures.num_summed() for figures in steps[1:]), start=steps[0].num_summed()) > 0)
+    total[1].add_(num_summed > 0)
     return total
 
 
@@ -141,28 +123,18 @@ class Tally:
         self._rides = self._room is not None and not alone
         self.figures = self._unknown
 
-    def add_loss(self, unit: int, found: object, share: float = 1.0) -> Tensor:
-        """Collect what a loss function gave for a unit, and return its loss times its weight.
+    def add_loss(self, unit: int, found: object) -> tuple[Tensor, float]:
+        """Collect what a loss function gave for a unit; return its loss, and how many times that counts.
 
-        `share` is what a loss weighs that comes without a weight. Raises `MisfitError` for what is no loss.
+        Raises `MisfitError` for what is no loss.
         """
-        if isinstance(found, Summed):
-            self._num_summed += 1
-            found = found.loss, 0.0
-        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        is_weight = weight is None or (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
-        if not isinstance(loss, Tensor) or loss.dim() or not is_weight:
-            named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            named += "" if is_weight else f" whose second thing, a {type(weight).__name__}, is no weight"
-            raise MisfitError(
-                f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}"
-            )
-        if weight is None:
-            loss, weight = loss * share if share != 1 else loss, share
+        loss, weight, times, is_sum = found if isinstance(found, Counted) else _stated(found)
         self._num_computed += 1
-        self.losses.append((unit, loss.detach()))
-        self.weights.append((unit, weight.detach() if isinstance(weight, Tensor) else weight))
-        return loss
+        self._num_summed += is_sum
+        mine = loss.detach()
+        self.losses.append((unit, mine if times == 1 else mine * times))
+        self.weights.append((unit, weight))
+        return loss, times
 
     def reduce(self, group: Group) -> None:
         """Begin to sum what was collected over the ranks of a group, unless that rides along with gradients."""
@@ -183,6 +155,7 @@ class Tally:
         """Ask whether this rank is to stop, where that was put off, and write it into the figures."""
         if self._wants_stop():
             self.figures.table[-2:-1].fill_(1)
+            self.replay(self.figures.table)
 
     @contextmanager
     def unasked(self) -> Iterator[None]:
@@ -256,7 +229,7 @@ class StepResult:
 
     def _sums(self) -> Tensor:
         """Return all sums; raises `MisfitError` for those of an evaluation in which a rank has doubted the loss."""
-        if self._if_doubted and self._figures.num_asked() >= DOUBT:
+        if self._if_doubted and self._figures.rest()[-2] >= DOUBT:
             raise MisfitError(self._if_doubted)
         return added([self._figures, *self._earlier])
 
@@ -284,6 +257,17 @@ class StepResult:
         count = len(self._metrics)
         weights = [torch.where(own == 0, weight, own) for own in found[count:]]
         return dict(zip(self._metrics, map(torch.div, found[:count], weights), strict=True))
+
+
+def _stated(found: object) -> Counted:
+    """Return the loss and the weight that a loss function gave; raises `MisfitError` for anything else."""
+    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 0)
+    is_weight = (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
+    if loss is found or not isinstance(loss, Tensor) or loss.dim() or not is_weight:
+        named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        named += "" if is_weight else f" whose second thing, a {type(weight).__name__}, is no weight"
+        raise MisfitError(f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}")
+    return Counted(loss, weight.detach() if isinstance(weight, Tensor) else float(weight))
 
 
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:

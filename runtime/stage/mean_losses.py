@@ -54,10 +54,13 @@ _BY_SAMPLES, SUMS = (Over.SAMPLES, Over.MICROBATCH), (Over.SUM, Over.STATED)
 _NEXT_TO_NOTHING = 1e-30
 
 
-class Summed(NamedTuple):
-    """A loss that is a sum over the samples, so that those of all microbatches are added up, and not divided."""
+class Counted(NamedTuple):
+    """A microbatch's loss, what it weighs, and how many times it counts; `is_sum`: sums are added up, not divided."""
 
     loss: Tensor
+    weight: Tensor | float
+    times: float = 1.0
+    is_sum: bool = False
 
 
 Found = Any
@@ -188,7 +191,7 @@ class WeighedLoss:
         return loss if over in SUMS else loss * (samples / usual)
 
     def __call__(self, output: Any, targets: Any, samples: int = 1, usual: int = 1, slices: int = 1) -> Found:
-        """Return the loss of a microbatch, or its sum and weight.
+        """Return the loss of a microbatch, as it counts, or its sum and weight.
 
         `samples` is how many it has; one of `usual` weighs 1 where the loss counts by samples. Each sequence is cut
         into as many `slices`.
@@ -199,7 +202,7 @@ class WeighedLoss:
         if self.means is not None:
             self._find_terms(output, targets, samples)
             with self.watched:
-                return Summed(self.means.over(output, targets, self._totals))
+                return Counted(self.means.over(output, targets, self._totals), 0.0, is_sum=True)
         if not self.is_known:
             for examined in self.examined:
                 examined.before_call(output)
@@ -273,15 +276,15 @@ class WeighedLoss:
         """Return the sum and the weight of a loss."""
         rule = self._weight or LossWeight(Over.SAMPLES)
         if rule.over is Over.SUM:
-            return Summed(found)
+            return Counted(found, 0.0, is_sum=True)
         for even in self._evens:
             self._require_even(even, output, targets, samples)
         if rule.over in _BY_SAMPLES:
             share = samples / usual
-            return found * share if share != 1 else found, share if rule.by_slices else share / slices
+            return Counted(found, share if rule.by_slices else share / slices, share)
         weight = self._weight_by(rule, output, targets, samples)
         if rule.over is Over.TOKENS:
-            return found * weight, weight
+            return Counted(found, weight, float(weight))
         if rule.is_clamped:
             weight = _clamped(torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite

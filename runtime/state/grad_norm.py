@@ -65,7 +65,7 @@ class GradNorm:
         differs_along_ep = self._sharded or self._buckets.is_of_experts(self._buckets.home[parameter][0])
         return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
-    def divide(self, weight: Tensor, *beside: Tensor, row: Tensor | None = None) -> tuple[Tensor, Work]:
+    def divide(self, weight: Tensor, *beside: Tensor | float, row: Tensor | None = None) -> tuple[Tensor, Work]:
         """Divide the sums of gradients, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
 
         Return the square of the 2-norm of the whole model's gradient, and the sums of `beside`, to be waited for: the

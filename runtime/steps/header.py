@@ -42,6 +42,7 @@ class Announcer:
         self._texts: dict[str, int] = {}
         self._num_texts = 0
         self._under_way: list[Work] = []
+        self._said: tuple[list[int], Tensor] = [], self._heard
 
     def refuse(self, error: MisfitError | UsageError) -> bool:
         """Tell the others why there is no step, instead of `announce`; return whether the source goes on.
@@ -49,8 +50,7 @@ class Announcer:
         A member that is not the source only listens, as that waits for it.
         """
         if self._speaks:
-            kind = _MISFIT if isinstance(error, MisfitError) else _USAGE
-            self._send([0] * self._width, kind, str(error))
+            self._send([0] * self._width, _MISFIT if isinstance(error, MisfitError) else _USAGE, str(error))
             return False
         try:
             self.announce([], "")
@@ -96,10 +96,12 @@ class Announcer:
         self._texts[text] = self._num_texts
         self._num_texts += 1
 
-    def _say(self, numbers: Sequence[int]) -> None:
+    def _say(self, numbers: list[int]) -> None:
         """Tell the others, and go on at once; the source waits when it speaks again."""
-        sent = torch.tensor(numbers, dtype=torch.int64).to(self._group.device, non_blocking=True)
-        self._under_way.append(self._group.broadcast(sent, self._source))
+        if numbers != self._said[0]:
+            sent = torch.tensor(numbers, dtype=torch.int64)
+            self._said = numbers, sent.to(self._group.device, non_blocking=True)
+        self._under_way.append(self._group.broadcast(self._said[1], self._source))
 
     def _hear(self, memory: Tensor) -> list[int]:
         """Return what the source says, for which there is memory."""

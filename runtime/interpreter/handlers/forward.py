@@ -332,7 +332,7 @@ def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, target
     if tally.look is not None:
         tally.look()  # a loss may undo what blocks have done
     found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
-    loss = tally.add_loss(unit, found, len(units.samples[unit]) / usual)
+    loss, times = tally.add_loss(unit, found)
     if state.flows.trains and not loss.requires_grad:
         _tell_without_graph(unit)
     if state.metrics:
@@ -341,7 +341,7 @@ def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, target
                 found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
                 column.append((unit, found))
                 own.append((unit, weight))
-    return NOWHERE.with_loss(loss, state.scale.value)
+    return NOWHERE.with_loss(loss, state.scale.value, times)
 
 
 def _tell_without_graph(unit: int) -> None:

@@ -67,7 +67,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         weight = tally.weight(wait, earlier)
         earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
-        figures, work = norm.divide(total, absent.suspects(), tally.figures.num_asked(), row=marks.take())
+        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest()[-2], row=marks.take())
         wait([work])
         return figures
 
@@ -79,7 +79,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
             state.settle_loss(True)
         outcome.stop_asked = asked % DOUBT > 0
         outcome.skipped = not math.isfinite(length)
-        outcome.empty = outcome.skipped and tally.figures.is_empty()
+        outcome.empty = outcome.skipped and not tally.figures.rest()[-1]
         if not outcome.empty:
             scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:

@@ -167,9 +167,7 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
     built, tensors = flatten(tree)
     if not is_needed and not (tensors and all(map(has_numbers, tensors))):
         return None
-    samples = list[Tensor]()
-    for tensor in tensors:
-        samples += samples_of(tensor, turn) if tensor.numel() else ()
+    samples = [some for tensor in tensors if tensor.numel() for some in samples_of(tensor, turn)]
     is_given = 1 if is_needed else differ(samples)
     if isinstance(is_given, int) and not is_given:
         return None

@@ -163,10 +163,8 @@ def _digest(numbers: Tensor) -> Number:
     raw = numbers.view(torch.uint8).numpy()
     whole = raw.size & ~7
     words = raw[:whole].view(np.int64)
-    mixed = np.right_shift(words, 29)
-    np.bitwise_xor(mixed, words, out=mixed)
     rest = int.from_bytes(raw[whole:].tobytes(), "little") * _ODD if whole < raw.size else 0
-    found: int = (int(np.dot(mixed, _weights()[: words.size])) + rest) & (2**_BITS - 1)
+    found: int = (int((words ^ (words >> 29)).dot(_weights()[: words.size])) + rest) & (2**_BITS - 1)
     return found
 
 

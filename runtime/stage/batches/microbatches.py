@@ -199,7 +199,8 @@ class BatchCutter:
                 shape = f"of shape {tuple(given.shape)} " if isinstance(given, Tensor) else ""
                 what = "there are no samples" if samples == 0 else f"a {type(given).__name__} has no tensors of samples"
                 raise MisfitError(f"{name} {shape}cannot be cut into microbatches: {what}")
-            return samples if name == "inputs" else _fewest_rows([given, *extras.values()], samples)
+            is_alone = name == "inputs" or (isinstance(given, Tensor) and not extras)
+            return samples if is_alone else _fewest_rows([given, *extras.values()], samples)
         samples = most_rows(list(extras.values()))
         return None if samples == 1 else samples  # what has one row may be for all samples alike
 
@@ -278,7 +279,7 @@ class BatchCutter:
             )
         mine = shard.cut(name, tensor) if tensor.dim() else tensor
         moved: Tensor = mine.to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
-        return [moved] * len(into.sizes) if is_for_all else moved.split([several * size for size in into.sizes])
+        return [moved] * len(into.sizes) if is_for_all else moved.split_with_sizes([several * n for n in into.sizes])
 
 
 def without_samples(tree: Any) -> Any:

@@ -164,7 +164,7 @@ def test_a_loss_draws_and_moves_as_often_as_it_is_called(draw: Callable[[], floa
     assert mine.seen == alone.seen
     assert torch.equal(mine.center, alone.center)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one[0] / one[1], other)
+        torch.testing.assert_close(one.loss * one.times / one.weight, other)
 
 
 class Annealed(nn.Module):
