@@ -49,7 +49,7 @@ class Plan(PlanData):
         coordinates = self.mesh.coordinates(rank)
         program = self.programs[self.mesh.pp_rank(rank)]
         peers = {k: self.mesh.rank(coordinates | {"pp": k}) for k in range(self.mesh.pp)}
-        return tuple(replace(i, peer=peers[i.peer]) if isinstance(i, Message) else i for i in program)
+        return tuple([replace(i, peer=peers[i.peer]) if isinstance(i, Message) else i for i in program])
 
     def check(self, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
         """Prove the plan sound (complete, data flow, channels, deadlock, collectives, memory).

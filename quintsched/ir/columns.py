@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -215,7 +215,7 @@ class Columns:
         made = []
         for k, code in enumerate(codes):
             kind, of_kind = makers[code]
-            made.append(kind(*[column[k] for column in of_kind]))
+            made.append(kind(*map(itemgetter(k), of_kind)))
         return made
 
     def _value(self, name: str, number: int) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -108,9 +108,10 @@ class Flows:
     def of_rows(self, rows: range) -> list[Flow]:
         """Return the flow of each of some rows."""
         found: list[tuple[list[Value], ...]] = [([], [], [], []) for _ in rows]
+        size, value = self.numbering.size, cache(self.numbering.value)
         for number, uses in enumerate((self.consumes, self.reads, self.produces, self.follows)):
             for row, place in uses.of_rows(rows.start, rows.stop):
-                found[row - rows.start][number].append(self.value_at(place))
+                found[row - rows.start][number].append(value(place if place < size else place - size))
         return [Flow(*map(tuple, used)) for used in found]
 
 

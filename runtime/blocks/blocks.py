@@ -96,12 +96,12 @@ class Parcel:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of what rides along, in the order in which it is sent."""
-        return tuple(name for name, _ in self.riders)
+        return tuple(dict(self.riders))
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The specs of the output's tensors, then those of the riders: a row of tensors, as it is sent."""
-        return (*self.output.tensors, *(spec for _, spec in self.riders))
+        return (*self.output.tensors, *dict(self.riders).values())
 
     def place(self, name: str) -> int:
         """Return where a rider is in that row."""

@@ -27,7 +27,8 @@ class QuickShapes(TorchFunctionMode):
         given = kwargs or {}
         is_seen = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()  # somebody wants what is called
         rule = None if is_seen else _RULES.get(func)
-        found = None if rule is None else rule(*args, **given)
+        with torch._C.DisableTorchFunction():
+            found = None if rule is None else rule(*args, **given)
         return func(*args, **given) if found is None else found
 
 
@@ -59,7 +60,7 @@ def _sum(x: Any, other: Any, *more: Any, **options: Any) -> Tensor | None:
 def _are_plain(*tensors: Any) -> bool:
     """Whether all are torch's own on the meta device, of one type of floating-point numbers, and in order."""
     first = tensors[0]
-    return all(
+    plain = [
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.is_meta
         and tensor.dtype == first.dtype
@@ -67,7 +68,8 @@ def _are_plain(*tensors: Any) -> bool:
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         for tensor in tensors
-    )
+    ]
+    return all(plain)
 
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = {

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from ..comm.device import draws_undone, fork_generators
 from ..comm.modes import GradSwitches, modes_kept
 from ..objects.snapshot import Snapshot
+from ..objects.spaces import is_of_torch
 from .blocks import split_result
 from .trees import DIFFERENTIABLE, map_tensors
 
@@ -36,7 +37,8 @@ Result = tuple[tuple[Any, dict[str, Tensor], Tensor | None], bool]
 @contextmanager
 def attributes_untouched(module: nn.Module) -> Iterator[Snapshot]:
     """A context after which all that a module's code can change is as before but for weights, on any device."""
-    before = Snapshot({"": module})
+    changes_nothing = is_of_torch(module) and next(module.buffers(), None) is None
+    before = Snapshot({} if changes_nothing else {"": module})
     try:
         with modes_kept():
             yield before

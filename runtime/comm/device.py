@@ -195,14 +195,14 @@ def generator_states(device: torch.device) -> tuple[Tensor, ...]:
     """Return the state of torch's global random generators: that of the CPU, and a device's."""
     with GENERATORS:
         host = torch.get_rng_state()
-        return (host, torch.get_device_module(device).get_rng_state(device)) if is_accelerator(device) else (host,)
+        return (host, torch.get_device_module(device).get_rng_state(device)) if device.type in _LIBRARIES else (host,)
 
 
 def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
     """Put the global random generators back to what `generator_states` returned."""
     with GENERATORS:
         torch.set_rng_state(states[0])
-        if is_accelerator(device):
+        if device.type in _LIBRARIES:
             torch.get_device_module(device).set_rng_state(states[1], device)
 
 

@@ -129,7 +129,9 @@ class Cells:
 
     def of(self, value: Value) -> Cell:
         """Return the cell of a value."""
-        return self._cells.setdefault(value, Cell())
+        if value not in self._cells:
+            self._cells[value] = Cell()
+        return self._cells[value]
 
     def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
         """Return what takes a value away for instruction `index`, waiting for it if it comes from another rank.

@@ -26,9 +26,8 @@ class ProgramFlow:
         """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
         self.pp_rank = plan.mesh.pp_rank(rank)
-        last = {i.stage: i for whole in self.program for i in whole.sides if isinstance(i, ENDS_BACKWARD)}
-        self._last_backwards = frozenset(last.values())
         sides = [side for whole in self.program for side in whole.sides]
+        self._last_backwards = frozenset({i.stage: i for i in sides if isinstance(i, ENDS_BACKWARD)}.values())
         self._last_of_inputs = frozenset({i.stage: i for i in sides if isinstance(i, Bwd | BwdInput)}.values())
         self._flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
         self._flow_of = dict(zip(self.program, self._flows, strict=True)) | self._flows_of_sides()
@@ -57,11 +56,11 @@ class ProgramFlow:
 
     def taken(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
         """Return the values of these kinds that an instruction takes away."""
-        return [value for value in self.of(instruction).consumes if value.kind in kinds]
+        return [value for value in self._flow_of[instruction].consumes if value.kind in kinds]
 
     def made(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
         """Return the values of these kinds that an instruction makes."""
-        return [value for value in self.of(instruction).produces if value.kind in kinds]
+        return [value for value in self._flow_of[instruction].produces if value.kind in kinds]
 
     def is_sent(self, value: Value) -> bool:
         """Whether a value goes to another rank."""

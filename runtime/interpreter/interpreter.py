@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -118,7 +119,7 @@ class Interpreter:
         self.state = state
         self._recorder = recorder
         self._program = state.flows.program
-        places = sorted(self._bind(), key=lambda placed: placed[:2])
+        places = sorted(self._bind(), key=itemgetter(0, 1))
         self._places = [index for _, _, index, _ in places]
         self._marks = [place for place, _, _, _ in places]
         self._publisher = state.messages.transport.publisher

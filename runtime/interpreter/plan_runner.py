@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..agreement.sections import agree
+from ..agreement.sections import Section, agree, require_same
 from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.shapes import trace_shapes, wants_data
 from ..comm import Group, Transport
@@ -159,8 +159,8 @@ class PlanRunner:
         compare()
         spec, shapes = (shape := self._settler.any_shape()).spec, shape.parcels
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
-        agree("the inputs and extras of a step", given, self._alike)
-        agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
+        settled = {"the inputs and extras of a step": given, "the shapes of what travels": " ".join(map(str, shapes))}
+        require_same({"step": Section.of(settled)}, self._alike, "a step", "give all of them the same")
         self.losses.first.expect(plan.mode, shapes)
         if not self.interpreters:
             most = int(greatest(world, [max(map(len, units.samples), default=0)])[0])

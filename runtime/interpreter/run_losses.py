@@ -271,12 +271,12 @@ class RunLosses:
         for examined in self._watched:
             examined.conclude(self._step)
         told = [_Told(**json.loads(text)) for text in share_texts(self._groups.world, json.dumps(self._mine()))]
-        since = next((row.since for row in told if row.since), "")
+        since = next(filter(None, [row.since for row in told]), "")
         if since:
             self.blocks.examine_again()
-        refusal = next((row.refusal for row in told if row.refusal), "")
-        self._of_metrics = next((row.of_metrics for row in told if row.of_metrics), "")
-        self._of_any = next((row.of_any for row in told if row.of_any), "")
+        refusal = next(filter(None, [row.refusal for row in told]), "")
+        self._of_metrics = next(filter(None, [row.of_metrics for row in told]), "")
+        self._of_any = next(filter(None, [row.of_any for row in told]), "")
         rules = _with_nothing([row.rule for row in told])
         found = {rule: rank for rank, rule in reversed([*enumerate(rules)]) if rule}
         of_each = {row.of_each: rank for rank, row in enumerate(told) if row.of_each is not None}

@@ -35,6 +35,7 @@ from .host_values import is_same as is_same
 from .spaces import (
     CONTAINERS,
     LONGEST,
+    REGISTRIES,
     Cells,
     Entries,
     OfClass,
@@ -51,9 +52,6 @@ from .user_code import PLAIN, globals_of, is_library_module, is_of_library, name
 
 _MOST, _MOST_NEAR, _MOST_BYTES = 100_000, 2000, 1 << 24
 """No more things than so many are looked into, fewer where libraries' objects are too, nor larger arrays."""
-
-REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Where a module of torch has what it holds."""
 
 
 class Change(NamedTuple):

@@ -16,14 +16,16 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import _lru_cache_wrapper, cached_property, partial
+from itertools import chain
 from operator import delitem, setitem
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from .host_values import GONE
-from .user_code import PLAIN, is_of_library, once_per_class
+from .user_code import PLAIN, is_of_framework, is_of_library, is_ours, once_per_class
 
 _CODE = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
 _STANDS_FOR = {BuiltinMethodType: "__self__", _lru_cache_wrapper: "__wrapped__", cached_property: "func"}
@@ -34,6 +36,8 @@ LONGEST = 1024
 """Entries of longer containers are not looked into."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = tuple(f"_global{name}" for name in HOOKS)
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Where a module of torch has what it holds."""
 OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -224,8 +228,22 @@ def stands_for(thing: Any) -> Any:
 
 def hooks_on(weight: Tensor) -> list[Any]:
     """Return the hooks on a weight: they are given its whole gradient."""
-    held = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
-    return [hook for hooks in held for hook in (hooks or {}).values()]
+    of_sum = getattr(weight, "_post_accumulate_grad_hooks", None)
+    return [*(weight._backward_hooks or {}).values(), *(of_sum or {}).values()]
+
+
+def is_of_torch(thing: Any) -> bool:
+    """Whether a block or a function is torch's own throughout, without hooks: no code of a user's is in it."""
+    if not isinstance(thing, nn.Module):
+        return isinstance(thing, FunctionType) and is_of_framework(thing)
+    for module in thing.modules():
+        for key, held in vars(module).items():
+            is_no_code = isinstance(held, PLAIN) or (type(held) in CONTAINERS and not held) or key in REGISTRIES
+            if not is_no_code and not (type(held) is tuple and {*map(type, held)} <= {*PLAIN}):
+                return False
+    of_all = [getattr(global_hooks, name).values() for name in HOOKS_OF_ALL]
+    hooks = chain.from_iterable([*map(hooks_on, thing.parameters()), *of_all])
+    return all(map(is_of_framework, {*map(type, thing.modules())})) and all(map(is_ours, hooks))
 
 
 def defaults_of(function: FunctionType) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ class Cargo:
 
     Attributes:
         nbytes: the bytes of the largest value that goes from stage to stage.
+        width: the most tensors of a value.
     """
 
     def __init__(self, plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
@@ -42,14 +44,16 @@ class Cargo:
         for blocks in cuts[:-1]:
             _require_known(blocks.stop - 1, parcels[blocks.stop - 1].output.tree)
         self._left = [_without(parcels[blocks.stop - 1], plan.skips) for blocks in cuts]
-        self.nbytes = max(sum(spec.nbytes for spec in parcel.specs) for parcel in self._left)
+        specs = [parcel.specs for parcel in self._left]
+        self.width = max(map(len, specs))
+        self.nbytes = max(sum(spec.nbytes for spec in row) for row in specs)
+        self._goes = [{is_output: _goes(row, is_output=is_output) for is_output in (True, False)} for row in specs]
+        self._rows = [
+            {is_output: tuple(compress(row, flags)) for is_output, flags in goes.items()}
+            for row, goes in zip(specs, self._goes, strict=True)
+        ]
         behind_source = (parcels[cuts[plan.skips[name][0]].stop - 1] for name in self._skips)
         self._specs = [dict(parcel.riders)[name] for name, parcel in zip(self._skips, behind_source, strict=True)]
-
-    @property
-    def width(self) -> int:
-        """The most tensors of a value."""
-        return max(len(parcel.specs) for parcel in self._left)
 
     def outputs_of(self, stage: int) -> Parcel:
         """Return what leaves the last block of a stage, with all that rides along and that the stage has to do with."""
@@ -66,7 +70,7 @@ class Cargo:
         """Return the specs of the tensors of a value that travels."""
         if value.kind in SKIPS:
             return (self._specs[value.number % MAX_SKIPS],)
-        return tuple([spec for spec, goes in self._row(value) if goes])
+        return self._rows[value.stage][value.kind is Kind.OUTPUT]
 
     def places(self, value: Value, row: Parcel) -> tuple[int, ...]:
         """Return where the tensors of a value are in the row of a parcel."""
@@ -74,17 +78,16 @@ class Cargo:
             return (row.place(self._skips[value.number % MAX_SKIPS]),)
         left = self._left[value.stage]
         places = (*range(left.width), *map(row.place, left.names))
-        return tuple([place for place, (_, goes) in zip(places, self._row(value), strict=True) if goes])
+        return tuple(compress(places, self._goes[value.stage][value.kind is Kind.OUTPUT]))
 
-    def _row(self, value: Value) -> list[tuple[TensorSpec, bool]]:
-        """Return the specs behind a stage, and whether each belongs to a value: ids and flags have no gradient.
 
-        Where nothing has one, zeros go back: a plan has a message there.
-        """
-        specs = self._left[value.stage].specs
-        numbers = [spec.dtype in DIFFERENTIABLE for spec in specs]
-        everything = value.kind is Kind.OUTPUT or not any(numbers)
-        return [(spec, everything or is_number) for spec, is_number in zip(specs, numbers, strict=True)]
+def _goes(specs: Sequence[TensorSpec], *, is_output: bool) -> list[bool]:
+    """Return which of the tensors behind a stage belong to a value: ids and flags have no gradient.
+
+    Where nothing has one, zeros go back: a plan has a message there.
+    """
+    numbers = [spec.dtype in DIFFERENTIABLE for spec in specs]
+    return [True] * len(specs) if is_output or not any(numbers) else numbers
 
 
 def _require_known(block: int, tree: Tree) -> None:
@@ -120,7 +123,7 @@ class TakenSkips:
 
 
 def _without(parcel: Parcel, names: Mapping[str, object] | set[str]) -> Parcel:
-    return replace(parcel, riders=tuple(rider for rider in parcel.riders if rider[0] not in names))
+    return replace(parcel, riders=tuple([rider for rider in parcel.riders if rider[0] not in names]))
 
 
 def require_planned_skips(

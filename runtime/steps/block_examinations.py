@@ -245,8 +245,7 @@ class BlockExaminations:
 def _overtaken(program: Sequence[Instruction]) -> set[int]:
     """Return the stages where a forward of one microbatch runs between that of another and its backward."""
     latest, found = dict[int, int](), set[int]()
-    sides = (side for one in program for side in (one.sides if isinstance(one, Overlap) else (one,)))
-    for side in sides:
+    for side in [side for one in program for side in (one.sides if isinstance(one, Overlap) else (one,))]:
         if isinstance(side, Fwd | Recompute):
             latest[side.stage] = side.microbatch
         elif isinstance(side, Compute) and latest.get(side.stage) != side.microbatch:

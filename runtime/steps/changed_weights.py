@@ -97,7 +97,7 @@ def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) ->
     before = Changed()
 
     def begin(*_: object) -> None:
-        before.update((name, _state(parameter)) for name, parameter in block.named_parameters())
+        before.update([(name, _state(parameter)) for name, parameter in block.named_parameters()])
 
     def end(*_: object) -> None:
         for name, parameter in block.named_parameters():
@@ -110,14 +110,14 @@ def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) ->
     return [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
 
 
-@torch.no_grad()
 def _state(parameter: Tensor) -> State:
     """Return what tells that numbers have changed; a clamp that has nothing to do moves the version counter only."""
     if isinstance(parameter, DTensor):
         return parameter._version, 0.0, 0.0
-    plain = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    numbers = plain.detach().double().nan_to_num()
-    return parameter.data_ptr(), float(numbers.sum()), float(numbers.square().sum())
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around the block have nothing to do with it
+        plain = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        numbers = plain.detach().double().nan_to_num()
+        return parameter.data_ptr(), float(numbers.sum()), float(numbers.square().sum())
 
 
 def _refuse(number: str, block: nn.Module, name: str, why: str) -> None:

@@ -26,7 +26,7 @@ from torch.nn.modules import module as global_hooks
 
 from ...objects.plain_code import has_known_content, only_tells
 from ...objects.snapshot import Snapshot
-from ...objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on
+from ...objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
 from ...objects.steering import SteeringState
 from ...objects.user_code import is_library_module, is_of_library, names_of
 
@@ -98,7 +98,7 @@ class Code:
         root = getattr(getattr(getattr(block, "_origin", None), "frame", None), "root", None)
         self.hooks = {f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}
         of_all = {name: getattr(global_hooks, name) for name in HOOKS_OF_ALL}
-        roots = {"block": block, "model": root, **self.hooks, **of_all}
+        roots = {"block": None if is_of_torch(block) else block, "model": root, **self.hooks, **of_all}
         reached = [*Snapshot({name: thing for name, thing in roots.items() if thing}, numbers=False).values()]
         others = [thing for thing in reached if isinstance(thing, FunctionType | type) and not is_known(thing)]
         of_known = {id(t) for m in reached if isinstance(m, nn.Module) and is_known(type(m)) for t in m.buffers(False)}
@@ -192,30 +192,25 @@ class Shape:
         self._hooks += [getattr(global_hooks, name) for name in HOOKS_OF_ALL]
         self._weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         self._inner = [module._modules for module in modules if module._modules]
-        self._seen = self._now()
         self._of_user = self._hooks_of_user()
+        self._seen: tuple[int, list[Any]] | None = None
+        self.is_same()
 
     def is_same(self) -> bool:
         """Whether no hook of a user's came or went, and no module."""
         weights = self._weights
         held = chain(self._hooks, filter(None, map(_OF_GRADIENT, weights)), filter(None, map(_OF_SUM, weights)))
-        if (sum(map(sum, held)), list(chain.from_iterable(map(dict.values, self._inner)))) == self._seen:
+        now = sum(map(sum, held)), list(chain.from_iterable(map(dict.values, self._inner)))
+        if now == self._seen:
             return True
-        now = self._now()
-        is_same = now[1] == self._seen[1] and self._hooks_of_user() == self._of_user
+        is_same = self._seen is None or (now[1] == self._seen[1] and self._hooks_of_user() == self._of_user)
         self._seen = now if is_same else self._seen
         return is_same
 
-    def _now(self) -> tuple[int, list[Any]]:
-        ids = sum(sum(held) for held in self._held())
-        return ids, [child for inner in self._inner for child in inner.values()]
-
-    def _held(self) -> Iterator[Mapping[int, Any]]:
-        yield from self._hooks
-        yield from (held for weight in self._weights for of in (_OF_GRADIENT, _OF_SUM) if (held := of(weight)))
-
     def _hooks_of_user(self) -> list[Any]:
-        return [hook for held in self._held() for hook in held.values() if not is_known(getattr(hook, "func", hook))]
+        of_weights = [held for weight in self._weights for of in (_OF_GRADIENT, _OF_SUM) if (held := of(weight))]
+        found = [hook for held in (*self._hooks, *of_weights) for hook in held.values()]
+        return [hook for hook in found if not is_known(getattr(hook, "func", hook))]
 
 
 class Watched:

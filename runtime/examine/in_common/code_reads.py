@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...objects.snapshot import REGISTRIES, Snapshot
-from ...objects.spaces import CONTAINERS, hooks_on, stands_for
-from ...objects.user_code import PLAIN, codes_in, is_of_framework, is_of_library, is_ours
+from ...objects.snapshot import Snapshot
+from ...objects.spaces import hooks_on, stands_for
+from ...objects.user_code import codes_in, is_of_library, is_ours
 from .name_uses import FILL, Uses, union_of, uses_in
 
 _LAST_NAME = re.compile(r"(\w+)(?:\[[^\]]*\])*$")
@@ -78,20 +78,6 @@ def snapshot_of(thing: Any) -> Snapshot:
     weights = thing.named_parameters() if isinstance(thing, nn.Module) else ()
     hooks = {f"{name}, hook": hook for name, weight in weights for hook in hooks_on(weight) if not is_ours(hook)}
     return Snapshot({"": thing, **hooks}, numbers=False)
-
-
-def is_of_torch(thing: Any) -> bool:
-    """Whether a block or a function is torch's own throughout, without hooks: no code of a user's is in it."""
-    if not isinstance(thing, nn.Module):
-        return isinstance(thing, FunctionType) and is_of_framework(thing)
-    modules = [*thing.modules()]
-    held = [held for module in modules for key, held in vars(module).items() if key not in REGISTRIES]
-    filled = [value for value in held if not isinstance(value, PLAIN) and (type(value) not in CONTAINERS or value)]
-    return (
-        all(map(is_of_framework, {type(module) for module in modules}))
-        and all(type(value) is tuple and {*map(type, value)} <= {*PLAIN} for value in filled)
-        and all(map(is_ours, [hook for weight in thing.parameters() for hook in hooks_on(weight)]))
-    )
 
 
 def memory_of(tensor: Tensor) -> int:

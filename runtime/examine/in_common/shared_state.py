@@ -22,9 +22,10 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import Parcel
 from ...blocks.shapes import HAND_ON
 from ...objects.snapshot import Snapshot, label_in
+from ...objects.spaces import is_of_torch
 from ..followed import sources_of
 from ..weights_elsewhere import require_own_weights
-from .code_reads import CodeReads, is_of_torch, snapshot_of
+from .code_reads import CodeReads, snapshot_of
 from .common_state import CommonState, Runs
 from .handed_on import MarkRead, ReadMark
 
