@@ -123,7 +123,7 @@ BUDGET = {
     "optim": 980,
     "steps": 940,
     "train": 920,
-    "verification": 770,
+    "verification": 762,
     "data": 610,
     "models": 480,
     "settings": 480,

@@ -179,13 +179,13 @@ class PlanRunner:
         """The ranks that are given the same batch, or what they hold of one."""
         return self._groups.model if self._groups.experts.size == 1 else self._groups.pipeline
 
-    def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
-        """Return what every block leaves for the next, of a unit; raises `MisfitError`."""
-        model, is_first = self._model, spec.mode not in self.interpreters
+    def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> tuple[list[Parcel], bool]:
+        """Return what every block leaves for the next, of a unit, and whether that took data; raises `MisfitError`."""
+        model, is_first, needs_data = self._model, spec.mode not in self.interpreters, False
         try:
             parcels = trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
         except MisfitError as error:
-            if not wants_data(error):
+            if not (needs_data := wants_data(error)):
                 raise
             if not is_first and (model.computes_empty_units or model.plan.zero.shards_weights):
                 raise MisfitError(
@@ -194,7 +194,7 @@ class PlanRunner:
                 ) from error
             parcels = Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
         self._follow(spec, batch, unit, parcels)
-        return parcels
+        return parcels, needs_data
 
     def _follow(self, spec: UnitSpec, batch: Batch, unit: int, parcels: Sequence[Parcel]) -> None:
         """Let the prover look at units of other shapes than those of the first step."""

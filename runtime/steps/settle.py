@@ -39,8 +39,8 @@ from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
 
 _logger = logging.getLogger("quintsched.runtime")
 
-FindShapes = Callable[[UnitSpec, Batch, int], list[Parcel]]
-"""Finds what every block leaves for the next, of one unit of a batch, given by its number."""
+FindShapes = Callable[[UnitSpec, Batch, int], tuple[list[Parcel], bool]]
+"""Finds what every block leaves for the next, of a unit of a batch, given by its number, and whether that took data."""
 
 Extras = tuple[tuple[tuple[str, TreeSpec], ...], ...]
 """Of a unit of each size: what its extras are, by name."""
@@ -171,7 +171,8 @@ class StepSettler:
         return Units(by_unit, samples, empty, sum(sizes), num_replicas=self._model.num_replicas)
 
     def _shape(self, plan: Plan, spec: UnitSpec, batch: Batch, unit: int) -> UnitShape:
-        model, samples, parcels = self._model, spec.inputs.samples, self._find(spec, batch, unit)
+        model, samples = self._model, spec.inputs.samples
+        parcels, needs_data = self._find(spec, batch, unit)
         blocks = list(map(on_meta, model.outlines))
         require_planned_skips(plan, model.cuts, parcels, blocks)
         require_own_memory(model.cuts, parcels, blocks)
@@ -181,7 +182,7 @@ class StepSettler:
         cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
         context = model.sequences.context_of(samples)
         tokens = samples.shape[1] if len(samples.shape) > 1 else 0
-        return UnitShape(spec, parcels, cargo, context, tokens, _structure(parcels))
+        return UnitShape(spec, parcels, cargo, context, tokens, _structure(parcels), needs_data)
 
     def _look_at_state(self, plan: Plan, spec: UnitSpec, batch: Batch, parcels: Sequence[Parcel]) -> None:
         """Raise `MisfitError` where stages hand on values through objects; say once what goes by microbatches."""

@@ -48,6 +48,7 @@ class UnitShape:
         context: what blocks are given where sequences are cut over cp; None where they are not.
         tokens: the length of a unit's sequences; 0 where there are none.
         structure: how what blocks leave is built, whatever its shapes, in words.
+        needs_data: whether all this was found by running a unit with data.
     """
 
     spec: UnitSpec
@@ -56,6 +57,7 @@ class UnitShape:
     context: Context | None
     tokens: int
     structure: str
+    needs_data: bool
     _positions: dict[int, Tensor] = field(default_factory=dict)
 
     def positions(self, number: int, slices: int, device: torch.device) -> Tensor | None:

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
 from ..blocks.blocks import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
-from ..blocks.shapes import trace_shapes, wants_data
 from ..comm import Group
 from ..comm.control import share_texts
 from ..examine.block_losses import BlockLoss
@@ -26,7 +24,7 @@ from ..interpreter.interpreter import PreparedStep
 from ..interpreter.run_losses import RunLosses
 from ..parallel.dropout import KeyedDropout
 from ..stage.rank_model import RankModel
-from ..steps.units import UnitShape, UnitSpec
+from ..steps.units import UnitShape
 
 NOTHING = "nothing"
 OTHERWISE = "other random numbers"
@@ -114,7 +112,7 @@ def find_facts(
     shape = next(filter(None, step.units.shapes))
     blocks = tuple(_facts_of(model, shape, losses.blocks.losses, number, *found[number]) for number in sorted(found))
     kind = Over(over["loss"][0]) if "loss" in over else None
-    known = Known(blocks, kind, model.plan, _needs_data(model, shape.spec))
+    known = Known(blocks, kind, model.plan, shape.needs_data)
     words = {name: said for name, (_, said) in over.items()}
     return ModelFacts(blocks, words, tuple([sentence for sentence, holds in FOLLOWS if holds(known)]))
 
@@ -165,14 +163,6 @@ def _cut(model: RankModel, number: int) -> str:
             f"{said[pair]} → {name}" if pair in said else name if cut.is_paired else f"{name} ({cut.split.value})"
         )
     return ", ".join(said.values()) or NOTHING
-
-
-def _needs_data(model: RankModel, spec: UnitSpec) -> bool:
-    try:
-        trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
-    except MisfitError as error:
-        return wants_data(error)
-    return False
 
 
 class Known(NamedTuple):
