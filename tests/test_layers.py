@@ -110,17 +110,17 @@ MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 BUDGET = {
     "parallel": 6170,
     "saving": 3430,
-    "examine": 3432,
-    "comm": 2718,
+    "examine": 3505,
+    "comm": 2698,
     "interpreter": 2530,
-    "splitting": 2460,
+    "splitting": 2450,
     "stage": 2030,
     "watch": 1830,
-    "objects": 1212,
+    "objects": 1244,
     "blocks": 1250,
     "state": 1200,
     "launch": 1140,
-    "optim": 980,
+    "optim": 905,
     "steps": 940,
     "train": 920,
     "verification": 762,
@@ -278,6 +278,89 @@ def test_every_room_says_what_lives_there_and_what_it_may_import(layer):
         lines, place = [line for line in says.splitlines() if line], folder.relative_to(ROOT)
         assert (1 if folder.parent != LAYERS[layer] else 2) <= len(lines) <= 8, f"{place}: about five lines"
         assert re.search(r"\bimports?\b", says, re.IGNORECASE), f"{place} does not say what it may import"
+
+
+FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_locals", "f_globals"}
+MODES = {"TorchFunctionMode", "TorchDispatchMode", "BaseTorchFunctionMode"}
+LOOKING = ("examine", "objects", "parallel/proof")
+"""Who looks at users' code: `examine`, the walks of `objects` below it, and the proofs of cuts beside whole blocks."""
+
+LOOK_ELSEWHERE = {
+    "blocks/blame.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
+    "data/torch_loaders.py": ({"a frame"}, "those of torch's loader in a traceback, for the worker that has ended"),
+    "steps/explain.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
+    "blocks/blocks.py": ({"a mode"}, "builds blocks without drawing their weights"),
+    "blocks/quick_shapes.py": ({"a mode"}, "gives the shapes of torch's own functions"),
+    "optim/gathered_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
+    "parallel/draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
+    "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
+    "splitting/split.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
+    "splitting/split_blocks.py": ({"inspect", "vars"}, "makes blocks of a layer: its attributes, another signature"),
+    "splitting/ties.py": ({"vars"}, "makes a module that has a tied weight, and all else of another"),
+    "splitting/tracing.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
+    "splitting/weightless_model.py": ({"vars"}, "lends attributes to the frame of a model that is split"),
+    "parallel/tensor/consistency.py": ({"vars"}, "whether a layer that was cut still is as it was cut, in each step"),
+    "parallel/tensor/cuts.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
+    "parallel/tensor/families.py": ({"vars"}, "which sizes of a layer are those of what is cut, and divided with it"),
+    "optim/builds.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
+    "optim/own_state.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
+    "optim/remake.py": ({"vars"}, "makes an optimizer anew over other parameters"),
+    "settings/run_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
+}
+"""Who else looks, how, and at what."""
+OURS = re.compile(r"self(\._at)?|torch|recording|made|parser\..*")
+"""Whose attributes are no user's: objects of this package's classes, and torch itself."""
+
+
+def looks(tree: ast.Module) -> Iterator[str]:
+    """Yield the ways in which a file looks into code and objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
+            known = {getattr(node, "module", ""), *(names if isinstance(node, ast.Import) else ())}
+            yield from ["inspect"] * ("inspect" in known and not is_relative)
+            yield from ["a frame"] * bool(names & FRAMES)
+        elif isinstance(node, ast.Attribute):
+            yield from ["a frame"] * (node.attr in FRAMES) + ["__code__"] * (node.attr == "__code__")
+        elif isinstance(node, ast.Constant):
+            yield from ["__code__"] * (node.value == "__code__")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "vars":
+            yield from ["vars"] * (OURS.fullmatch(ast.unparse(node.args[0])) is None)
+        elif isinstance(node, ast.ClassDef):
+            yield from ["a mode"] * bool({ast.unparse(base).rpartition(".")[2] for base in node.bases} & MODES)
+
+
+def test_only_examinations_look_at_users_code():
+    runtime = LAYERS["quintsched.runtime"]
+    files = {path.relative_to(runtime).as_posix(): path for path in sources("quintsched.runtime")}
+    others = {name: path for name, path in files.items() if not name.startswith(LOOKING)}
+    found = {name: {*looks(tree_of(path))} for name, path in others.items()}
+    known = {name: ways for name, (ways, _) in LOOK_ELSEWHERE.items()}
+    assert {name: ways for name, ways in found.items() if ways} == known, "ask objects or examine, or say why not"
+
+
+STORED = re.compile(r"\.(json|jsonl|pt|bin|safetensors|distcp|metadata|yaml|npz)\b")
+NAMED_ELSEWHERE = {
+    "agreement/records.py": "which files of this package are its source",
+    "calibrate/processes.py": "what processes that measure links leave each other, in a folder of their own",
+    "launch/verify.py": "what ranks have recorded for a comparison, in a folder of its own",
+    "verification/bad_steps.py": "a batch whose gradients were not finite, for people to read",
+    "watch/start.py": "the report of a run that stands still, for people to read",
+}
+"""Who else names files, and which."""
+
+
+def test_only_saving_knows_the_names_of_stored_files():
+    runtime = LAYERS["quintsched.runtime"]
+    found = set()
+    for path in sources("quintsched.runtime"):
+        words = {id(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr)}  # docstrings
+        texts = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        if any(STORED.search(text.value) for text in texts if id(text) not in words):
+            found.add(path.relative_to(runtime).as_posix())
+    assert {name for name in found if not name.startswith("saving/")} == NAMED_ELSEWHERE.keys()
+    assert len(found) > len(NAMED_ELSEWHERE)
 
 
 KINDS = {"cuda", "xpu", "mps", "hpu", "npu", "accelerator"}

@@ -7,7 +7,6 @@ the others, and the engine seeds each block by (seed, its number), so that initi
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from quintsched.errors import MisfitError, QuintschedError
 
 from ..comm.device import GENERATORS, draws_undone, seed_generators
+from ..objects.user_code import arguments_of
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec
 
@@ -222,27 +222,26 @@ def meta_twins(module: nn.Module) -> dict[int, Any]:
 
 def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
     """Return which of a step's extras the block's `forward` takes by name, as a function of the name."""
-    parameters = inspect.signature(block.forward).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    parameters = arguments_of(block.forward)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return lambda name: name in parameters or (takes_all and name != TARGETS)
 
 
 def needed_extras(block: nn.Module) -> list[str]:
     """Return the names that a block's `forward` has to be given beside its input: parameters without defaults."""
-    parameters = list(inspect.signature(block.forward).parameters.values())
+    parameters = list(arguments_of(block.forward).values())
     by_name = parameters[1:] if parameters and parameters[0].kind is not parameters[0].VAR_KEYWORD else parameters
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in by_name if p.default is p.empty and p.kind in kinds]
+    return [p.name for p in by_name if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def takes_targets(block: nn.Module) -> bool:
     """Whether a block finds a loss of its own from the targets."""
-    return TARGETS in inspect.signature(block.forward).parameters
+    return TARGETS in arguments_of(block.forward)
 
 
 def some_take(name: str, blocks: Blocks) -> bool:
     """Whether any block has a parameter of this name: `past` (see `slices`), `context` (see `context_parallel`)."""
-    return any(name in inspect.signature(on_meta(block).forward).parameters for block in blocks)
+    return any(name in arguments_of(on_meta(block).forward) for block in blocks)
 
 
 def split_result(result: Any) -> tuple[Any, dict[str, Tensor], Tensor | None]:

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..comm.device import draws_undone, fork_generators
-from ..comm.modes import GradSwitches, modes_kept
+from ..comm.modes import modes_kept
+from ..objects.grad_switches import GradSwitches
 from ..objects.snapshot import Snapshot
 from ..objects.spaces import is_of_torch
 from .blocks import split_result

@@ -10,15 +10,12 @@ torch.set_grad_enabled(True)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from sys import _getframe
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import grad_mode
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
@@ -136,36 +133,6 @@ def modes_kept() -> Iterator[Modes]:
 def _autocast_depth() -> int:
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
-
-
-class GradSwitches(TorchFunctionMode):
-    """Within it, `unpaired` counts the switches of gradients that no context has switched back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unpaired = 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch._C._set_grad_enabled:
-            self.unpaired += _opens(_getframe(1))
-        return func(*args, **(kwargs or {}))
-
-
-def _opens(frame: Any) -> int:
-    """Return 1 for a switch that has to be switched back, -1 for one that does so, by the method of torch that calls.
-
-    `with set_grad_enabled(False):` switches when it is made, entered and left; as a decorator, when it is made and
-    called.
-    """
-    opens = 1
-    while frame is not None and frame.f_code.co_filename == grad_mode.__file__:
-        method, context = frame.f_code.co_name, frame.f_locals.get("self")
-        again = method == "__enter__" and isinstance(context, torch.set_grad_enabled)
-        opens = -1 if method in ("__exit__", "__call__") else 0 if again else 1
-        frame = frame.f_back
-    return opens
 
 
 def recordable(tree: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.user_code import call_object, load_object, names_file
 
+from ..objects.user_code import arguments_of
 from ..settings.job import DataConfig
 from ..settings.strict_settings import read_settings
 from .dataset import Dataset, Normalization, Split
@@ -62,7 +62,7 @@ def knows_replica(config: DataConfig) -> bool:
 def _taken(config: DataConfig) -> set[str]:
     """Return the names of what a user's function takes."""
     function = load_object(config.name)
-    return set(inspect.signature(function).parameters) if callable(function) else set()
+    return set(arguments_of(function)) if callable(function) else set()
 
 
 def _load_user(config: DataConfig, replicas: Mapping[str, int]) -> Dataset | Loaders:

@@ -9,7 +9,6 @@ program knows nothing of shapes: each step says of which its units are.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from ..blocks.shapes import trace_shapes, wants_data
 from ..comm import Group, Transport
 from ..comm.control import greatest
 from ..comm.interleaving import Overlaps
+from ..objects.user_code import arguments_of
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
@@ -393,8 +393,7 @@ class PlanRunner:
 
 def _require_takers(extras: Collection[str], blocks: Sequence[nn.Module]) -> None:
     """Raise `UsageError` for an extra that no block takes: it would change nothing."""
-    takers = list(map(accepted_extras, blocks))
     for name in extras:
-        if not any(takes(name) for takes in takers):
-            known = {p for block in blocks for p in inspect.signature(block.forward).parameters}
+        if not any(accepted_extras(block)(name) for block in blocks):
+            known = {p for block in blocks for p in arguments_of(block.forward)}
             raise UsageError(f"no block takes {name!r}, which the step is given{nearest(name, sorted(known))}")

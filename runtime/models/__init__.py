@@ -7,7 +7,6 @@ Imports `splitting`, `parallel`, `blocks`, `data`, `autograd`, `job`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from quintsched.user_code import call_object, load_object, names_file
 
 from ..blocks.blocks import Blocks, seeded
 from ..data import DataSpec
+from ..objects.user_code import arguments_of
 from ..settings.job import ModelConfig
 from ..settings.strict_settings import Settings, read_settings
 from ..splitting.split import Split, split
@@ -108,7 +108,7 @@ def _kind(name: str) -> ModelKind[Any]:
 
 def _user_options(config: ModelConfig) -> dict[str, Any]:
     function = load_object(config.name)
-    taken = inspect.signature(function).parameters if callable(function) else {}
+    taken = arguments_of(function) if callable(function) else {}
     return ({"pretrained": config.pretrained} if "pretrained" in taken else {}) | config.options
 
 

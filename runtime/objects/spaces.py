@@ -226,6 +226,11 @@ def stands_for(thing: Any) -> Any:
     return next(getattr(thing, name) for kind, name in _STANDS_FOR.items() if isinstance(thing, kind))
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks run with a module's forward or backward."""
+    return any(vars(module)[key] for key in HOOKS)
+
+
 def hooks_on(weight: Tensor) -> list[Any]:
     """Return the hooks on a weight: they are given its whole gradient."""
     of_sum = getattr(weight, "_post_accumulate_grad_hooks", None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -54,6 +55,11 @@ def is_library_module(name: str) -> bool:
         return True
     path = getattr(sys.modules.get(name), "__file__", None) or ""
     return not _INSTALLED.isdisjoint(path.split(os.sep))
+
+
+def arguments_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return what a call of a function or class takes, by name; raises `ValueError` for those of C that do not say."""
+    return inspect.signature(function).parameters
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

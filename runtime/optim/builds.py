@@ -27,11 +27,11 @@ from quintsched.ir.instructions import OptStep
 from ..agreement.engine_records import optimizer_section
 from ..agreement.sections import Section
 from ..comm import Group
+from ..examine.optimizers import STEPS, Coupling, coupling_of, hooks_of, kind_of, require_free_hooks, require_steppable
 from ..parallel.tensor.shard import shard_of
 from ..settings.run_settings import ZeroSplit
 from ..stage.rank_model import RankModel
 from .chained import chained
-from .coupling import STEPS, Coupling, coupling_of, hooks_of, kind_of, require_free_hooks, require_steppable
 from .gathered_steps import GatheredMatrix, Stepper
 from .given import Builder
 from .remake import holds_tensors, parameters_of, rebound

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quintsched.errors import UsageError
 
 from ..comm import Group
+from ..examine.optimizers import coupling_of_class, hooks_of
 from ..parallel.tensor.shard import Shard, gather_full, take_shard
 from .chained import parts_of
-from .coupling import coupling_of_class, hooks_of
 from .kept import flat_of
 from .own_state import OwnState, words_of
 from .remake import parameters_of

@@ -12,7 +12,6 @@ does with those of other ranks is dropped.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from quintsched.errors import UsageError
 
 from ..blocks.blocks import Blocks
+from ..objects.user_code import arguments_of
 from .remake import parameters_of, remade
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -56,7 +56,7 @@ def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
 def _called(function: OptimizerFn) -> Builder:
     """Return what calls a function with parameters, or pairs."""
     try:
-        first = next(iter(inspect.signature(function).parameters), "")
+        first = next(iter(arguments_of(function)), "")
     except ValueError:  # built in: it does not say
         first = ""
 

@@ -10,15 +10,17 @@ again, from its options.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from quintsched.errors import UsageError
+
+from ..examine.optimizers import tensors_in
+from ..objects.user_code import arguments_of
 
 Instead = Mapping[int, Sequence[nn.Parameter]]
 """What takes the place of each parameter, by its id: none, one, or several that are copies of each other."""
@@ -69,24 +71,6 @@ def holds_tensors(optimizer: Optimizer) -> bool:
     return any(tensor.numel() > 1 and id(tensor) not in known for tensor in tensors_in(vars(optimizer)))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that something holds, in mappings, sequences and optimizers."""
-    return _found(value, set())
-
-
-def _found(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if id(value) in seen or not isinstance(value, Mapping | list | tuple | set | Optimizer):
-        return
-    seen.add(id(value))
-    if isinstance(value, Optimizer):
-        value = vars(value)
-    for item in value.values() if isinstance(value, Mapping) else value:
-        yield from _found(item, seen)
-
-
 def nested_in(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that one steps for its own step."""
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
@@ -111,7 +95,7 @@ def _built_again(optimizer: Optimizer, instead: Instead) -> Optimizer:
         if names is not None:
             group["params"] = list(zip(names, group["params"], strict=True))
     try:
-        taken = inspect.signature(kind).parameters
+        taken = arguments_of(kind)
         made: Optimizer = kind(groups, **{key: value for key, value in optimizer.defaults.items() if key in taken})
     except Exception as error:
         raise UsageError(

@@ -10,7 +10,6 @@ In the experiment of a block its own weights and its hidden state are finite num
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from ..comm.modes import Modes, modes_kept
 from ..examine.drawn_values import DrawnValues, memory_of
 from ..examine.steady_state import BetweenLayers, HostChanges
 from ..objects.plain_code import asking_elsewhere
-from ..objects.user_code import is_of_library
+from ..objects.user_code import arguments_of, is_of_library
 from .building import materialised
 from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
 from .weightless_model import Frame, Walk
@@ -295,7 +294,7 @@ def find_unneeded(
     unneeded: dict[str, Tensor] = {}
     if None in flow.arguments[1:]:
         return unneeded
-    parameters = [*inspect.signature(frame.root.forward).parameters.values()]
+    parameters = [*arguments_of(frame.root.forward).values()]
     optional = {p.name for p in parameters[1:] if p.default is not p.empty}
     for name, tensor in inputs.items():
         if name in optional or not is_number(tensor):

@@ -9,7 +9,6 @@ A model of which no example is given is traced, if it can be (`traced`); so is o
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -27,8 +26,8 @@ from ..comm.device import GENERATORS, draws_undone
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
 from ..objects.snapshot import Snapshot, require_no_loose_leaf
-from ..objects.spaces import HOOKS
-from ..objects.user_code import is_of_library
+from ..objects.spaces import is_hooked
+from ..objects.user_code import arguments_of, is_of_library
 from ..parallel.tensor.rules import Rules
 from .adapters import routers, transformers
 from .building import built_without_weights, materialised
@@ -285,7 +284,7 @@ def _built(
 
 def _is_row(model: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether a model does no more than call its modules one after the other."""
-    has_own = "forward" in vars(model) or any(vars(model)[kind] for kind in HOOKS)
+    has_own = "forward" in vars(model) or is_hooked(model)
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not has_own
 
 
@@ -332,9 +331,8 @@ def _adapted(model: nn.Module) -> nn.Module:
 
 def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the inputs that a model's forward takes; one of one's own takes all that its example has."""
-    kinds = inspect.Parameter
-    parameters = inspect.signature(model.forward).parameters.values()
-    named = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    parameters = arguments_of(model.forward).values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     others = NOT_INPUTS if transformers.is_one(model) else NOT_INPUTS.difference(example)
     names = tuple(name for name in named if name not in others)
     if not names:

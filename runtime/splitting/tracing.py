@@ -32,7 +32,7 @@ from ..examine.asks_elsewhere import FINAL, require_plain
 from ..examine.followed import label_of, line_of, tensors_in
 from ..examine.steady_state import HostChanges
 from ..objects.plain_code import asking_elsewhere
-from ..objects.spaces import HOOKS
+from ..objects.spaces import is_hooked
 from .weightless_model import by_place_or_name, needed
 
 
@@ -235,8 +235,7 @@ class _Tracer(fx.Tracer):
 
     def _opened(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's forward, with its hooks if it has some."""
-        has_hooks = any(vars(module)[kind] for kind in HOOKS)
-        return nn.Module.__call__(module, *args, **kwargs) if has_hooks else module.forward(*args, **kwargs)
+        return nn.Module.__call__(module, *args, **kwargs) if is_hooked(module) else module.forward(*args, **kwargs)
 
     def _opens(self, module: nn.Module, name: str) -> bool:
         return name not in self.kept and (name in self.opened or _holds_row(module))

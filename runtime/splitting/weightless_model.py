@@ -14,7 +14,6 @@ give is filled with NaN, so that whatever depends on weights that are not there 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
@@ -29,7 +28,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.untouched import run_alone
 from ..examine.followed import label_of, tensors_in
-from ..objects.user_code import is_of_library
+from ..objects.user_code import arguments_of, is_of_library
 
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
@@ -218,16 +217,15 @@ def by_place_or_name(model: nn.Module, given: Mapping[str, Any]) -> tuple[tuple[
     is_theirs = is_of_library(type(model)) and not isinstance(model, nn.Sequential)
     if not model._forward_pre_hooks or is_theirs:
         return (), dict(given)
-    names = list(takewhile(given.__contains__, inspect.signature(model.forward).parameters))
+    names = list(takewhile(given.__contains__, arguments_of(model.forward)))
     names = names[:1] if model._forward_pre_hooks_with_kwargs else names
     return tuple(given[name] for name in names), {name: given[name] for name in given if name not in names}
 
 
 def needed(model: nn.Module) -> list[str]:
     """Return the names of what the forward of a model has to be given."""
-    _, *parameters = inspect.signature(type(model).forward).parameters.values()
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    _, *parameters = arguments_of(type(model).forward).values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 class _Watched:

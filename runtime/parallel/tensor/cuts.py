@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...comm import Group
-from ...objects.spaces import HOOKS, hooks_on
+from ...objects.spaces import hooks_on, is_hooked
 from ...settings.tensor_rules import Parts, TensorSplit
 
 _OF_TORCH = (nn.Linear, nn.Embedding, nn.Module, object)
@@ -110,7 +110,7 @@ def register_cut(kind: type[Layer], make: Callable[[Layer, Group], nn.Module]) -
 
 def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
     """Whether a layer does what its class says, and nothing besides; unless `strict`, subclasses will do."""
-    if any(vars(layer)[key] for key in HOOKS) or has_hooked_weights(layer) or own_forward(layer):
+    if is_hooked(layer) or has_hooked_weights(layer) or own_forward(layer):
         return False
     if type(layer) in (nn.Linear, nn.Embedding, *REGISTERED) or is_conv1d(layer):
         return True

@@ -11,7 +11,6 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...comm import Group, ReduceOp
+from ...objects.user_code import arguments_of
 
 
 def cut_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, group: Group) -> Tensor:
@@ -50,7 +50,7 @@ def cut_argmax(logits: Tensor, group: Group) -> Tensor:
 def takes_vocabulary(function: Callable[..., object]) -> bool:
     """Whether a loss or a metric can do with logits that are cut; what cannot tell its parameters cannot."""
     try:
-        return "vocabulary" in inspect.signature(function).parameters
+        return "vocabulary" in arguments_of(function)
     except ValueError:
         return False
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
+from ...objects.user_code import arguments_of
 from . import transformers
 
 KEY = "router_logits"
@@ -34,7 +34,7 @@ def asked(model: Any) -> bool:
 def watch(model: Any) -> None:
     """Let the routers of a model be heard; raises `MisfitError` where the library does not collect their logits."""
     heard = []
-    if type(model).__name__.endswith("ForCausalLM") and ASKS in signature(model.forward).parameters:
+    if type(model).__name__.endswith("ForCausalLM") and ASKS in arguments_of(model.forward):
         library = _library()
         heard = [m for m in model.modules() if library is not None and KEY in _recorded(library, m)]
     for module in heard:

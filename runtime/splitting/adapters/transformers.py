@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError, UsageError
 
 from ...blocks.sum_of_means import SumOfMeans
+from ...objects.user_code import arguments_of
 
 LENGTH, SAMPLES, CHOICES, IMAGE, SOUND = 8, 2, 3, 64, 2000
 """Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""
@@ -56,7 +56,7 @@ def unpacked(model: Any, called: Mapping[str, Any]) -> dict[str, Tensor]:
 def reads_packed(model: Any) -> bool:
     """Whether a model may take positions that begin again for several sequences, as without a cache, or a mask."""
     keeps_cache = settings(model) and model.config.use_cache
-    return not keeps_cache or "attention_mask" not in signature(model.forward).parameters
+    return not keeps_cache or "attention_mask" not in arguments_of(model.forward)
 
 
 def pools(model: Any) -> bool:
@@ -105,7 +105,7 @@ def example(model: Any, *, longer: bool = False) -> dict[str, Tensor]:
         )
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids(length - 2)
-    if longer and name == "input_ids" and "attention_mask" in signature(model.forward).parameters:
+    if longer and name == "input_ids" and "attention_mask" in arguments_of(model.forward):
         tokens = torch.arange(length, length - samples, -1).view(-1, *[1 for _ in choices], 1)
         inputs["attention_mask"] = (torch.arange(length) < tokens).long().expand(samples, *choices, -1)
     return inputs
@@ -128,7 +128,7 @@ def select(output: Any) -> Any:
 def loss_of(model: Any) -> Callable[..., Any] | None:
     """Return the loss that goes with a model's head, as (sum, weight); None where it has none that is known."""
     name = type(model).__name__
-    paired = next((label for label in PAIRED if label in signature(model.forward).parameters), None)
+    paired = next((label for label in PAIRED if label in arguments_of(model.forward)), None)
     if paired is not None and name.endswith("ForPreTraining"):
         return pretraining_loss(paired)
     return next((make(model) for ends, make in _LOSSES.items() if name.endswith(ends)), None)

@@ -16,17 +16,17 @@ A class that says nothing may depend on anything (None), and so may an optimizer
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from enum import IntFlag
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quintsched.errors import UsageError
 
-from ..objects.user_code import globals_of
-from .remake import tensors_in
+from ..objects.user_code import arguments_of, globals_of
 
 
 class Coupling(IntFlag):
@@ -50,10 +50,28 @@ STEPS: dict[type[Optimizer], Coupling] = {
 """What the steps of torch's own optimizers depend on."""
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that something holds, in mappings, sequences and optimizers."""
+    return _found(value, set())
+
+
+def _found(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen or not isinstance(value, Mapping | list | tuple | set | Optimizer):
+        return
+    seen.add(id(value))
+    if isinstance(value, Optimizer):
+        value = vars(value)
+    for item in value.values() if isinstance(value, Mapping) else value:
+        yield from _found(item, seen)
+
+
 def require_steppable(optimizer: Optimizer) -> None:
     """Raise `UsageError` for an optimizer that the engine cannot step, whatever the mesh."""
     kind = type(optimizer)
-    closure = inspect.signature(kind.step).parameters.get("closure")
+    closure = arguments_of(kind.step).get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
         raise UsageError(
             f"{kind.__name__} computes losses inside its step, by a closure; the engine's step is one forward and one "

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.optim.coupling import STEPS, Coupling, coupling_of, require_steppable
+from quintsched.runtime.examine.optimizers import STEPS, Coupling, coupling_of, require_steppable
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust, plain
