@@ -49,8 +49,7 @@ def trace_shapes(
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
-    watch, left = InPlace(), list[Parcel]()
-    riders: dict[str, _Ride] = {}
+    watch, left, riders = InPlace(), list[Parcel](), dict[str, _Ride]()
     for number, block in enumerate(blocks):
         module = on_meta(block)
         taken = _taken(number, module, beside, riders)

@@ -46,10 +46,6 @@ class ProgramFlow:
         """Which rank it is, and where in the mesh, in words."""
         return rank_in_words(self.plan.mesh, self.rank)
 
-    def of(self, instruction: Instruction) -> Flow:
-        """Return what an instruction takes and makes."""
-        return self._flow_of[instruction]
-
     def all(self) -> list[Flow]:
         """Return what each instruction of the program takes and makes."""
         return self._flows

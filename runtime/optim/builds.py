@@ -2,7 +2,7 @@
 
     user's function ◀── stand-ins for all parameters: whole shapes, no numbers          the same groups on every mesh
            │
-       optimizers ──▶ what their updates depend on (`coupling`) ──▶ which parameters must stay whole
+       optimizers ──▶ what their updates depend on (`examine.optimizers`) ──▶ which parameters must stay whole
            │
            └── groups with stand-ins ──▶ groups with this rank's parameters, segments, or gathered matrices
 

@@ -253,8 +253,8 @@ def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:
 
 def _structure(parcels: Sequence[Parcel]) -> str:
     """Return how what blocks leave is built, whatever its shapes, in words."""
-    found = []
-    for parcel in parcels:
-        dtypes = [str(spec.dtype) for spec in parcel.specs]
-        found.append(f"{parcel.output.tree} {' '.join(parcel.names)} {parcel.has_loss:d} {dtypes}")
-    return " | ".join(found)
+    words = [
+        (parcel.output.tree, *parcel.names, parcel.has_loss, *[spec.dtype for spec in parcel.specs])
+        for parcel in parcels
+    ]
+    return " | ".join([" ".join(map(str, row)) for row in words])

@@ -147,19 +147,30 @@ def why_unlinear(
     finally:
         hooks.put_back()
 
+    if asked:
+        return Unlinear(_STEERED.format(number, type(block).__name__, asked[0]))
+    return _judged(f"block {number} ({type(block).__name__})", none, others, ones, halves)
+
+
+def _judged(
+    said: str,
+    none: Gradients,
+    others: Sequence[tuple[float, Gradients]],
+    ones: Sequence[Gradients],
+    halves: Sequence[Sequence[Gradients]],
+) -> Unlinear:
+    """Return what gradients show: of nothing, by scales, of whole microbatches, and of each of their samples alone."""
+
     def adds_up(added: Gradients) -> bool:
         return all(_adds_up(one, parts, added) for one, parts in zip(ones, halves, strict=True))
 
     zeros = [torch.zeros_like(gradient) for gradient in none]
     is_of_each = adds_up(zeros)
-    if asked:
-        return Unlinear(_STEERED.format(number, type(block).__name__, asked[0]))
     if is_of_each and _is_linear(none, ones[0], others, zeros):
         return Unlinear()
     adds = _is_linear(none, ones[0], others, none) and adds_up(none)
     what = "adds to gradients" if adds else "changes gradients by more than a factor, as a clamp does,"
-    said = f"block {number} ({type(block).__name__}) {what} in its backward, or by a hook"
-    return Unlinear(said, adds, is_of_each)
+    return Unlinear(f"{said} {what} in its backward, or by a hook", adds, is_of_each)
 
 
 def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gradients]], added: Gradients) -> bool:

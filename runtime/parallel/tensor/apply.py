@@ -73,8 +73,7 @@ def apply_tensor_parallel(
         path: the module's name in the model; rules see names below it.
         sequence_parallel: between its pairs, the module is given this rank's slice of the tokens (samples, tokens, …)
             and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
-        cut_logits: a linear layer cut by "vocabulary" gives the outputs of this rank's ids (see `losses`); otherwise it
-            gives whole ones, as a column alone does.
+        cut_logits: a linear layer cut by "vocabulary" gives outputs of this rank's ids (see `losses`), else whole ones.
         strict: nobody proves the cuts, so that only plain pairs are cut (see `families.pair_cuts`).
         partial: names of parameters that are not cut, and whose gradients are partial sums on the ranks.
         gathers_before: sliced tokens are gathered where they enter the module that has the columns.

@@ -14,8 +14,8 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.examine.optimizers import STEPS, Coupling, coupling_of, require_steppable
 
+from ..optim.optimizers import LargestNorm, Lookahead, SignMomentum, Trust, plain
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
-from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust, plain
 
 
 def stand_ins() -> list[nn.Parameter]:
