@@ -99,10 +99,19 @@ class Result:
         """Return a result with a hidden state, what its call was given, and NaN where others stood."""
         given = by_place(call)
         leaves = [
-            hidden if leaf is HIDDEN else given[leaf] if isinstance(leaf, str) else _hole(constant, hidden)
+            hidden if leaf is HIDDEN else given[leaf] if isinstance(leaf, str) else self._hole(constant, hidden)
             for leaf, constant in zip(self.leaves, self.constants, strict=True)
         ]
         return tree_unflatten(leaves, self.spec)
+
+    def _hole(self, constant: Any, hidden: Tensor) -> Any:
+        """Return what stands for a part that nobody has: of other sizes where the hidden state has others by now."""
+        if not isinstance(constant, Tensor):
+            return constant
+        now = {(dim, was): size for dim, (was, size) in enumerate(zip(self.sample.shape, hidden.shape, strict=False))}
+        changed = {was: size for (_, was), size in reversed(now.items()) if was != size}
+        shape = [now.get((dim, was), changed.get(was, was)) for dim, was in enumerate(constant.shape)]
+        return torch.full(shape, torch.nan if is_number(constant) else 0, dtype=constant.dtype, device=hidden.device)
 
 
 @dataclass
@@ -161,15 +170,6 @@ def is_number(leaf: Any) -> bool:
 def is_unknown(leaf: Any) -> bool:
     """Whether a leaf depends on what is not there."""
     return is_number(leaf) and bool(leaf.isnan().any())
-
-
-def _hole(constant: Any, hidden: Tensor) -> Any:
-    """Return what stands for a part of a result that nobody has."""
-    if is_number(constant):
-        return torch.full((), torch.nan, dtype=constant.dtype, device=hidden.device)
-    if isinstance(constant, Tensor):
-        return torch.zeros(constant.shape, dtype=constant.dtype, device=hidden.device)
-    return constant
 
 
 class Stop(Exception):

@@ -159,3 +159,29 @@ def test_a_parametrized_layer_may_be_called_twice():
     for block in found:
         x = block(x)
     assert torch.allclose(x, expected)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, WIDTH), nn.Linear(3, WIDTH + 1)
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.g = nn.Linear(WIDTH, 2), nn.Linear(WIDTH + 1, 2)
+
+    def forward(self, pair):
+        return self.f(pair[0]) + self.g(pair[1])
+
+
+def test_a_layer_may_multiply_each_tensor_of_what_the_one_before_gives():
+    model = nn.Sequential(Pair(), Join())
+    first, second = split(model, blocks=["0", "1"], example=torch.ones(2, 3))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    left = first(x)
+    assert torch.equal(second(left.output, **left.riders), model(x))
