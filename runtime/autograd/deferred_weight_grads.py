@@ -39,8 +39,10 @@ from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack, has_torch_function_unary
 
 Accumulate = Callable[[nn.Parameter, Tensor], None]
+_OURS = ("torch.", f"{__name__.rpartition('.autograd.')[0]}.")
 
 
 class Product(NamedTuple):
@@ -258,7 +260,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not _is_recorded(weight):
+    if not _is_recorded(weight, x):
         return functional.linear(x, weight, bias)
     if _is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and weight.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -275,15 +277,21 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-    if not _is_recorded(weight):
+    if not _is_recorded(weight, ids):
         return functional.embedding(ids, weight, padding_idx)
     rows: Tensor = _Embedding.apply(ids, weight, padding_idx)  # type: ignore[no-untyped-call]
     return rows
 
 
-def _is_recorded(weight: Tensor) -> bool:
-    """Whether the weight will get a gradient from an ordinary backward."""
-    return weight.requires_grad and torch.is_grad_enabled() and not _are_functorch_transforms_active()
+def _is_recorded(weight: Tensor, given: Tensor) -> bool:
+    """Whether the weight will get a gradient from an ordinary backward, and no mode of the user's sees functions."""
+    if not weight.requires_grad or not torch.is_grad_enabled() or _are_functorch_transforms_active():
+        return False
+    if not has_torch_function_unary(given):
+        return True
+    return type(given) is Tensor and all(
+        type(m).__module__.startswith(_OURS) for m in _get_current_function_mode_stack()
+    )
 
 
 class _Linear(torch.autograd.Function):

@@ -213,10 +213,11 @@ def _outline(number: int, block: nn.Module, *, needed: bool) -> nn.Module:
 
 
 def meta_twins(module: nn.Module) -> dict[int, Any]:
-    """Return what takes the place of each tensor of a module in a copy without data."""
+    """Return what takes the place of each tensor of a module in a copy without data; weights keep their attributes."""
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     for parameter in module.parameters():
-        twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        twin = twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        twin.__dict__.update(vars(parameter))
     return twins
 
 

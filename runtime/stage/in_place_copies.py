@@ -61,13 +61,15 @@ def require_own_memory(cuts: Sequence[range], parcels: Sequence[Parcel], blocks:
             if numbers.start and change.shared_with is not None:
                 raise MisfitError(
                     f"{said}, and with it {change.shared_with!r}, which lies in the same memory, but arrives as a "
-                    "tensor of its own from the stage before; let the block change a copy: x = x.clone()"
+                    "tensor of its own from the stage before; pass one of them on, and let each block take the other "
+                    "from it, as v = h[:, :4]"
                 )
             later = [n for n in range(numbers.stop, len(blocks)) if _takes(blocks[n], change.what)]
             if isinstance(change.what, str) and later and change.what not in parcels[numbers.stop - 1].names:
                 raise MisfitError(
                     f"{said}, an extra that block {later[0]} takes as well, on another stage, where it is as it was; "
-                    f"let the block change a copy: {change.what} = {change.what}.clone()"
+                    f"pass it on as an output, return y, {change.what}, or, where later blocks are to have it as it "
+                    f"was, let the block change a copy: {change.what} = {change.what}.clone()"
                 )
 
 

@@ -101,5 +101,8 @@ def _names(forward: StageForward) -> list[str]:
 
 def _advice(message: str) -> str:
     if "in-place operation" in message or "inplace operation" in message:
-        return "; let the block change a copy: x = x.clone(), or build its module with inplace=False"
+        return (
+            "; let the block change a copy: x = x.clone(), or build its module with inplace=False; where blocks pass "
+            "on x and a view of it, pass on x, and let each take the view itself"
+        )
     return ""

@@ -1,0 +1,106 @@
+"""What programs see of a stage besides numbers is as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import quintsched as qs
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
+
+WIDTH, STEPS = 6, 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, **extras: Tensor) -> Any:
+        return x + torch.tanh(self.fc(x))
+
+
+def model(*kinds: type[nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), *(kind() for kind in kinds), nn.Linear(WIDTH, 3)).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, WIDTH, generator=generator).double(), torch.randint(0, 3, (8,), generator=generator)
+
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    groups = [{"params": [p], "lr": getattr(p, "lr", 0.1)} for p in parameters]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def train_alone(whole: nn.Module, around: Around = nullcontext) -> list[float]:
+    optimizer, losses = sgd(whole.parameters()), []
+    for step in range(STEPS + 1):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        with around():
+            loss = F.cross_entropy(whole(inputs), targets)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(
+    blocks: Callable[[], Any],
+    given: Callable[[int], tuple[Tensor, Tensor]] = batch,
+    around: Around = nullcontext,
+    schedule: str = "1f1b",
+    steps: int = STEPS + 1,
+    **extras: Tensor,
+) -> list[list[float]]:
+    models = [blocks(), blocks()]
+
+    def run(transport: Transport) -> list[float]:
+        plan, losses = qs.compile(schedule, mesh="pp=2", microbatches=2), []
+        engine = Engine(plan, models[transport.rank], F.cross_entropy, sgd, transport=transport)
+        for step in range(steps):
+            with around():
+                losses.append(
+                    engine.step(*given(step), **{name: one.clone() for name, one in extras.items()}).loss.item()
+                )
+        return losses
+
+    return run_local(2, run)
+
+
+class Scales(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return 0.9 * made if func is F.linear else made
+
+
+def test_modes_see_linear_layers_with_split_backwards() -> None:
+    expected = train_alone(model(Layer, Layer), Scales)
+    for found in train(lambda: list(model(Layer, Layer)), around=Scales, schedule="zb-h1"):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_optimizers_see_attributes_of_weights_of_other_stages() -> None:
+    def slower() -> nn.Sequential:
+        made = model(Layer, Layer)
+        for parameter in made[1].parameters():
+            parameter.lr = 0.01  # type: ignore[attr-defined]
+        return made
+
+    expected = train_alone(slower())
+    for found in train(lambda: list(slower())):
+        assert found == pytest.approx(expected, abs=1e-12)
