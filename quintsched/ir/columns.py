@@ -210,7 +210,7 @@ class Columns:
         used = {*codes}
         values = {name: self._values(name, column[where]) for name, column in self.columns.items()}
         makers = [
-            (kind, [values[name] for name in FIELDS[kind]]) if code in used else None for code, kind in enumerate(ALL)
+            (kind, [*map(values.__getitem__, FIELDS[kind])]) if code in used else None for code, kind in enumerate(ALL)
         ]
         made = []
         for k, code in enumerate(codes):

@@ -99,7 +99,8 @@ class Flows:
 
     def keys(self, places: Ints) -> Ints:
         """Return the keys of the values at some places."""
-        return places - (places >= self.numbering.size) * self.numbering.size
+        size = self.numbering.size
+        return places - (places >= size) * size
 
     def value_at(self, place: int) -> Value:
         """Return the value at a place."""

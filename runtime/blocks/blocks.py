@@ -224,7 +224,7 @@ def meta_twins(module: nn.Module) -> dict[int, Any]:
 def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
     """Return which of a step's extras the block's `forward` takes by name, as a function of the name."""
     parameters = arguments_of(block.forward)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_all = "VAR_KEYWORD" in [parameter.kind.name for parameter in parameters.values()]
     return lambda name: name in parameters or (takes_all and name != TARGETS)
 
 

@@ -36,14 +36,20 @@ class InPlace:
     def note(self, block: int) -> None:
         """Take note of what has changed by a block that has run: of all that was ever given."""
         for taker, tensors in enumerate(self._arrived):
-            changed = [key for key, (tensor, version) in tensors.items() if tensor._version != version]
-            self._changed = {(taker, key): block for key in changed} | self._changed
+            for key, (tensor, version) in tensors.items():
+                if tensor._version != version:
+                    self._changed.setdefault((taker, key), block)
 
     def changes(self, block: int) -> tuple[Change, ...]:
         """Return the changes of what a block was given."""
         tensors = {key: tensor for key, (tensor, _) in self._arrived[block].items()}
-        found = ((key, self._changed.get((block, key))) for key in tensors)
-        return tuple(Change(key, by, _neighbour(key, tensors)) for key, by in found if by is not None)
+        return tuple(
+            [
+                Change(key, self._changed[block, key], _neighbour(key, tensors))
+                for key in tensors
+                if (block, key) in self._changed
+            ]
+        )
 
     def hold(self, weights: Iterable[Tensor]) -> None:
         """Take note of weights and buffers."""
@@ -51,7 +57,7 @@ class InPlace:
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of the tensors is a weight or a buffer, or looks into one."""
-        return any(tensor.untyped_storage()._cdata in self._held for tensor in tensors)
+        return not self._held.keys().isdisjoint([tensor.untyped_storage()._cdata for tensor in tensors])
 
 
 def _neighbour(key: Key, tensors: Mapping[Key, Tensor]) -> Key | None:

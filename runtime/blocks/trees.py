@@ -16,6 +16,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from math import prod
 from numbers import Number
 from types import EllipsisType, NoneType
@@ -65,7 +66,7 @@ class TensorSpec:
         """Return the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """How many bytes a tensor of this spec has."""
         return prod(self.shape) * self.dtype.itemsize
@@ -222,7 +223,7 @@ def flatten(tree: object) -> tuple[Tree, Tensors]:
 
 def tensors_of(tree: object) -> Tensors:
     """Return the tensors of a tree in order."""
-    return flatten(tree)[1]
+    return (tree,) if isinstance(tree, Tensor) else flatten(tree)[1]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: object) -> Any:

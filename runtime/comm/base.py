@@ -78,22 +78,17 @@ class Group(ABC):
     waited for. All raise MisfitError at once for tensors that do not fit each other.
 
     Attributes:
-        ranks: the members, as global ranks in ascending order.
+        ranks, size: the members, as global ranks in ascending order, and how many these are.
         index: the caller's place among them.
         device: where their tensors live.
         wait_cell, wait_code: where a wait for its collectives is written down, and as which number.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, device: torch.device) -> None:
-        self.ranks = ranks
+        self.ranks, self.size = ranks, len(ranks)
         self.index = index
         self.device = device
         self.wait_cell, self.wait_code = WaitCell(), NOTHING
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Combine `tensor` over the members, in place; the result is bitwise the same on all of them."""

@@ -28,10 +28,11 @@ def share_bytes(group: Group, mine: bytes) -> list[bytes]:
     sizes: list[int] = lengths.tolist()
     longest = max(sizes)
     if not longest:
-        return [b""] * group.size
-    gathered = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
+        return [b""] * len(sizes)
+    gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
     group.all_gather(gathered, _as_tensor(mine, longest).to(device)).wait()
-    return [row.cpu().numpy().tobytes()[:size] for row, size in zip(gathered.split(longest), sizes, strict=True)]
+    whole = gathered.cpu().numpy().tobytes()
+    return [whole[k * longest : k * longest + size] for k, size in enumerate(sizes)]
 
 
 def share_texts(group: Group, mine: str) -> list[str]:

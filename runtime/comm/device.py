@@ -230,9 +230,8 @@ class SeededGenerators:
         SEEDED.setdefault(threading.get_ident(), []).append(self)
         self.before = generator_states(self.device)
         torch.default_generator.manual_seed(self._seed)
-        if is_accelerator(self.device):
+        if self.device.type in _LIBRARIES:
             torch.get_device_module(self.device).manual_seed(self._seed)
-        self._first = generator_states(self.device)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -242,10 +241,6 @@ class SeededGenerators:
         if not SEEDED[thread]:
             del SEEDED[thread]
         GENERATORS.release()
-
-    def have_moved(self) -> bool:
-        """Whether something has drawn since they were seeded."""
-        return not all(map(torch.equal, self._first, generator_states(self.device)))
 
 
 SEEDED: dict[int, list[SeededGenerators]] = {}

@@ -55,8 +55,10 @@ class Modes(NamedTuple):
 
     def apart_from(self, around: Modes) -> Modes | None:
         """Return these without what is as around them; None where all is."""
+        if self == around:
+            return None
         same: dict[str, Any] = {name: None for name in self._fields if getattr(self, name) == getattr(around, name)}
-        return self._replace(**same) if self != around else None
+        return self._replace(**same)
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -52,20 +52,15 @@ STEPS: dict[type[Optimizer], Coupling] = {
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that something holds, in mappings, sequences and optimizers."""
-    return _found(value, set())
-
-
-def _found(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if id(value) in seen or not isinstance(value, Mapping | list | tuple | set | Optimizer):
-        return
-    seen.add(id(value))
-    if isinstance(value, Optimizer):
-        value = vars(value)
-    for item in value.values() if isinstance(value, Mapping) else value:
-        yield from _found(item, seen)
+    waiting, seen = [value], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, Tensor):
+            yield found
+        elif id(found) not in seen and isinstance(found, Mapping | list | tuple | set | Optimizer):
+            seen.add(id(found))
+            found = vars(found) if isinstance(found, Optimizer) else found
+            waiting += found.values() if isinstance(found, Mapping) else found
 
 
 def require_steppable(optimizer: Optimizer) -> None:

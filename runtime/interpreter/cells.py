@@ -172,7 +172,7 @@ class Cells:
 
     def row_taker(self, parts: Parts, index: int) -> Callable[[], Outputs]:
         """Return what takes values away that together are one row of tensors; None where it has no place."""
-        width = 1 + max(place for _, places in parts for place in places)
+        width = 1 + max([max(places) for _, places in parts])
         if len(parts) == 1 and len(parts[0][1]) == width:
             return self.taker(parts[0][0], index)
         takers = [(self.taker(value, index), places) for value, places in parts]

@@ -7,6 +7,8 @@ SendAct(1, 0)  takes OUTPUT of stage 1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
 
 from quintsched.ir.dataflow import Flow as Flow
 from quintsched.ir.dataflow import flows_of
@@ -15,6 +17,8 @@ from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
 
 from ..steps.explain import rank_in_words
+
+_KIND = attrgetter("kind")
 
 
 class ProgramFlow:
@@ -26,7 +30,7 @@ class ProgramFlow:
         """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
         self.pp_rank = plan.mesh.pp_rank(rank)
-        sides = [side for whole in self.program for side in whole.sides]
+        sides = [side for whole in self.program if whole.computes for side in whole.sides]
         self._last_backwards = frozenset({i.stage: i for i in sides if isinstance(i, ENDS_BACKWARD)}.values())
         self._last_of_inputs = frozenset({i.stage: i for i in sides if isinstance(i, Bwd | BwdInput)}.values())
         self._flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
@@ -52,11 +56,13 @@ class ProgramFlow:
 
     def taken(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
         """Return the values of these kinds that an instruction takes away."""
-        return [value for value in self._flow_of[instruction].consumes if value.kind in kinds]
+        values = self._flow_of[instruction].consumes
+        return [*compress(values, map(kinds.__contains__, map(_KIND, values)))]
 
     def made(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
         """Return the values of these kinds that an instruction makes."""
-        return [value for value in self._flow_of[instruction].produces if value.kind in kinds]
+        values = self._flow_of[instruction].produces
+        return [*compress(values, map(kinds.__contains__, map(_KIND, values)))]
 
     def is_sent(self, value: Value) -> bool:
         """Whether a value goes to another rank."""

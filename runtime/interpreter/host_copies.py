@@ -155,9 +155,9 @@ def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) ->
     return partial(copies.fetch, index, taken, made)
 
 
-def with_room(copies: HostCopies, index: int, instruction: ins.Instruction, call: Call) -> Call:
-    """Return `call` so that a computation which follows an `OffloadAct` waits until that memory is free."""
-    if not instruction.computes or not copies.frees_before(index):
+def with_room(copies: HostCopies, index: int, call: Call) -> Call:
+    """Return a computation so that it waits, where it follows an `OffloadAct`, until that memory is free."""
+    if not copies.frees_before(index):
         return call
 
     def run() -> None:

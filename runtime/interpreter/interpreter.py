@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -48,7 +48,8 @@ from .recorder import Recorder
 ALL_CALLS = slice(None)
 
 Call = Callable[[], None]
-Handler = Callable[[RankState, int, Any], Call]
+Handler = tuple[Callable[[RankState], Any], Callable[[Any, int, Any], Call]]
+"""Which view of the rank's state an instruction is bound to, and how."""
 View = TypeVar("View")
 
 
@@ -56,16 +57,12 @@ def _seeing(
     view: Callable[[RankState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], Call]]
 ) -> dict[type[Instruction], Handler]:
     """Return handlers of a rank's state out of those of one view of it."""
-
-    def handler(bind: Callable[[View, int, Any], Call]) -> Handler:
-        return lambda state, index, instruction: bind(view(state), index, instruction)
-
-    return {kind: handler(bind) for kind, bind in binds.items()}
+    return {kind: (view, bind) for kind, bind in binds.items()}
 
 
 HANDLERS: dict[type[Instruction], Handler] = {
     **_seeing(
-        lambda state: state.compute,
+        attrgetter("compute"),
         {
             ins.Fwd: bind_fwd,
             ins.Recompute: bind_recompute,
@@ -76,14 +73,14 @@ HANDLERS: dict[type[Instruction], Handler] = {
         },
     ),
     **_seeing(
-        lambda state: state.compute.host,
+        attrgetter("compute.host"),
         {
             ins.OffloadAct: bind_offload_act,
             ins.FetchAct: bind_fetch_act,
         },
     ),
     **_seeing(
-        lambda state: state.step_end,
+        attrgetter("step_end"),
         {
             ins.SyncTied: bind_sync_tied,
             ins.AllReduceBucket: bind_reduce_bucket,
@@ -94,7 +91,7 @@ HANDLERS: dict[type[Instruction], Handler] = {
         },
     ),
     **_seeing(
-        lambda state: state.zero,
+        attrgetter("zero"),
         {
             ins.AllGatherBucket: bind_all_gather_bucket,
             ins.GatherParams: bind_gather_params,
@@ -144,9 +141,12 @@ class Interpreter:
         return [*received, *sent, *others]
 
     def _handle(self, index: int, instruction: Instruction) -> Call:
-        call = HANDLERS[type(instruction)](self.state, index, instruction)
+        view, bind = HANDLERS[type(instruction)]
+        call = bind(view(self.state), index, instruction)
+        if not instruction.computes:
+            return call
         call = with_full_weights(self.state.zero, index, instruction, call)
-        return with_room(self.state.compute.host, index, instruction, call)
+        return with_room(self.state.compute.host, index, call)
 
     def watched(self, observer: Observer) -> list[Call]:
         """Return the calls as somebody sees them who watches each of them."""

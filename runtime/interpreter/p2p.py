@@ -62,8 +62,9 @@ def plan_receives(
     `kinds_of` says of what kind each tensor of a value is: those of one kind share buffers, as few as suffice.
     """
     lifetimes = receive_lifetimes(flow_of.plan, rule).of_rank(flow_of.plan.columns, flow_of.pp_rank)
-    indices, first, last = (column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last))
-    values = [flow_of.all()[index].produces[0] for index in indices]
+    indices, first, last = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
+    flows = flow_of.all()
+    values = [flows[index].produces[0] for index in indices]
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for entry, value in enumerate(values):
         for kind in kinds_of(value):
@@ -76,7 +77,8 @@ def plan_receives(
     for index, value, at, until in zip(indices, values, first, last, strict=True):
         message = flow_of.program[index]
         assert isinstance(message, Message)
-        postings.append(Posting(value, message.peer, at, until, tuple(next(slots[k]) for k in kinds_of(value)), index))
+        places = tuple([next(slots[kind]) for kind in kinds_of(value)])
+        postings.append(Posting(value, message.peer, at, until, places, index))
     return sorted(postings, key=lambda posting: (posting.at, posting.index))
 
 
@@ -84,7 +86,7 @@ def message_rule(state: MessageState) -> MessageRule:
     """Return when messages are posted on the rank's transport, and what is awaited."""
 
     def ahead(value: Value) -> int:
-        return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in state.cargo.specs(value)), 1))
+        return max(AHEAD, AHEAD_BYTES // max(sum([spec.nbytes for spec in state.cargo.specs(value)]), 1))
 
     return MessageRule(ahead if state.transport.profile == "tagged" else None, state.max_sends)
 
@@ -115,18 +117,16 @@ def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
 def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -> Call:
     """Return what posts a receive into its buffers, as the unit's shape has them in this step."""
     cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
-    tags, buffers, transport = _tags(state, value), state.buffers, state.transport
-    labels = _labels(state, value, posting.index)
+    buffers, transport, marks = state.buffers, state.transport, _marks(state, value, posting.index)
     cell.receive, cell.receive_said = posting.index, receive_code(posting.index)
-    places, index, is_one = list(zip(kinds, posting.slots, strict=True)), posting.index, len(tags) == 1
+    places, index, is_one = list(zip(kinds, posting.slots, strict=True)), posting.index, len(marks) == 1
 
     def bind(shape: UnitShape) -> BoundReceive:
-        specs = shape.cargo.specs(value)
-        tensors = tuple([buffers.of(*place, spec) for place, spec in zip(places, specs, strict=True)])
-        rooms = [buffers.room(*place, spec) for place, spec in zip(places, specs, strict=True)]
+        placed = [*zip(places, shape.cargo.specs(value), strict=True)]
+        tensors = tuple([buffers.of(*place, spec) for place, spec in placed])
         posts = [
-            transport.receiver(tensor, posting.peer, tag, label, room)
-            for tensor, tag, label, room in zip(tensors, tags, labels, rooms, strict=True)
+            transport.receiver(tensor, posting.peer, *mark, buffers.room(*place, spec))
+            for tensor, mark, (place, spec) in zip(tensors, marks, placed, strict=True)
         ]
         found = state.bound[index] = BoundReceive(shape, buffers.generation, tensors, posts)
         return found
@@ -154,14 +154,12 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
     flows, plan = state.flows.all(), state.flows.plan
     lifetimes = send_lifetimes(plan, message_rule(state)).of_rank(plan.columns, state.flows.pp_rank)
     releases, sends = [], []
-    for index, first, last in zip(
-        *(c.tolist() for c in (lifetimes.rows, lifetimes.first, lifetimes.last)), strict=True
-    ):
+    columns = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
+    for index, first, last in zip(*columns, strict=True):
         message, (value,) = state.flows.program[index], flows[index].consumes
         assert isinstance(message, Message)
         sends.append((first, index, _bind_send(state, value, message.peer, index)))
-        state.cells.of(value).send_said = send_code(index)
-        gradients = (taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD)
+        gradients = [taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD]
         if last + 1 < len(flows) and value not in map(activation_of, gradients):
             releases.append((last + 1, last + 1, _bind_release(state, value, last + 1)))
     return [*releases, *sends]
@@ -179,9 +177,9 @@ def _bind_release(state: MessageState, value: Value, index: int) -> Call:
 
 def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> Call:
     cell, unit, current = state.cells.of(value), unit_of(value), state.current
-    both = zip(_tags(state, value), _labels(state, value, index), strict=True)
-    sends = [state.transport.sender(peer, tag, label) for tag, label in both]
+    sends = [state.transport.sender(peer, tag, label) for tag, label in _marks(state, value, index)]
     state.cells.sending.append(cell)
+    cell.send_said = send_code(index)
     if len(sends) > 1:
 
         def run() -> None:
@@ -204,15 +202,6 @@ def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> Call
     return run_one
 
 
-def _tags(state: MessageState, value: Value) -> list[int]:
-    """Return the tags of the tensors that carry a value: no other value has them."""
-    plan, lane, unit = state.flows.plan, int(value.kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), unit_of(value)
-    if value.kind in SKIPS:
-        lane += 2 * (1 + value.number % MAX_SKIPS)
-    number = (unit * len(plan.stage_to_pp) + value.stage) * 2 * (1 + len(plan.skips)) + lane
-    return [(number * state.cargo.width + k) % MOST_TAGS for k in range(len(state.cargo.specs(value)))]
-
-
 _KINDS = {
     Kind.OUTPUT: "activation",
     Kind.OUTPUT_GRAD: "gradient",
@@ -221,9 +210,17 @@ _KINDS = {
 }
 
 
-def _labels(state: MessageState, value: Value, index: int) -> list[Label]:
-    """Return what the tensors of a value say that they are, at both ends of their way."""
-    microbatch, cut = divmod(unit_of(value), state.flows.plan.schedule.slices)
-    number = value.number % MAX_SKIPS if value.kind in SKIPS else 0
-    places = range(number, number + len(state.cargo.specs(value)))
-    return [Label(_KINDS[value.kind], value.stage, microbatch, cut, place, index) for place in places]
+def _marks(state: MessageState, value: Value, index: int) -> list[tuple[int, Label]]:
+    """Return the tags of the tensors that carry a value, and what these say that they are, at both ends of their way.
+
+    No other value has the same tags.
+    """
+    plan, cargo, unit, kind = state.flows.plan, state.cargo, unit_of(value), value.kind
+    lane, place = int(kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), 0
+    if kind in SKIPS:
+        place = value.number % MAX_SKIPS
+        lane += 2 * (1 + place)
+    first = ((unit * len(plan.stage_to_pp) + value.stage) * 2 * (1 + len(plan.skips)) + lane) * cargo.width
+    at = value.stage, *divmod(unit, plan.schedule.slices)
+    numbers = range(len(cargo.specs(value)))
+    return [((first + k) % MOST_TAGS, Label(_KINDS[kind], *at, place + k, index)) for k in numbers]

@@ -295,7 +295,7 @@ class PlanRunner:
         """Return what runs a plan on such units, bound anew where their messages are much larger than ever before."""
         if self._same is not None and self._same[0] is plan and self._same[1] is units:
             return self._same[2]
-        shapes = list(dict.fromkeys(shape for shape in units.shapes if shape is not None))
+        shapes = list(dict.fromkeys(filter(None, units.shapes)))
         shape = max(shapes, key=lambda shape: shape.cargo.nbytes, default=None) or self._settler.any_shape()
         if any(other.structure != shape.structure for other in shapes):
             raise MisfitError(

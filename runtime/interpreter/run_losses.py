@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from ..steps.units import Units
 from .rank_state import RunOptions
 from .tally import Figures
 
+_HAS_LOSS = attrgetter("has_loss")
 _FREE_BYTES = 2 << 20
 """So much of outputs is kept in steps whose values alone are compared."""
 _MOST_SHAPES = 64
@@ -130,7 +131,7 @@ class RunLosses:
         """
         self._usual = usual
         loss, is_sum = self.loss, False
-        if not any(parcel.has_loss for parcel in parcels):
+        if not any(map(_HAS_LOSS, parcels)):
             return
         loss.expect_others()
         holds_all = self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])
@@ -151,7 +152,7 @@ class RunLosses:
         if self.loss.rule != LossWeight(Over.MICROBATCH):
             self.blocks.examine_backwards(units, parcels, gathered)
         self.blocks.examine_losses(units, parcels, gathered)
-        if any(parcel.has_loss for parcel in parcels):
+        if any(map(_HAS_LOSS, parcels)):
             self.loss.expect_others(self.blocks.over_targets())
 
     def watch(self, plan: Plan, units: Units, number: int) -> None:
@@ -270,16 +271,17 @@ class RunLosses:
         """Hear from all ranks what each has found."""
         for examined in self._watched:
             examined.conclude(self._step)
-        told = [_Told(**json.loads(text)) for text in share_texts(self._groups.world, json.dumps(self._mine()))]
-        since = next(filter(None, [row.since for row in told]), "")
+        texts = share_texts(self._groups.world, json.dumps(self._mine()))
+        told = _Told(*zip(*map(itemgetter(*_Told._fields), map(json.loads, texts)), strict=True))
+        since = next(filter(None, told.since), "")
         if since:
             self.blocks.examine_again()
-        refusal = next(filter(None, [row.refusal for row in told]), "")
-        self._of_metrics = next(filter(None, [row.of_metrics for row in told]), "")
-        self._of_any = next(filter(None, [row.of_any for row in told]), "")
-        rules = _with_nothing([row.rule for row in told])
+        refusal = next(filter(None, told.refusal), "")
+        self._of_metrics = next(filter(None, told.of_metrics), "")
+        self._of_any = next(filter(None, told.of_any), "")
+        rules = _with_nothing(told.rule)
         found = {rule: rank for rank, rule in reversed([*enumerate(rules)]) if rule}
-        of_each = {row.of_each: rank for rank, row in enumerate(told) if row.of_each is not None}
+        of_each = {each: rank for rank, each in enumerate(told.of_each) if each is not None}
         if len(found) > 1 and not refusal:
             refusal = "; ".join(
                 f"rank {rank} has found {_named(rule)}" for rule, rank in sorted(found.items(), key=itemgetter(1))
@@ -287,29 +289,30 @@ class RunLosses:
         if len(of_each) > 1 and not refusal:
             numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
             refusal = f"in step {self._step} it is over unlike numbers of things for a sample: {numbers}"
-        if (rest := _unlike_rest([row.rests for row in told])) is not None:
+        if (rest := _unlike_rest(told.rests)) is not None:
             refusal = refusal or OF_REST.format(rest)
         if found and not refusal:
             rule = _rule_of(next(iter(found)))
-            if any(row.has_supposed for row in told) and (rule.over in SUMS) != (self.loss.supposed in SUMS):
+            if any(told.has_supposed) and (rule.over in SUMS) != (self.loss.supposed in SUMS):
                 refusal = f"{_UNLIKE_FIRST} of unlike size, and it is {rule}"
             self.loss.take_over(rule)
-            if any(row.is_blind for row in told) and rule != LossWeight(Over.SAMPLES):
+            if any(told.is_blind) and rule != LossWeight(Over.SAMPLES):
                 refusal = "some microbatches of a step have a gradient, and others have none"
         is_meant = self.loss.rule == LossWeight(Over.MICROBATCH)
         is_sum, is_bare = self.loss.rule == LossWeight(Over.SUM), self.loss.is_bare
-        adds_right, self._adds = is_bare and not any(row.has_odd_sizes for row in told), any(row.adds for row in told)
-        wrong = (row for row in told if not ((row.adds and adds_right) or (row.is_of_each and is_sum)))
-        why = "" if is_meant else next((row.unlinear for row in wrong if row.unlinear), "")
+        adds_right, self._adds = is_bare and not any(told.has_odd_sizes), any(told.adds)
+        by_rank = zip(told.unlinear, told.adds, told.is_of_each, strict=True)
+        wrong = [words for words, adds, each in by_rank if not ((adds and adds_right) or (each and is_sum))]
+        why = "" if is_meant else next(filter(None, wrong), "")
         of_losses = self.blocks.why_wrong(self.loss.rule)
         self._of_blocks = why and UNLINEAR.format(why) + _MEANT
         self._of_blocks = self._of_blocks or (
             of_losses and (since and f"since {since} has changed, ") + of_losses + _MEANT
         )
-        words = NOT_STATED if any(_rule_of(text).over is Over.STATED for text in found) else NO_WEIGHT
+        words = NOT_STATED if Over.STATED in [_rule_of(text).over for text in found] else NO_WEIGHT
         self._refusal = refusal and words.format(refusal) + _MEANT
         self.loss.is_settled = self.loss.is_settled or bool(found)
-        self._is_watched = not self.loss.is_settled or any(row.is_watched for row in told)
+        self._is_watched = not self.loss.is_settled or any(told.is_watched)
         self._told = {one: one.refusal for one in self._examined}
         for examined in self._examined:
             examined.since = ""
@@ -343,22 +346,22 @@ class RunLosses:
 
 
 class _Told(NamedTuple):
-    """What a rank says of the loss and the metrics; `of_any`: what it refuses of one microbatch alone as well."""
+    """What each rank says of the loss and the metrics; `of_any`: what it refuses of one microbatch alone as well."""
 
-    rule: str
-    refusal: str
-    of_metrics: str
-    of_any: str
-    since: str
-    unlinear: str
-    adds: bool
-    is_of_each: bool
-    has_odd_sizes: bool
-    is_blind: bool
-    of_each: float | None
-    rests: dict[str, list[str]]
-    is_watched: bool
-    has_supposed: bool
+    rule: Sequence[str]
+    refusal: Sequence[str]
+    of_metrics: Sequence[str]
+    of_any: Sequence[str]
+    since: Sequence[str]
+    unlinear: Sequence[str]
+    adds: Sequence[bool]
+    is_of_each: Sequence[bool]
+    has_odd_sizes: Sequence[bool]
+    is_blind: Sequence[bool]
+    of_each: Sequence[float | None]
+    rests: Sequence[dict[str, list[str]]]
+    is_watched: Sequence[bool]
+    has_supposed: Sequence[bool]
 
 
 def _some_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -379,14 +382,11 @@ def _with_nothing(rules: Sequence[str]) -> list[str]:
     seen = ("is_clamped", "is_guarded")
     read = [json.loads(text) if text else {} for text in rules]
     bare = [{name: value for name, value in one.items() if name not in seen} for one in read]
-    return [
-        json.dumps(
-            mine | {name: any(o[name] for o, its in zip(read, bare, strict=True) if its == mine) for name in seen}
-        )
-        if mine
-        else ""
-        for mine in bare
-    ]
+    found = []
+    for mine in bare:
+        alike = [one for one, its in zip(read, bare, strict=True) if its == mine]
+        found.append(json.dumps(mine | {name: any(map(itemgetter(name), alike)) for name in seen}) if mine else "")
+    return found
 
 
 def _rule_of(text: str) -> LossWeight:

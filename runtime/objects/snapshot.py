@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from operator import is_
+from itertools import compress
+from operator import call, is_
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -197,8 +198,7 @@ class Snapshot:
 
     def _filled(self) -> list[_Held]:
         """Return what was not empty, or is no longer so."""
-        empty = zip(self._containers, self._empty, strict=True) if any(self._containers) else ()
-        return self._held + [held() for container, held in empty if container]
+        return [*self._held, *map(call, compress(self._empty, self._containers))]
 
     def _enter(self, name: str, thing: Any) -> None:
         """Look into something, once."""

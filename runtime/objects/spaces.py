@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import _lru_cache_wrapper, cached_property, partial
 from itertools import chain
-from operator import delitem, setitem
+from operator import attrgetter, delitem, setitem
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
@@ -36,6 +36,7 @@ LONGEST = 1024
 """Entries of longer containers are not looked into."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = tuple(f"_global{name}" for name in HOOKS)
+_OF_GRADIENT = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 """Where a module of torch has what it holds."""
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -231,10 +232,10 @@ def is_hooked(module: nn.Module) -> bool:
     return any(vars(module)[key] for key in HOOKS)
 
 
-def hooks_on(weight: Tensor) -> list[Any]:
-    """Return the hooks on a weight: they are given its whole gradient."""
-    of_sum = getattr(weight, "_post_accumulate_grad_hooks", None)
-    return [*(weight._backward_hooks or {}).values(), *(of_sum or {}).values()]
+def hooks_on(*weights: Tensor) -> list[Any]:
+    """Return the hooks on weights: they are given whole gradients."""
+    held = filter(None, chain.from_iterable(map(_OF_GRADIENT, weights)))
+    return [*chain.from_iterable(map(dict.values, held))]
 
 
 def is_of_torch(thing: Any) -> bool:
@@ -246,9 +247,9 @@ def is_of_torch(thing: Any) -> bool:
             is_no_code = isinstance(held, PLAIN) or (type(held) in CONTAINERS and not held) or key in REGISTRIES
             if not is_no_code and not (type(held) is tuple and {*map(type, held)} <= {*PLAIN}):
                 return False
-    of_all = [getattr(global_hooks, name).values() for name in HOOKS_OF_ALL]
-    hooks = chain.from_iterable([*map(hooks_on, thing.parameters()), *of_all])
-    return all(map(is_of_framework, {*map(type, thing.modules())})) and all(map(is_ours, hooks))
+    if any(map(vars(global_hooks).__getitem__, HOOKS_OF_ALL)) or not all(map(is_ours, hooks_on(*thing.parameters()))):
+        return False
+    return all(map(is_of_framework, {*map(type, thing.modules())}))
 
 
 def defaults_of(function: FunctionType) -> tuple[Any, ...]:

@@ -99,9 +99,11 @@ class BlockDraws(TorchFunctionMode):
             self._step = unit.step
             self._calls.clear()
         self._number, self._seed, self._count = number, self._masks.key(f"block {number}"), 0
-        with SeededGenerators(self._seed, self._device) as seeded, self:
-            yield
-            if number not in self.drawn and seeded.have_moved():
+        with SeededGenerators(self._seed, self._device):
+            first = () if number in self.drawn else generator_states(self._device)
+            with self:
+                yield
+            if first and not all(map(torch.equal, first, generator_states(self._device))):
                 self.drawn.add(number)
 
     @contextmanager

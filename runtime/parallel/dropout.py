@@ -149,9 +149,9 @@ class Masks:
 
     def key(self, name: str) -> int:
         """Return a word for the whole unit, told from others by its first sample, for what is drawn under a name."""
-        unit = self.unit
-        assert unit is not None
-        return _word(f"unit {self.seed} {unit.step} {unit.samples.start} {name}")
+        drawing = self._drawing
+        assert drawing is not None
+        return _word(f"unit {self.seed} {drawing.unit.step} {drawing.unit.samples.start} {name}")
 
     def words_of_part(
         self, site: str, draw: Callable[..., Tensor], shape: Sequence[int], cut: Group | None, sliced: Group | None

@@ -64,7 +64,7 @@ class Cargo:
     def of_stage(self, stage: int) -> list[Parcel]:
         """Return what every block leaves for the next as far as a stage has to do with it."""
         others = {name for name, holders in self._holders.items() if stage not in holders}
-        return [_without(parcel, others) for parcel in self._parcels]
+        return [_without(parcel, others) for parcel in self._parcels] if others else [*self._parcels]
 
     def specs(self, value: Value) -> tuple[TensorSpec, ...]:
         """Return the specs of the tensors of a value that travels."""
@@ -77,7 +77,7 @@ class Cargo:
         if value.kind in SKIPS:
             return (row.place(self._skips[value.number % MAX_SKIPS]),)
         left = self._left[value.stage]
-        places = (*range(left.width), *map(row.place, left.names))
+        places = (*range(len(left.output.tensors)), *map(row.place, dict(left.riders)))
         return tuple(compress(places, self._goes[value.stage][value.kind is Kind.OUTPUT]))
 
 
@@ -123,7 +123,8 @@ class TakenSkips:
 
 
 def _without(parcel: Parcel, names: Mapping[str, object] | set[str]) -> Parcel:
-    return replace(parcel, riders=tuple([rider for rider in parcel.riders if rider[0] not in names]))
+    left = tuple([rider for rider in parcel.riders if rider[0] not in names]) if parcel.riders else ()
+    return replace(parcel, riders=left) if len(left) < len(parcel.riders) else parcel
 
 
 def require_planned_skips(

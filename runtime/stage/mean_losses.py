@@ -128,7 +128,7 @@ class WeighedLoss:
     @property
     def rule(self) -> LossWeight | None:
         """What a microbatch weighs; None: nobody knows, or somebody has changed what it goes by."""
-        return None if any(examined.rule is None for examined in self.examined) else self._weight
+        return None if None in [examined.rule for examined in self.examined] else self._weight
 
     @property
     def of_each(self) -> list[float | None]:

@@ -97,27 +97,30 @@ def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) ->
     before = Changed()
 
     def begin(*_: object) -> None:
-        before.update([(name, _state(parameter)) for name, parameter in block.named_parameters()])
+        before.update(_states(block))
 
     def end(*_: object) -> None:
-        for name, parameter in block.named_parameters():
-            now = _state(parameter)
+        for name, now in _states(block).items():
             if name in before and now != before[name]:
                 known = changed.setdefault(f"{number}.{name}", now)
-                if why := _why_lost(model, parameter) or _why_apart(model, known, now):
+                if why := _why_lost(model, block.get_parameter(name)) or _why_apart(model, known, now):
                     _refuse(number, block, name, why)
 
     return [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
 
 
-def _state(parameter: Tensor) -> State:
-    """Return what tells that numbers have changed; a clamp that has nothing to do moves the version counter only."""
-    if isinstance(parameter, DTensor):
-        return parameter._version, 0.0, 0.0
+def _states(block: nn.Module) -> dict[str, State]:
+    """Return what tells that weights have changed; a clamp that has nothing to do moves the version counter only."""
+    found: dict[str, State] = {}
     with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around the block have nothing to do with it
-        plain = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-        numbers = plain.detach().double().nan_to_num()
-        return parameter.data_ptr(), float(numbers.sum()), float(numbers.square().sum())
+        for name, weight in block.named_parameters():
+            if isinstance(weight, DTensor):
+                found[name] = weight._version, 0.0, 0.0
+                continue
+            plain = torch.view_as_real(weight) if weight.is_complex() else weight
+            numbers = plain.detach().double().nan_to_num()
+            found[name] = weight.data_ptr(), float(numbers.sum()), float(numbers.square().sum())
+    return found
 
 
 def _refuse(number: str, block: nn.Module, name: str, why: str) -> None:

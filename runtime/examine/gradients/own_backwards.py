@@ -14,7 +14,7 @@ import sys
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -69,6 +69,7 @@ def is_known(thing: Any) -> bool:
     return _is_known_module(str(getattr(thing, "__module__", None) or ""))
 
 
+@cache
 def _is_known_module(name: str) -> bool:
     return name.partition(".")[0] in _KNOWN_BY_NAME and not name.startswith(_OF_OTHERS)
 
@@ -78,7 +79,7 @@ def hooks_of(block: nn.Module) -> list[Any]:
     found = [*global_hooks._global_backward_hooks.values(), *global_hooks._global_backward_pre_hooks.values()]
     for module in block.modules():
         found += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        found += [hook for weight in module.parameters(recurse=False) for hook in hooks_on(weight)]
+    found += hooks_on(*block.parameters())
     return [hook for hook in found if not is_known(getattr(hook, "func", hook))]
 
 
@@ -208,8 +209,7 @@ class Shape:
         return is_same
 
     def _hooks_of_user(self) -> list[Any]:
-        of_weights = [held for weight in self._weights for of in (_OF_GRADIENT, _OF_SUM) if (held := of(weight))]
-        found = [hook for held in (*self._hooks, *of_weights) for hook in held.values()]
+        found = [*chain.from_iterable(map(dict.values, self._hooks)), *hooks_on(*self._weights)]
         return [hook for hook in found if not is_known(getattr(hook, "func", hook))]
 
 

@@ -134,7 +134,7 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
     """
     taken = {value.number for value in state.flows.taken(instruction, Kind.SKIP)}
     made = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP)
-    own = (value for value in made if value.kind is Kind.OUTPUT or value.number not in taken)
+    own = [value for value in made if value.kind is Kind.OUTPUT or value.number not in taken]
     return [state.cells.of(value) for value in own if not state.flows.is_sent(value)]
 
 
@@ -145,10 +145,10 @@ def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Calla
     is taken of a skip may be in such a buffer too, when an earlier stage of this rank has handed it on.
     """
     differentiable = DIFFERENTIABLE
-    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
     stage, constant = instruction.stage, state.boundaries.constant
     if not state.host.moves(kept):
         return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t
+    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
     in_buffer = any(value.kind is Kind.SKIP or state.cells.of(value).receive is not None for value in taken)
 
     def own_leaf(tensor: Tensor) -> Tensor:
@@ -202,9 +202,11 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None:
     """Return the skips that a stage is given; None where it is given none."""
     arriving = state.forwards[instruction.stage].arriving
-    parts = parts_of(state, state.flows.taken(instruction, Kind.SKIP), arriving)
-    found = [place for _, places in parts for place in places]
-    return TakenSkips(instruction.stage, arriving, found) if found else None
+    taken = state.flows.taken(instruction, Kind.SKIP)
+    if not taken:
+        return None
+    found = [place for _, places in parts_of(state, taken, arriving) for place in places]
+    return TakenSkips(instruction.stage, arriving, found)
 
 
 def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
@@ -226,7 +228,8 @@ def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[]
 
 def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts:
     """Return which places values have in the row of a parcel."""
-    return [(value, state.cargo.places(value, row)) for value in values]
+    places = state.cargo.places
+    return [(value, places(value, row)) for value in values]
 
 
 def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras] | None:

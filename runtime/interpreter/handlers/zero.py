@@ -46,9 +46,9 @@ def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGat
 
 
 def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction, call: Call) -> Call:
-    """Return `call` so that the full weights and gradients that its computation works on are resident before it."""
+    """Return a computation so that the full weights and gradients that it works on are resident before it."""
     weights, reducer = state.weights, state.gradients.reducer
-    if not weights or not instruction.computes:
+    if not weights:
         return call
     wait, first = partial(state.waits.wait, index=index), list[Call]()
     for side in instruction.sides:

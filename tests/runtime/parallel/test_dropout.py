@@ -154,7 +154,7 @@ def test_parts_of_samples_and_tokens_have_their_parts_of_the_mask() -> None:
 def member(index: int, size: int) -> Group:
     """One of several ranks, of which the others never speak."""
     group = SelfGroup(0, torch.device("cpu"))
-    group.ranks, group.index = tuple(range(size)), index
+    group.ranks, group.size, group.index = tuple(range(size)), size, index
     return group
 
 
