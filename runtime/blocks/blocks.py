@@ -87,6 +87,8 @@ class Parcel:
     """Whether the block differentiates in its forward what it is given, and has to be run with a graph."""
     state: tuple[State, ...] = field(default=(), repr=False)
     """What the block changes, of which ranks may have run some before, where shapes are found without data."""
+    besides: tuple[tuple[int | str, str], ...] = ()
+    """What tensors are behind it besides numbers, in words: those of its output, by number, extras and riders."""
 
     @property
     def width(self) -> int:
@@ -217,7 +219,7 @@ def meta_twins(module: nn.Module) -> dict[int, Any]:
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     for parameter in module.parameters():
         twin = twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        twin.__dict__.update(vars(parameter))
+        twin.__dict__.update({name: its for name, its in vars(parameter).items() if not name.startswith("_quintsched")})
     return twins
 
 

@@ -23,7 +23,7 @@ from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extr
 from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .quick_shapes import QuickShapes
-from .trees import TensorSpec, TreeSpec, tensors_of
+from .trees import TensorSpec, TreeSpec, attribute_of, tensors_of
 from .untouched import Result, as_leaves, attributes_untouched, run_block
 
 _ONLY_TENSORS = "only tensors ride along: encode it as one, as the number of a task, for each sample"
@@ -80,7 +80,7 @@ def trace_shapes(
             _require_tensor(number, module, tensor, f"sends {name!r} along, {{}}; {_ONLY_TENSORS}")
             riders[name] = _Ride(tensor, number, number)
         is_resident = watch.holds([*tensors_of(given), *fresh.values()])
-        left.append(Parcel(spec, (), has_loss, is_resident, (), records, state))
+        left.append(Parcel(spec, (), has_loss, is_resident, (), records, state, _besides(given, fresh, beside)))
     for name, ride in riders.items():
         if ride.until == ride.since:
             raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
@@ -238,6 +238,22 @@ def lengthened(left: TreeSpec, tokens: Sequence[int], times: int) -> TreeSpec:
         return TensorSpec((*spec.shape[:dim], spec.shape[dim] * times, *spec.shape[dim + 1 :]), spec.dtype)
 
     return TreeSpec(left.tree, tuple(map(longer, left.tensors)))
+
+
+def _besides(
+    given: object, fresh: Mapping[str, Tensor], extras: Mapping[str, Any]
+) -> tuple[tuple[int | str, str], ...]:
+    """Return what tensors of an output, riders and extras are besides numbers, in words."""
+    found = list[tuple[int | str, str]]()
+    rows: tuple[tuple[int | str, object], ...] = (*enumerate(tensors_of(given)), *fresh.items(), *extras.items())
+    for name, tensor in ((name, tensor) for name, tree in rows for tensor in tensors_of(tree)):
+        if type(tensor).__module__.partition(".")[0] != "torch":
+            found.append((name, f"is a {type(tensor).__name__}"))
+        if (attribute := attribute_of(tensor)) is not None:
+            found.append((name, f"has an attribute {attribute!r}"))
+        if name in extras and tensor.requires_grad:
+            found.append((name, "requires a gradient"))
+    return tuple(found)
 
 
 def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:

@@ -23,7 +23,7 @@ from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
@@ -230,6 +230,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     """Return a tree like this one, with what a function makes of its tensors."""
     found, tensors = flatten(tree)
     return found.build([function(tensor) for tensor in tensors])
+
+
+def attribute_of(tensor: Tensor) -> str | None:
+    """Return the name of an attribute that code has put on a tensor, if there is one; weights keep theirs."""
+    names = () if isinstance(tensor, nn.Parameter) else vars(tensor)
+    return next((name for name in names if not name.startswith("_dynamo")), None)
 
 
 def merged(trees: Sequence[Tree]) -> Tree | None:

@@ -21,6 +21,7 @@ from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.trees import DIFFERENTIABLE, TensorSpec, Tree
+from .stage_forward import chains_of
 
 
 class Cargo:
@@ -149,6 +150,24 @@ def require_planned_skips(
                 f"the plan's skip {name!r} goes from stage {planned[0]} to {', '.join(map(str, planned[1:]))}; in the "
                 f"model stage {found[0]} makes it {others}: compile the plan {wanted}"
             )
+
+
+def require_numbers_alone(
+    plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel], blocks: list[nn.Module]
+) -> None:
+    """Raise `MisfitError` where tensors are more than numbers behind a stage, or behind blocks that are recomputed."""
+    for stage, numbers in enumerate(cuts):
+        for chain, is_dropped in chains_of(numbers, plan.layout.recompute_every(stage)) if numbers else ():
+            is_left = is_dropped or chain[-1] + 1 == numbers.stop
+            for what, besides in parcels[chain[-1]].besides if is_left else ():
+                later = blocks[numbers.stop :]
+                if is_dropped or any(isinstance(what, int) or accepted_extras(block)(what) for block in later):
+                    name = repr(what) if isinstance(what, str) else "what it leaves"
+                    raise MisfitError(
+                        f"behind block {chain[-1]} ({type(blocks[chain[-1]]).__name__}), {name} {besides}, which does "
+                        "not go on to other stages, or from blocks that are recomputed; let each block find it by "
+                        "itself, or pass it on as an output: return y, level; classes return y.as_subclass(Tensor)"
+                    )
 
 
 def _stages_of(name: str, cuts: Sequence[range], parcels: Sequence[Parcel], blocks: list[nn.Module]) -> Iterator[int]:

@@ -210,7 +210,7 @@ class StageForward:
                 made = self._final = Whole(made)
             return made, partial(_buffers, [module for _, module in modules]) if dropped else None
 
-        self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
+        self._chains = [chain(some, dropped) for some, dropped in chains_of(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
         """What runs the stage, where nothing of it is recomputed."""
         self.plain: Run | None = getattr(self.whole, "plain", None)
@@ -254,7 +254,7 @@ def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
     return (buffer for module in modules for buffer in module.buffers())
 
 
-def _cut(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:
+def chains_of(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:
     """Cut a stage's blocks into chains; return which of them drop their activations."""
     if every <= 1:
         return [(list(numbers), every == 1)]

@@ -31,7 +31,7 @@ from ..comm.control import is_same
 from ..examine.microbatch_state import changed_line, replicas_line, state_named, state_of_replicas
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, Sizes, sizes_of
-from ..stage.cargo import Cargo, require_planned_skips
+from ..stage.cargo import Cargo, require_numbers_alone, require_planned_skips
 from ..stage.in_place_copies import require_own_memory
 from ..stage.rank_model import RankModel
 from .header import Announcer
@@ -176,6 +176,7 @@ class StepSettler:
         blocks = list(map(on_meta, model.outlines))
         require_planned_skips(plan, model.cuts, parcels, blocks)
         require_own_memory(model.cuts, parcels, blocks)
+        require_numbers_alone(plan, model.cuts, parcels, blocks)
         model.shared_state.require_one_stage(parcels)
         if self._latest is None:
             self._look_at_state(plan, spec, batch, parcels)

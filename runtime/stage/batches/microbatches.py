@@ -22,7 +22,17 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, map_tensors, require_known
+from ...blocks.trees import (
+    PLAIN,
+    Tensors,
+    TensorSpec,
+    Tree,
+    TreeSpec,
+    attribute_of,
+    flatten,
+    map_tensors,
+    require_known,
+)
 from ...parallel.context.context import WHOLE, SequenceShard
 from ..stage_forward import Extras
 
@@ -267,6 +277,11 @@ class BatchCutter:
             raise MisfitError(f"{name} is a tensor of layout {tensor.layout}, which cannot be cut; give a dense one")
         if tensor.is_meta:
             raise MisfitError(f"{name}, which this rank needs, is a tensor on the meta device, which has no numbers")
+        if tensor.__dict__ and (attribute := attribute_of(tensor)) is not None:
+            raise MisfitError(
+                f"{name} has an attribute {attribute!r}, which microbatches of it have not; give it by itself: "
+                f"engine.step(…, {attribute}=…), which blocks take by name, or for the loss, targets=(y, {attribute})"
+            )
         dtype = self._dtype if name.startswith("inputs") and tensor.is_floating_point() else None
         rows = tensor.shape[0] if tensor.dim() else None
         may_be_for_all = name not in ("inputs", "targets") and rows in (None, 1)

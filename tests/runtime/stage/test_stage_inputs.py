@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import quintsched as qs
+from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 
@@ -64,22 +65,91 @@ def train(
     given: Callable[[int], tuple[Tensor, Tensor]] = batch,
     around: Around = nullcontext,
     schedule: str = "1f1b",
-    steps: int = STEPS + 1,
+    stages: int = 2,
+    recompute: int = 0,
     **extras: Tensor,
 ) -> list[list[float]]:
-    models = [blocks(), blocks()]
+    models = [blocks() for _ in range(stages)]
+    plan = qs.compile(schedule, mesh=f"pp={stages}", microbatches=2, recompute=recompute)
 
     def run(transport: Transport) -> list[float]:
-        plan, losses = qs.compile(schedule, mesh="pp=2", microbatches=2), []
+        losses, beside = [], {name: extra.clone() for name, extra in extras.items()}
         engine = Engine(plan, models[transport.rank], F.cross_entropy, sgd, transport=transport)
-        for step in range(steps):
+        for step in range(STEPS + 1):
             with around():
-                losses.append(
-                    engine.step(*given(step), **{name: one.clone() for name, one in extras.items()}).loss.item()
-                )
+                losses.append(engine.step(*given(step), **beside).loss.item())
         return losses
 
-    return run_local(2, run)
+    return run_local(stages, run)
+
+
+class Marks(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Any = super().forward(x)
+        made.level = 1
+        return made
+
+
+class SeesMarks(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        return made * getattr(x, "level", 0.6)
+
+
+class Tagged(Tensor):
+    pass
+
+
+class Tags(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).as_subclass(Tagged)
+
+
+class Caches(Layer):
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        if not hasattr(mask, "bias"):
+            mask.bias = self.fc(mask)
+        made: Tensor = super().forward(x)
+        return made + mask.bias
+
+
+class Differentiates(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        return made * mask.requires_grad_()
+
+
+REFUSED = {
+    "attribute": (Marks, "what it leaves has an attribute 'level'.*return y, level"),
+    "class": (Tags, r"what it leaves is a Tagged.*y.as_subclass\(Tensor\)"),
+    "extra": (Caches, "'mask' has an attribute 'bias'.*let each block find it"),
+    "gradient": (Differentiates, "'mask' requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize(("kind", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_else_tensors_have_is_refused(kind: Any, words: str, recompute: int) -> None:
+    extras = {"mask": torch.ones(8, WIDTH).double()} if kind in (Caches, Differentiates) else {}
+    with pytest.raises(MisfitError, match=words):
+        train(lambda: [kind() for _ in range(3)], stages=2 - recompute, recompute=recompute, **extras)
+
+
+def test_attributes_may_be_seen_within_a_stage() -> None:
+    expected = train_alone(model(Layer, Layer, Marks, SeesMarks))
+    for stages in (1, 2):
+        for found in train(lambda: list(model(Layer, Layer, Marks, SeesMarks)), stages=stages):
+            assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_batches_have_no_attributes() -> None:
+    def marked(step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch(step)
+        inputs.level = 2  # type: ignore[attr-defined]
+        return inputs, targets
+
+    with pytest.raises(MisfitError, match=r"inputs has an attribute 'level'.*engine.step\(…, level=…\)"):
+        train(lambda: list(model(Layer)), marked)
 
 
 class Scales(TorchFunctionMode):
