@@ -113,7 +113,7 @@ BUDGET = {
     "saving": 3430,
     "examine": 3503,
     "comm": 2692,
-    "interpreter": 2530,
+    "interpreter": 2520,
     "splitting": 2450,
     "stage": 2043,
     "watch": 1830,

@@ -33,8 +33,9 @@ class ProgramFlow:
         sides = [side for whole in self.program if whole.computes for side in whole.sides]
         self._last_backwards = frozenset({i.stage: i for i in sides if isinstance(i, ENDS_BACKWARD)}.values())
         self._last_of_inputs = frozenset({i.stage: i for i in sides if isinstance(i, Bwd | BwdInput)}.values())
-        self._flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
-        self._flow_of = dict(zip(self.program, self._flows, strict=True)) | self._flows_of_sides()
+        self.flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
+        """What each instruction of the program takes and makes."""
+        self._flow_of = dict(zip(self.program, self.flows, strict=True)) | self._flows_of_sides()
         self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
 
     def _flows_of_sides(self) -> dict[Instruction, Flow]:
@@ -49,10 +50,6 @@ class ProgramFlow:
     def place(self) -> str:
         """Which rank it is, and where in the mesh, in words."""
         return rank_in_words(self.plan.mesh, self.rank)
-
-    def all(self) -> list[Flow]:
-        """Return what each instruction of the program takes and makes."""
-        return self._flows
 
     def taken(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
         """Return the values of these kinds that an instruction takes away."""

@@ -63,8 +63,7 @@ def plan_receives(
     """
     lifetimes = receive_lifetimes(flow_of.plan, rule).of_rank(flow_of.plan.columns, flow_of.pp_rank)
     indices, first, last = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
-    flows = flow_of.all()
-    values = [flows[index].produces[0] for index in indices]
+    values = [flow_of.flows[index].produces[0] for index in indices]
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for entry, value in enumerate(values):
         for kind in kinds_of(value):
@@ -86,7 +85,7 @@ def message_rule(state: MessageState) -> MessageRule:
     """Return when messages are posted on the rank's transport, and what is awaited."""
 
     def ahead(value: Value) -> int:
-        return max(AHEAD, AHEAD_BYTES // max(sum([spec.nbytes for spec in state.cargo.specs(value)]), 1))
+        return max(AHEAD, AHEAD_BYTES // max(sum([spec.nbytes for spec in state.shape.cargo.specs(value)]), 1))
 
     return MessageRule(ahead if state.transport.profile == "tagged" else None, state.max_sends)
 
@@ -104,7 +103,7 @@ def unit_of(value: Value) -> int:
 
 def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
     """Return the calls that post the receives, in the order in which they are issued."""
-    specs_of = state.cargo.specs
+    specs_of = state.shape.cargo.specs
     postings = plan_receives(state.flows, message_rule(state), specs_of)
     specs = {spec for posting in postings for spec in specs_of(posting.value)}
     kinds = {spec: number for number, spec in enumerate(sorted(specs, key=lambda spec: (-spec.nbytes, str(spec))))}
@@ -151,7 +150,7 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
     An activation is released by who takes the gradient that belongs to it. Any other is released where the next send
     needs its slot, before that is issued, or when the next step begins.
     """
-    flows, plan = state.flows.all(), state.flows.plan
+    flows, plan = state.flows.flows, state.flows.plan
     lifetimes = send_lifetimes(plan, message_rule(state)).of_rank(plan.columns, state.flows.pp_rank)
     releases, sends = [], []
     columns = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
@@ -215,7 +214,7 @@ def _marks(state: MessageState, value: Value, index: int) -> list[tuple[int, Lab
 
     No other value has the same tags.
     """
-    plan, cargo, unit, kind = state.flows.plan, state.cargo, unit_of(value), value.kind
+    plan, cargo, unit, kind = state.flows.plan, state.shape.cargo, unit_of(value), value.kind
     lane, place = int(kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), 0
     if kind in SKIPS:
         place = value.number % MAX_SKIPS

@@ -304,7 +304,7 @@ class PlanRunner:
             )
         key = id(plan), shape.structure
         found = self._bound.get(key, lambda: self._bind(plan, shape))
-        if outgrows(shape.cargo, found.state.messages.cargo):
+        if outgrows(shape.cargo, found.state.messages.shape.cargo):
             self._bound.forget(key)
             found = self._bound.get(key, lambda: self._bind(plan, shape))
         self.interpreters[plan.mode], self._same = found, (plan, units, found)

@@ -33,7 +33,6 @@ from ..settings.run_settings import RunSettings
 from ..stage.batches.data_marks import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.boundary_gradients import BoundaryGradients
-from ..stage.cargo import Cargo
 from ..stage.mean_losses import WeighedLoss
 from ..stage.stage_forward import Outputs, StageForward
 from ..stage.weighed_metrics import WeighedMetric
@@ -160,11 +159,6 @@ class ComputeState:
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)
 
-    @property
-    def cargo(self) -> Cargo:
-        """What travels, of the units that the program was bound for."""
-        return self.shape.cargo
-
 
 class BoundReceive(NamedTuple):
     """What posts a receive into its buffers, for units of a shape, as long as no buffer grows."""
@@ -192,11 +186,6 @@ class MessageState:
     buffers: ReceiveBuffers
     bound: dict[int, BoundReceive] = field(default_factory=dict)
     """The receives that are bound, by their places in the program."""
-
-    @property
-    def cargo(self) -> Cargo:
-        """What travels, of the units that the program was bound for."""
-        return self.shape.cargo
 
 
 @dataclass

@@ -228,7 +228,7 @@ def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[]
 
 def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts:
     """Return which places values have in the row of a parcel."""
-    places = state.cargo.places
+    places = state.shape.cargo.places
     return [(value, places(value, row)) for value in values]
 
 

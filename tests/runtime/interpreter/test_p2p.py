@@ -43,7 +43,7 @@ def test_receives_are_posted_in_time_and_in_order(
 ) -> None:
     plan = qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
     for rank, program in enumerate(plan.programs):
-        flows = ProgramFlow(plan, rank).all()
+        flows = ProgramFlow(plan, rank).flows
         postings = plan_receives(ProgramFlow(plan, rank), MessageRule(ahead))
         places = {flows[index].produces[0]: index for index, i in enumerate(program) if isinstance(i, Recv)}
         assert {p.value for p in postings} == set(places)

@@ -31,7 +31,7 @@ def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
         _, counted = engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))
         costs = engine.saved_costs(counted)
         state = engine._runner.interpreters["train"].state
-        (spec,) = state.messages.cargo.specs(Value(Kind.OUTPUT, 0, 0))
+        (spec,) = state.messages.shape.cargo.specs(Value(Kind.OUTPUT, 0, 0))
         return costs.activation[1], spec.shape
 
     return run_local(qs.Mesh.parse(mesh).size, run)[0]
