@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extr
 from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .quick_shapes import QuickShapes
-from .trees import TensorSpec, TreeSpec, attribute_of, tensors_of
+from .trees import DIFFERENTIABLE, Tensors, TensorSpec, TreeSpec, attribute_of, tensors_of
 from .untouched import Result, as_leaves, attributes_untouched, run_block
 
 _ONLY_TENSORS = "only tensors ride along: encode it as one, as the number of a task, for each sample"
@@ -94,36 +94,47 @@ def trace_shapes(
     ]
 
 
-def requires_gradients(
+class Graphs(NamedTuple):
+    """The tensors that blocks leave, with graphs: of their output, and those that ride along; all their parameters."""
+
+    output: Tensors
+    riders: dict[str, Tensor]
+    weights: list[Tensor]
+
+
+def trace_graphs(
     blocks: Blocks,
-    trained: Sequence[bool],
+    trained: Sequence[bool] | None,
     inputs: TreeSpec,
     extras: Mapping[str, TreeSpec],
     dtype: torch.dtype | None = None,
-) -> bool:
-    """Whether what blocks leave requires a gradient, where some of their parameters, in their order, are trained.
+) -> Graphs | None:
+    """Return what blocks leave on the meta device, where some of their parameters, in their order, are trained, or all.
 
-    True where nobody can tell, since they cannot run without data. A block that leaves nothing that does, whatever it
-    is given, as parts of split models on the meta device, is taken to do what layers do.
+    None where nobody can tell, since they cannot run without data. A block that leaves nothing that requires gradients,
+    whatever it is given, as a layer that looks at numbers, is taken to do what layers do; where all are trained, nobody
+    can tell what comes through it.
     """
-    given, riders, flags = inputs.empty("meta"), dict[str, Tensor](), iter(trained)
-    beside = {name: spec.empty("meta") for name, spec in extras.items()}
+    given, riders, flags = inputs.empty("meta"), dict[str, Tensor](), iter(trained or ())
+    beside, weights = {name: spec.empty("meta") for name, spec in extras.items()}, list[Tensor]()
     try:
         for number, block in enumerate(blocks):
             module = on_meta(block)
             taken = _taken(number, module, beside, {name: _Ride(t, number, number) for name, t in riders.items()})
-            own = [next(flags) for _ in module.parameters()]
-            left, fresh = _leave(module, own, given, taken, dtype)
+            own = [p.dtype in DIFFERENTIABLE if trained is None else next(flags) for p in module.parameters()]
+            left, fresh, its = _leave(module, own, given, taken, dtype)
             if not _require_gradients(left, fresh):
                 could = _leave(module, [True] * len(own), as_leaves(given), as_leaves(taken), dtype)
                 has_hooks = any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())
-                is_blind = not _require_gradients(*could)
+                is_blind = not _require_gradients(*could[:2])
                 if is_blind and (any(own) or _require_gradients(given, taken) or has_hooks):
+                    if trained is None:
+                        return None
                     left, fresh = as_leaves(left), as_leaves(fresh)
-            given, riders = left, riders | fresh
+            given, riders, weights = left, riders | fresh, weights + its
     except Exception:
-        return True
-    return _require_gradients(given, riders)
+        return None
+    return Graphs(tensors_of(given), riders, weights)
 
 
 def _require_gradients(given: Any, beside: Mapping[str, Any]) -> bool:
@@ -132,15 +143,16 @@ def _require_gradients(given: Any, beside: Mapping[str, Any]) -> bool:
 
 def _leave(
     module: nn.Module, trained: Sequence[bool], given: Any, taken: Mapping[str, Any], dtype: torch.dtype | None
-) -> tuple[Any, dict[str, Tensor]]:
-    """Return what a block leaves on the meta device, and what rides along, with graphs."""
-    bare = before_fully_shard(module)
-    weights = {name: tensor.detach().to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
-    for (name, _), flag in zip(module.named_parameters(), trained, strict=True):
-        weights[name].requires_grad_(flag)
+) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
+    """Return what a block leaves on the meta device, and what rides along, with graphs; and its parameters."""
+    bare, made = before_fully_shard(module), dict[int, Tensor]()
+    weights = {n: made.setdefault(id(t), t.detach().to("meta", kind)) for n, t, kind in typed(bare, dtype)}
+    own = [
+        weights[name].requires_grad_(flag) for (name, _), flag in zip(module.named_parameters(), trained, strict=True)
+    ]
     with draws_undone(), attributes_untouched(module), torch.enable_grad():
         left, fresh, _ = split_result(_run(bare, weights, given, taken))
-    return left, fresh
+    return left, fresh, own
 
 
 def changed_by(before: Snapshot) -> Iterator[State]:

@@ -274,7 +274,7 @@ class PlanRunner:
         current.outputs = {} if wants_outputs else None
         model.follow(alike=step.units.alike)
         if trains:
-            model.boundaries.begin_step(step.units.first_spec)
+            model.boundaries.begin_step(step.units.first_spec, is_first=not self._samples_before, is_last=last)
         self._transport.stamp.begin(self.steps.total + 1)
         self._state.gradients.reducer.follow(state.flows.program)
 

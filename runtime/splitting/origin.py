@@ -20,7 +20,7 @@ from .adapters import routers, transformers
 from .adapters.attention import Sight
 from .experiments import Found
 from .flow import HIDDEN, Call, SpanWalk, Stop, replaced
-from .weightless_model import Frame
+from .weightless_model import Frame, in_graph
 
 
 class Origin:
@@ -277,7 +277,7 @@ def _with_hidden(call: Call, hidden: Tensor) -> Call:
 def computable(leaf: Any) -> Any:
     """Return a leaf that can be computed with: ones for a tensor of the meta device, where only shapes matter."""
     is_meta = isinstance(leaf, Tensor) and leaf.is_meta
-    return torch.ones(leaf.shape, dtype=leaf.dtype) if is_meta else leaf
+    return in_graph(torch.ones(leaf.shape, dtype=leaf.dtype), leaf) if is_meta else leaf
 
 
 def as_meta(tree: Any) -> Any:

@@ -174,6 +174,7 @@ class Segment(nn.Module):
         self._settle(is_meta=like.is_meta)
         riders = {rider.name: extras[rider.name] for rider in origin.flow.riders if extras.get(rider.name) is not None}
         walk = _SegmentWalk(self, computable(like).device, None if span.is_first else computable(given), riders)
+        walk.records = like.is_meta and torch.is_grad_enabled()
         if origin.has_routers and span.is_last:
             walk.logits = {call: computable(extras.get(routers.rider(call))) for call in range(len(origin.flow.calls))}
         asked = {routers.ASKS: True} if walk.logits is not None else {}
@@ -263,6 +264,8 @@ class _SegmentWalk(SpanWalk):
             self._require_own(
                 name, [name for slot, *_ in self._block._place.slots if f"{name}.".startswith(f"{slot}.")]
             )
+            if self.records and self.calls in self.span.phases:
+                module = self._block.get_submodule(name)
         return super().beside(module, args, kwargs)
 
     def _require_own(self, name: str, own: Collection[str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from quintsched.errors import MisfitError
 
@@ -154,7 +154,10 @@ class Walk:
     Attributes:
         calls: how many calls of layers there were.
         inside: whether a module beside runs, in which nothing is replaced.
+        records: whether stand-ins are to have the graphs of what they stand for.
     """
+
+    records = False
 
     def __init__(self, frame: Frame, device: torch.device) -> None:
         self.frame, self.device = frame, device
@@ -189,24 +192,36 @@ class Walk:
     def on_meta(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module on the meta device."""
         given, name = tree_map_only(Tensor, lambda leaf: leaf.to("meta"), (args, kwargs)), type(module).__name__
+        if self.records:
+            return module(*given[0], **given[1])
         return run_alone(lambda call: module(*call[0], **call[1]), given, name)[0]
 
     def filled(self, tree: Any) -> Any:
         """Return a tree of tensors like those of `tree`, on the walk's device."""
-        return tree_map(lambda leaf: self.fill(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+        return tree_map_only(Tensor, lambda leaf: in_graph(self.fill(leaf), leaf), tree)
 
     def fill(self, like: Tensor) -> Tensor:
         """Return what stands for a tensor whose numbers are not known."""
-        if like.is_floating_point() or like.is_complex():
-            return torch.full(like.shape, torch.nan, dtype=like.dtype, device=self.device)
-        return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+        number = torch.nan if like.is_floating_point() or like.is_complex() else 0
+        return torch.full(like.shape, number, dtype=like.dtype, device=self.device)
 
     def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
         """Return what stands for a weight that code uses without calling the module that has it."""
-        return self.fill(parameter)
+        return in_graph(self.fill(parameter), parameter) if self.records else self.fill(parameter)
 
     def note_read(self, owner: nn.Module, name: str) -> None:
         """Note that code reads a buffer without calling the module that has it."""
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, tensor: Tensor) -> Tensor:
+        return stand_in.clone()
+
+
+def in_graph(stand_in: Tensor, tensor: Tensor) -> Tensor:
+    """Return what stands for a tensor, behind that in its graph: nobody runs a backward, but may look through it."""
+    return _StandIn.apply(stand_in, tensor) if tensor.requires_grad else stand_in  # type: ignore[no-untyped-call]
 
 
 def by_place_or_name(model: nn.Module, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

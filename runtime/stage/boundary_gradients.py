@@ -3,20 +3,23 @@
 stages before all frozen      x has requires_grad=False, as there: code may ask, reentrant checkpoints go by it
 a stage that detaches x       no gradient comes back in the whole step: refused, since those before would be stepped
                               with zeros, which decay and momenta apply, and in one process not at all
+one that uses h of (h, c)     refused as well, if weights get gradients through c alone; else the zeros change nothing
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from quintsched.errors import MisfitError
 
-from ..blocks.shapes import requires_gradients
+from ..blocks.blocks import Parcel
+from ..blocks.shapes import Graphs, trace_graphs
 from ..blocks.trees import TreeSpec
 
 
@@ -51,7 +54,7 @@ class BoundaryGradients:
 
     Attributes:
         constant: the stages whose inputs require no gradient in this step.
-        reached: those of which a backward of this step gave a gradient to its inputs.
+        reached: those of which backwards of this step gave gradients to all of their inputs.
     """
 
     def __init__(
@@ -71,12 +74,17 @@ class BoundaryGradients:
         }
         self._watched = {stage: _Watched((), -1) for stage in self._starts}
         self._known: dict[tuple[int, TreeSpec, tuple[bool, ...]], bool] = {}
+        self._missing: dict[int, set[int]] = {}
+        self._alone: dict[tuple[int, Given, frozenset[int]], dict[int, Sequence[int]]] = {}
         self.constant: set[int] = set()
         self.reached: set[int] = set()
 
-    def begin_step(self, given: Callable[[], Given | None]) -> None:
-        """Find out what is frozen in a step, whose units are `given` this."""
-        self.reached.clear()
+    def begin_step(self, given: Callable[[], Given | None], *, is_first: bool, is_last: bool) -> None:
+        """Find out what is frozen in a step, or one call of it, whose units are `given` this."""
+        self._given, self._is_last = given, is_last
+        if is_first:
+            self.reached.clear()
+            self._missing.clear()
         for stage, watched in self._watched.items():
             frozen = 0
             for reference in watched.parameters:
@@ -91,7 +99,7 @@ class BoundaryGradients:
         """Find out which parameters before a stage are trained, and whether its inputs require gradients."""
         before = self._before[stage]
         parameters = [reference() for reference in before]
-        flags = tuple(parameter is None or parameter.requires_grad for parameter in parameters)
+        flags = tuple(map(_is_trained, before))
         frozen = flags.index(True) if True in flags else len(flags)
         self._watched[stage] = _Watched(before[: frozen + 1], frozen)
         self.constant.discard(stage)
@@ -101,17 +109,78 @@ class BoundaryGradients:
     def _requires(self, stage: int, unit: Given, flags: tuple[bool, ...]) -> bool:
         key = stage, unit.inputs, flags
         if key not in self._known:
-            before = self._outlines[: self._starts[stage]]
-            self._known[key] = requires_gradients(before, flags, unit.inputs, dict(unit.extras), self._dtype)
+            graphs = self._trace(stage, unit, flags)
+            self._known[key] = graphs is None or any(t.requires_grad for t in (*graphs.output, *graphs.riders.values()))
         return self._known[key]
 
-    def require_reached(self, stage: int) -> None:
-        """Raise `MisfitError` where no backward of a step has given the inputs of a stage a gradient."""
-        if stage not in self.reached:
-            start = self._starts[stage]
-            raise MisfitError(
-                f"blocks from {start} on give no gradient to what they are given, as after `detach()`, `argmax` or "
-                "under no_grad: in one process the weights before them are not stepped then, and here they would be, "
-                f"with gradients of zero; freeze blocks 0 to {start - 1} while it is so: "
-                "parameter.requires_grad_(False)"
-            )
+    def _trace(self, stage: int, unit: Given, flags: Sequence[bool] | None = None) -> Graphs | None:
+        before = self._outlines[: self._starts[stage]]
+        return trace_graphs(before, flags, unit.inputs, dict(unit.extras), self._dtype)
+
+    def note(self, stage: int, given: Sequence[Tensor]) -> None:
+        """Note which inputs of a stage a backward has given gradients, where some had none so far."""
+        without = {place for place, tensor in enumerate(given) if tensor.grad is None and tensor.requires_grad}
+        self._missing[stage] = missing = self._missing.get(stage, without) & without
+        if not missing:
+            self.reached.add(stage)
+
+    def require_reached(self, stage: int, arriving: Parcel, parcels: Sequence[Parcel]) -> None:
+        """Raise `MisfitError` where no backward of a step gave inputs of a stage gradients that trained weights need.
+
+        `arriving` is what it is given, of what blocks leave, their `parcels`: some rides past it.
+        """
+        missing, unit = frozenset(self._missing.get(stage, ())), self._given()
+        if not (self._is_last and missing and unit is not None):
+            return
+        key = stage, unit, missing
+        if key not in self._alone:
+            self._alone[key] = self._only_through(stage, unit, missing, arriving, parcels)
+        for place, numbers in self._alone[key].items():
+            trained = [number for number in numbers if _is_trained(self._before[stage][number])]
+            if trained:
+                raise MisfitError(self._words(stage, arriving, place, trained))
+
+    def _only_through(
+        self, stage: int, unit: Given, missing: Collection[int], arriving: Parcel, parcels: Sequence[Parcel]
+    ) -> dict[int, Sequence[int]]:
+        """Return the numbers of the weights that get gradients through none but missing inputs, by the place of one."""
+        graphs = self._trace(stage, unit)
+        if graphs is None:
+            return {min(missing): range(len(self._before[stage]))}
+        names = [*arriving.names, *set(parcels[self._starts[stage] - 1].names).difference(arriving.names)]
+        row = [*graphs.output, *[graphs.riders[name] for name in names]]
+        others = _behind(tensor for place, tensor in enumerate(row) if place not in missing)
+        alone = dict[int, Sequence[int]]()
+        for place in missing:
+            found = {id(getattr(node, "variable", None)) for node in _behind([row[place]]) - others}
+            alone[place] = [number for number, weight in enumerate(graphs.weights) if id(weight) in found]
+        return alone
+
+    def _words(self, stage: int, arriving: Parcel, place: int, trained: Sequence[int]) -> str:
+        start = self._starts[stage]
+        path = [*arriving.output.tree.paths, *map(repr, arriving.names)][place]
+        before = enumerate(self._outlines[:start])
+        names = [f"{number}.{name}" for number, block in before for name, _ in block.named_parameters()]
+        needing = ", ".join(names[number] for number in trained[:4]) + ", …" * (len(trained) > 4)
+        return (
+            f"blocks from {start} on give no gradient to {f'{path} of ' if path else ''}what they are given, as after "
+            "`detach()`, `argmax` or under no_grad: in one process the weights before that get gradients through it "
+            f"({needing}) are not stepped then, and here they would be, with gradients of zero; freeze blocks 0 to "
+            f"{start - 1}, or these alone, while it is so: parameter.requires_grad_(False)"
+        )
+
+
+def _behind(tensors: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes of graphs that gradients of some tensors go through."""
+    todo, found = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [behind for behind, _ in node.next_functions if behind is not None]
+    return found
+
+
+def _is_trained(parameter: ref[nn.Parameter]) -> bool:
+    weight = parameter()
+    return weight is None or weight.requires_grad

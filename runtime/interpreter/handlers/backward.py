@@ -46,13 +46,14 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
 
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
-    backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
+    backward, conclude = _backward(state, index, instruction)
+    layout, stage = state.flows.plan.layout, instruction.stage
     comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
     last_backward = state.gradients.hooks.last_backward
     run: Call = partial(backward, None)
     if state.flows.is_last_backward(instruction) and not comes_twice:
         run = lambda: backward(last_backward(stage))  # noqa: E731
-    return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
+    return _in_turn(unless_empty(state, instruction, run, conclude), _adding_partial_sums(state, instruction))
 
 
 def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
@@ -103,7 +104,7 @@ def _in_turn(first: Call, second: Call | None) -> Call:
 
 def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> Call:
     """Find the gradient of the input; what the weights' gradients are made of is put off."""
-    backward = _backward(state, index, instruction)
+    backward, conclude = _backward(state, index, instruction)
     queue, pending = state.queues[instruction.stage], state.pending
     (made,) = state.flows.made(instruction, Kind.PENDING)
 
@@ -112,7 +113,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
         backward(products)
         pending[made] = products
 
-    return unless_empty(state, instruction, run)
+    return unless_empty(state, instruction, run, conclude)
 
 
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
@@ -134,8 +135,8 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
 
 def _backward(
     state: ComputeState, index: int, instruction: ins.Compute
-) -> Callable[[AbstractContextManager[object] | None], None]:
-    """Return what runs autograd from what was saved, in a context if it is given one.
+) -> tuple[Callable[[AbstractContextManager[object] | None], None], Call | None]:
+    """Return what runs autograd from what was saved, in a context if it is given one; and what follows the last.
 
     The gradient of the input is left for the stage before.
     """
@@ -149,7 +150,10 @@ def _backward(
     back = parts_of(state, made, forward.arriving)
     give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
-    stage, boundaries, is_last = instruction.stage, state.boundaries, flows.is_last_of_inputs(instruction)
+    stage, boundaries, reached = instruction.stage, state.boundaries, state.boundaries.reached
+    conclude: Call | None = None
+    if flows.is_last_of_inputs(instruction):
+        conclude = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
     note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
 
     def run(around: AbstractContextManager[object] | None) -> None:
@@ -164,16 +168,19 @@ def _backward(
             with around or _NOTHING, draws.again(unit) or _NOTHING:
                 run_backward(start.roots, start.gradients(gradients))
         if give is not None:
-            if given[0].grad is not None or any(tensor.grad is not None for tensor in given):
-                boundaries.reached.add(stage)
-            elif is_last and start.roots and any(tensor.requires_grad for tensor in given):
-                boundaries.require_reached(stage)
+            if stage not in reached and start.roots:
+                if len(given) == 1 and given[0].grad is not None:
+                    reached.add(stage)
+                else:
+                    boundaries.note(stage, given)
+            if conclude is not None and stage not in reached:
+                conclude()
             give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
         if forget is not None:
             forget()
         note(now())
 
-    return run
+    return run, conclude
 
 
 def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:

@@ -41,13 +41,18 @@ Call = Callable[[], None]
 NOWHERE = Start()
 
 
-def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call) -> Call:
-    """Return `call` so that a unit without samples is passed over; in a step without such, `call` will do."""
+def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call, otherwise: Call | None = None) -> Call:
+    """Return `call` so that a unit without samples is passed over, or `otherwise` called for it.
+
+    In a step without such, `call` will do.
+    """
     current, unit = state.current, instruction.microbatch
 
     def run() -> None:
         if unit not in current.units.empty:
             call()
+        elif otherwise is not None:
+            otherwise()
 
     run.if_none_is_empty = call  # type: ignore[attr-defined]
     return run

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.errors import MisfitError
+from quintsched.runtime import Carry, split
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 
@@ -90,12 +91,18 @@ def train_alone(blocks: list[nn.Module], change: Change) -> list[float]:
 
 
 def train(kind: Callable[[], nn.Module], change: Change) -> list[list[float]]:
-    blocks = model(kind)
-    return run_local(2, lambda transport: train_rank(transport, copy.deepcopy(blocks), change))
+    return train_blocks(lambda: model(kind), change)
 
 
-def train_rank(transport: Transport, blocks: list[nn.Module], change: Change) -> list[float]:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+def train_blocks(
+    build: Callable[[], list[nn.Module]], change: Change, mesh: str = "pp=2", **how: Any
+) -> list[list[float]]:
+    plan = qs.compile(**{"schedule": "1f1b", **how}, mesh=mesh, microbatches=2)
+    blocks = build()
+    return run_local(plan.mesh.size, lambda transport: train_rank(transport, plan, copy.deepcopy(blocks), change))
+
+
+def train_rank(transport: Transport, plan: Any, blocks: list[nn.Module], change: Change) -> list[float]:
     engine = Engine(plan, blocks, F.cross_entropy, adam, transport=transport)
     losses = []
     for step in range(STEPS):
@@ -141,3 +148,119 @@ def test_it_trains_once_what_is_before_is_frozen() -> None:
     expected = train_alone(model(Codes), change)
     for found in train(Codes, change):
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+class Two(nn.Module):
+    """Gives a hidden state, and another tensor beside it, of its own weights or of the same."""
+
+    def __init__(self, *, own: bool = True, rides: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.own, self.rides = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), own, rides
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(self.b(x) if not self.own else x)
+        c = self.b(x) if self.own else torch.tanh(h)
+        return Carry(h, c=c) if self.rides else (h, c)
+
+
+class Head(nn.Linear):
+    """Takes both; uses the second in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.uses = False
+
+    def forward(self, given: Any, c: Tensor | None = None) -> Tensor:
+        h, c = given if c is None else (given, c)
+        return super().forward(h + c if self.uses else h)
+
+
+def pair(**kind: bool) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Two(**kind).double(), Head().double()]
+
+
+def split_pair(**kind: bool) -> list[nn.Module]:
+    return [*split(nn.Sequential(*pair(**kind)), blocks=["0", "1"], example=batch(0)[0])]
+
+
+REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], dict[str, Any]]] = {
+    "tuple": (pair, {}),
+    "zb-h1": (pair, {"schedule": "zb-h1"}),
+    "recompute": (pair, {"recompute": 1}),
+    "dp": (pair, {"mesh": "dp=2,pp=2"}),
+    "rider": (partial(pair, rides=True), {}),
+    "split": (split_pair, {"schedule": "zb-h1", "recompute": 1}),
+}
+
+
+@pytest.mark.parametrize(("build", "how"), REFUSED.values(), ids=REFUSED)
+def test_a_tensor_that_nobody_uses_is_refused_where_weights_need_it(build: Any, how: Any) -> None:
+    with pytest.raises(
+        MisfitError, match=r"no gradient to ('rider0'|'c'|\[1\]) of .* \(0\.(0\.)?b\.weight, 0\.(0\.)?b\.bias\)"
+    ):
+        train_blocks(build, lambda *_: None, **how)
+
+
+def frozen(blocks: list[nn.Module], step: int) -> None:
+    for name, weight in blocks[0].named_parameters():
+        weight.requires_grad_("b." not in name)
+
+
+def in_turn(blocks: list[nn.Module], step: int) -> None:
+    blocks[-1].uses = step % 2 == 0
+    blocks[0].b.requires_grad_(step % 2 == 0)
+
+
+UNUSED: dict[str, tuple[Any, Any, Change, str]] = {
+    "of the same weights": (pair, {"own": False}, lambda *_: None, "dp=2,pp=2"),
+    "of the same weights, split": (split_pair, {"own": False}, lambda *_: None, "pp=2"),
+    "frozen": (pair, {}, frozen, "pp=2"),
+    "in turn": (pair, {}, in_turn, "pp=2"),
+}
+
+
+@pytest.mark.parametrize(("build", "kind", "change", "mesh"), UNUSED.values(), ids=UNUSED)
+def test_it_trains_where_no_trained_weight_needs_it(build: Any, kind: Any, change: Any, mesh: str) -> None:
+    expected = train_alone(pair(**kind), change)
+    for found in train_blocks(partial(build, **kind), change, mesh):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_it_is_refused_in_the_first_step_that_does_not_use_it() -> None:
+    seen = []
+
+    def change(blocks: list[nn.Module], step: int) -> None:
+        seen.append(step)
+        blocks[-1].uses = step % 2 == 0
+
+    with pytest.raises(MisfitError, match=r"no gradient to \[1\]"):
+        train_blocks(pair, change)
+    assert max(seen) == 1
+
+
+@pytest.mark.parametrize("used_in", [0, 1, None])
+def test_all_calls_of_a_step_count(used_in: int | None) -> None:
+    def run(transport: Transport) -> Tensor:
+        blocks = pair()
+        engine = Engine(
+            qs.compile("1f1b", mesh="pp=2", microbatches=2), blocks, F.cross_entropy, adam, transport=transport
+        )
+        for call in range(2):
+            blocks[-1].uses = call == used_in
+            engine.step(*batch(call), last=call == 1)
+        return blocks[0].b.weight.detach()
+
+    if used_in is None:
+        with pytest.raises(MisfitError, match=r"no gradient to \[1\]"):
+            run_local(2, run)
+        return
+    blocks = pair()
+    loss = torch.zeros(())
+    for call in range(2):
+        blocks[-1].uses = call == used_in
+        inputs, targets = batch(call)
+        loss = loss + F.cross_entropy(nn.Sequential(*blocks)(inputs), targets) / 2
+    loss.backward()
+    adam([weight for block in blocks for weight in block.parameters()]).step()
+    assert torch.allclose(run_local(2, run)[0], blocks[0].b.weight, atol=1e-12)
