@@ -113,7 +113,7 @@ BUDGET = {
     "saving": 3430,
     "examine": 3503,
     "comm": 2692,
-    "interpreter": 2525,
+    "interpreter": 2523,
     "splitting": 2457,
     "stage": 2098,
     "watch": 1830,

@@ -51,6 +51,7 @@ class HostCopies:
     Attributes:
         flows: what its instructions take and make.
         track: counts what is saved on the device, if somebody wants to know.
+        first_behind: places of the computations that are the first behind an `OffloadAct`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class HostCopies:
         self._waits, self._link, self._device, self._find_resident = waits, link, device, resident
         offloads = [i for i in flows.program if isinstance(i, ins.OffloadAct)]
         self._moving = frozenset(value for i in offloads for value in flows.taken(i, Kind.SAVED))
-        self._first_behind = _first_behind(flows.program)
+        self.first_behind = _first_behind(flows.program)
         self._resident: set[int] = set()
         self._leaving: dict[Value, _Leaving] = {}
         self._away: dict[Value, list[SavedMemory]] = {}
@@ -82,10 +83,6 @@ class HostCopies:
     def moves(self, saved: Value) -> bool:
         """Whether what a forward saves goes to the host."""
         return saved in self._moving
-
-    def frees_before(self, index: int) -> bool:
-        """Whether the computation at a place is the first behind an `OffloadAct`."""
-        return index in self._first_behind
 
     def activations(self, store: Store | None) -> SavedActivations:
         """Return what saves the activations of a forward; the keys and values in `store` are not its own."""
@@ -157,7 +154,7 @@ def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) ->
 
 def with_room(copies: HostCopies, index: int, call: Call) -> Call:
     """Return a computation so that it waits, where it follows an `OffloadAct`, until that memory is free."""
-    if not copies.frees_before(index):
+    if index not in copies.first_behind:
         return call
 
     def run() -> None:

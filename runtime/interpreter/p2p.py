@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from quintsched.ir.instructions import Message
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
@@ -103,7 +104,7 @@ def unit_of(value: Value) -> int:
 
 def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
     """Return the calls that post the receives, in the order in which they are issued."""
-    specs_of = state.shape.cargo.specs
+    specs_of = cache(state.shape.cargo.specs)
     postings = plan_receives(state.flows, message_rule(state), specs_of)
     specs = {spec for posting in postings for spec in specs_of(posting.value)}
     kinds = {spec: number for number, spec in enumerate(sorted(specs, key=lambda spec: (-spec.nbytes, str(spec))))}
