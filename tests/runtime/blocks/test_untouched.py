@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import build_block, build_model
 from quintsched.runtime.blocks.shapes import trace_shapes
 from quintsched.runtime.blocks.trees import TreeSpec
-from quintsched.runtime.blocks.untouched import untouched
+from quintsched.runtime.blocks.untouched import attributes_untouched, untouched
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.device import draws_undone
 
@@ -150,6 +151,22 @@ def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:
     assert block.layer.weight.any()
     assert [table.tolist() for table in tables] == [[1.0, 1.0]]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_what_hooks_set_on_layers_of_torch_is_put_back(of_all: bool) -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def count(module: nn.Module, *_: object) -> None:
+        module.calls = 1  # type: ignore[assignment]
+
+    handle = register_module_forward_hook(count) if of_all else layer.register_forward_hook(count)
+    try:
+        with attributes_untouched(layer):
+            layer(torch.zeros(1, WIDTH))
+    finally:
+        handle.remove()
+    assert not hasattr(layer, "calls")
 
 
 class Drawn(nn.Module):
