@@ -89,6 +89,8 @@ class Parcel:
     """What the block changes, of which ranks may have run some before, where shapes are found without data."""
     besides: tuple[tuple[int | str, str], ...] = ()
     """What tensors are behind it besides numbers, in words: those of its output, by number, extras and riders."""
+    strides: Mapping[int | str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """Of those tensors that the block was given which do not lie in memory in order."""
 
     @property
     def width(self) -> int:

@@ -51,6 +51,10 @@ class InPlace:
             ]
         )
 
+    def strides(self, block: int) -> dict[Key, tuple[int, ...]]:
+        """Return the strides of what a block was given that does not lie in memory in order."""
+        return {key: one.stride() for key, (one, _) in self._arrived[block].items() if not one.is_contiguous()}
+
     def hold(self, weights: Iterable[Tensor]) -> None:
         """Take note of weights and buffers."""
         self._held |= {weight.untyped_storage()._cdata: weight for weight in weights}

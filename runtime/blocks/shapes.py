@@ -50,8 +50,7 @@ def trace_shapes(
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
     watch, left, riders = InPlace(), list[Parcel](), dict[str, _Ride]()
-    for number, block in enumerate(blocks):
-        module = on_meta(block)
+    for number, module in enumerate(map(on_meta, blocks)):
         taken = _taken(number, module, beside, riders)
         watch.arrive(given, {**beside, **{name: ride.tensor for name, ride in riders.items()}})
         bare = before_fully_shard(module)
@@ -89,6 +88,7 @@ def trace_shapes(
             parcel,
             riders=tuple((n, TensorSpec.of(ride.tensor)) for n, ride in riders.items() if ride.since <= k < ride.until),
             changes=watch.changes(k),
+            strides=watch.strides(k),
         )
         for k, parcel in enumerate(left)
     ]

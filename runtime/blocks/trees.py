@@ -232,6 +232,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     return found.build([function(tensor) for tensor in tensors])
 
 
+def laid_out(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """Return a tensor with strides, 0 for what is repeated: itself, or a copy. None: as it is."""
+    if strides is None or tensor.stride() == strides:
+        return tensor
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    once = tuple([slice(None if stride else 1) for stride in strides])
+    made[once].copy_(tensor[once])
+    return made
+
+
 def attribute_of(tensor: Tensor) -> str | None:
     """Return the name of an attribute that code has put on a tensor, if there is one; weights keep theirs."""
     names = () if isinstance(tensor, nn.Parameter) else vars(tensor)

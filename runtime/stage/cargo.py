@@ -35,6 +35,7 @@ class Cargo:
     Attributes:
         nbytes: the bytes of the largest value that goes from stage to stage.
         width: the most tensors of a value.
+        strides: of what arrives at a stage, where some of it does not lie in memory in order, as messages do.
     """
 
     def __init__(self, plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
@@ -53,6 +54,11 @@ class Cargo:
             {is_output: tuple(compress(row, flags)) for is_output, flags in goes.items()}
             for row, goes in zip(specs, self._goes, strict=True)
         ]
+        self.strides = dict[int, list[tuple[int, ...] | None]]()
+        for stage, blocks in enumerate(cuts):
+            if blocks.start and blocks and parcels[blocks.start].strides:
+                row = self.of_stage(stage)[blocks.start - 1]
+                self.strides[stage] = list(map(parcels[blocks.start].strides.get, (*range(row.width), *row.names)))
         behind_source = (parcels[cuts[plan.skips[name][0]].stop - 1] for name in self._skips)
         self._specs = [dict(parcel.riders)[name] for name, parcel in zip(self._skips, behind_source, strict=True)]
 

@@ -25,7 +25,7 @@ from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
 from ...blocks.blocks import TARGETS, Parcel
-from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
+from ...blocks.trees import DIFFERENTIABLE, TreeSpec, laid_out, map_tensors
 from ...blocks.untouched import tensors_of_training
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
@@ -39,6 +39,11 @@ _logger = logging.getLogger(__name__)
 Call = Callable[[], None]
 
 NOWHERE = Start()
+
+_OTHER_STRIDES = (
+    "stage %d (%s) leaves a tensor with strides %s, and left one with others where shapes were found, which later "
+    "stages are given: what asks for strides there goes otherwise than in one process; let it return y.contiguous()"
+)
 
 
 def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call, otherwise: Call | None = None) -> Call:
@@ -86,7 +91,7 @@ def _bind_training(
     saved, losses, whole, plain = state.saved, state.tally.auxiliary, forward.whole, forward.plain
     look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
-    place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
+    place, neighbours, stage = _place_of_loss(state, instruction), _neighbours(state, instruction), instruction.stage
     skips, weighed = _taken_skips(state, instruction), partial(_weigh_other, state, unit)
 
     def compute(given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Start, Tensor | None]:
@@ -96,6 +101,9 @@ def _bind_training(
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
         note(now())
+        shape = current.units.shapes[unit]
+        if shape is not None and stage in shape.cargo.strides:
+            given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
         if take is not None:
             given = tuple(map(leaf, given))
         reruns: list[Rerun] = []
@@ -170,9 +178,10 @@ def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
 
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
     """Run a forward of which nothing is kept."""
-    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
+    unit, current, stage = instruction.microbatch, state.current, instruction.stage
+    forward, with_unit = state.forwards[stage], _with_unit(state, instruction)
     take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
-    with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
+    note, now = state.clock.note, state.clock.now
     losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
 
@@ -185,6 +194,9 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
         note(now())
+        shape = current.units.shapes[unit]
+        if shape is not None and stage in shape.cargo.strides:
+            given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
         versions = skips and skips.versions(given)
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
         extras = with_unit(extras) if draws.may_draw or draws.alarms != draws.masks.alarms else extras
@@ -297,7 +309,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(parts_of(state, made, parcel))
     only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
-    known, agreed = state.shape, state.shape.cargo.outputs_of(stage)
+    known, agreed = None, state.shape.cargo.outputs_of(stage)
 
     def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.of(output) for output in outputs]
@@ -314,6 +326,9 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
         if shape is not known:
             assert shape is not None
             known, agreed = shape, shape.cargo.outputs_of(stage)
+            left = shape.cargo.strides.get(stage + 1, [None])[0]
+            if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (left is not None):
+                _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
         spec = agreed.output.tensors[0]
         if only_one and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
             cell.value = (output.detach(),)

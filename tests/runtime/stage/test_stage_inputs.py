@@ -83,6 +83,53 @@ def train(
     return run_local(stages, run)
 
 
+class Transposed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x) * (1.0 if x.is_contiguous() else 0.6)
+        return made.t().contiguous().t()
+
+
+class Sliced(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x) * (1.0 if x.is_contiguous() else 0.6)
+        return torch.cat([made, made], 1)[:, :WIDTH]
+
+
+class Expanded(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x) * (1.0 if x.is_contiguous() else 0.6)
+        return made.mean(1, keepdim=True).expand(-1, WIDTH)
+
+
+class PassesTwo(Layer):
+    """Hands on two tensors, of which the second does not lie in memory in order."""
+
+    def forward(self, given: Any) -> Any:
+        x, other = given if isinstance(given, tuple) else (given, given.t().contiguous().t())
+        return super().forward(x) * (1.0 if other.is_contiguous() else 0.6), other
+
+
+class JoinsTwo(PassesTwo):
+    def forward(self, given: Any) -> Any:
+        return sum(super().forward(given))
+
+
+STRIDED = {
+    "transposed": [Transposed] * 3,
+    "sliced": [Sliced] * 3,
+    "expanded": [Expanded] * 3,
+    "one of two": [PassesTwo, PassesTwo, JoinsTwo],
+}
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("kinds", STRIDED.values(), ids=STRIDED)
+def test_strides_are_as_in_one_process(kinds: Any, recompute: int) -> None:
+    expected = train_alone(model(*kinds))
+    for found in train(lambda: list(model(*kinds)), recompute=recompute):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
 class Marks(Layer):
     def forward(self, x: Tensor) -> Tensor:
         made: Any = super().forward(x)
