@@ -115,7 +115,7 @@ BUDGET = {
     "comm": 2692,
     "interpreter": 2534,
     "splitting": 2457,
-    "stage": 2103,
+    "stage": 2106,
     "watch": 1830,
     "objects": 1245,
     "blocks": 1285,

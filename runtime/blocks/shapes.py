@@ -112,8 +112,7 @@ def trace_graphs(
     """Return what blocks leave on the meta device, where some of their parameters, in their order, are trained, or all.
 
     None where nobody can tell, since they cannot run without data. A block that leaves nothing that requires gradients,
-    whatever it is given, as a layer that looks at numbers, is taken to do what layers do; where all are trained, nobody
-    can tell what comes through it.
+    whatever it is given, as a layer that looks at numbers, is taken to do what layers do: graphs begin behind it.
     """
     given, riders, flags = inputs.empty("meta"), dict[str, Tensor](), iter(trained or ())
     beside, weights = {name: spec.empty("meta") for name, spec in extras.items()}, list[Tensor]()
@@ -128,8 +127,6 @@ def trace_graphs(
                 has_hooks = any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())
                 is_blind = not _require_gradients(*could[:2])
                 if is_blind and (any(own) or _require_gradients(given, taken) or has_hooks):
-                    if trained is None:
-                        return None
                     left, fresh = as_leaves(left), as_leaves(fresh)
             given, riders, weights = left, riders | fresh, weights + its
     except Exception:

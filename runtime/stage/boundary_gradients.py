@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.blocks import Parcel
 from ..blocks.shapes import Graphs, trace_graphs
-from ..blocks.trees import TreeSpec
+from ..blocks.trees import DIFFERENTIABLE, TreeSpec
 
 
 class Given(Protocol):
@@ -144,16 +144,19 @@ class BoundaryGradients:
         self, stage: int, unit: Given, missing: Collection[int], arriving: Parcel, parcels: Sequence[Parcel]
     ) -> dict[int, Sequence[int]]:
         """Return the numbers of the weights that get gradients through none but missing inputs, by the place of one."""
-        graphs = self._trace(stage, unit)
+        graphs, everything = self._trace(stage, unit), range(len(self._before[stage]))
         if graphs is None:
-            return {min(missing): range(len(self._before[stage]))}
+            has_none = len(missing) == sum(spec.dtype in DIFFERENTIABLE for spec in arriving.specs)
+            return {min(missing): everything} if has_none else {}
         names = [*arriving.names, *set(parcels[self._starts[stage] - 1].names).difference(arriving.names)]
         row = [*graphs.output, *[graphs.riders[name] for name in names]]
         others = _behind(tensor for place, tensor in enumerate(row) if place not in missing)
-        alone = dict[int, Sequence[int]]()
+        weights, alone = [id(weight) for weight in graphs.weights], dict[int, Sequence[int]]()
         for place in missing:
-            found = {id(getattr(node, "variable", None)) for node in _behind([row[place]]) - others}
-            alone[place] = [number for number, weight in enumerate(graphs.weights) if id(weight) in found]
+            nodes = _behind([row[place]]) - others
+            found = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+            known = [number for number, weight in enumerate(weights) if weight in found]
+            alone[place] = known if found.issubset(weights) else everything  # else graphs begin behind a block
         return alone
 
     def _words(self, stage: int, arriving: Parcel, place: int, trained: Sequence[int]) -> str:
