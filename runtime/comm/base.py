@@ -92,8 +92,10 @@ class Group(ABC):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Combine `tensor` over the members, in place; the result is bitwise the same on all of them."""
-        self._require_contiguous(tensor)
-        return self._all_reduce(_data(tensor), op)
+        if not tensor.is_contiguous() or tensor.requires_grad:
+            self._require_contiguous(tensor)
+            tensor = tensor.detach()
+        return self._all_reduce(tensor, op)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """Fill `output` (size × n, …) with the members' `tensor` (n, …), in the order of `ranks`."""
@@ -130,10 +132,12 @@ class Group(ABC):
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Overwrite `tensor` with that of the member at index `source` of this group."""
-        self._require_contiguous(tensor)
+        if not tensor.is_contiguous() or tensor.requires_grad:
+            self._require_contiguous(tensor)
+            tensor = tensor.detach()
         if not 0 <= source < self.size:
             self._refuse(f"broadcast from member {source}, but there are {self.size}")
-        return self._broadcast(_data(tensor), source)
+        return self._broadcast(tensor, source)
 
     def beside(self, work: Work) -> Work:
         """Return the work of a message between members as something that other work of the rank may run beside."""

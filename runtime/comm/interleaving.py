@@ -43,6 +43,9 @@ class Overlaps:
     Args:
         sides: the rank's.
         device: where it computes.
+
+    Attributes:
+        is_open: whether there are pairs whose turns are not settled yet.
     """
 
     def __init__(self, sides: Sides, device: torch.device) -> None:
@@ -50,11 +53,12 @@ class Overlaps:
         self._notes: dict[tuple[Side, int], list[Note]] = {}
         self._turns: dict[Pair, Sequence[Side]] | None = None
         self._pairs: set[Pair] = set()
-        self._is_warm = False
+        self._is_warm = self.is_open = False
 
     def pair(self, forward: Call, backward: Call, stages: Pair) -> Call:
         """Return what runs a forward and a backward, of these two stages, side by side."""
         self._pairs.add(stages)
+        self.is_open = self._turns is None
 
         def run() -> None:
             if self._turns is None:
@@ -74,8 +78,6 @@ class Overlaps:
         That is after the second step: in the first one layers may do what they never do again. Raises `MisfitError`
         where microbatches differ.
         """
-        if not self._pairs or self._turns is not None:
-            return None
         if not self._is_warm:
             self._is_warm = True
             self._notes.clear()
@@ -97,6 +99,7 @@ class Overlaps:
             for pair in sorted(self._pairs)
         }
         self._notes.clear()
+        self.is_open = False
 
     def _note(self, side: Side, stage: int, call: Call) -> None:
         self._notes.setdefault((side, stage), []).append(self._sides.note(side, call, self._device))

@@ -241,7 +241,8 @@ class PlanRunner:
                 interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
-        self._settle_overlaps(state.compute.overlaps)
+        if state.compute.overlaps.is_open:
+            self._settle_overlaps(state.compute.overlaps)
         if self._options.shows_modules:
             self._state.weights.settle()
         self._is_broken = False
@@ -258,8 +259,9 @@ class PlanRunner:
                 self._settler.draws = any(greatest(self._groups.world, [drawn]))
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
-        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked, self.losses.why_late(trains)
-        return StepResult(tally.figures, tuple(self._options.metrics), *told)
+        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
+        why_late = "" if trains else self.losses.why_late()
+        return StepResult(tally.figures, tuple(self._options.metrics), *told, why_late)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
         """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""
@@ -356,7 +358,7 @@ class PlanRunner:
             clip=options.settings.clip,
             scale=options.scale,
             marks=model.marks,
-            settle_loss=lambda again: self.losses.settle(flows.plan, accumulates=self.accumulates, again=again),
+            settle_loss=partial(self.losses.settle, flows.plan),
             earlier=self.losses.earlier,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)

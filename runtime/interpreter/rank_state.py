@@ -218,7 +218,7 @@ class StepEndState:
     clip: float | None
     scale: LossScale
     marks: DataMarks
-    settle_loss: Callable[[bool], None]
+    settle_loss: Callable[..., None]
     earlier: list[Figures]
     outcome: GradOutcome = field(default_factory=GradOutcome)
 

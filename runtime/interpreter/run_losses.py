@@ -242,11 +242,11 @@ class RunLosses:
         """Whether microbatches of this rank have other numbers of samples than usual ones."""
         return bool(self._sizes - {0, self._usual})
 
-    def why_late(self, trains: bool) -> str:
+    def why_late(self) -> str:
         """Return what is wrong with an evaluation in which some rank has a doubt, in words; "": nothing may be."""
-        if self._of_pairs and not trains:
+        if self._of_pairs:
             return self._of_pairs
-        return "" if trains or self.loss.is_alone else LATE.format(self.loss.rule) + _MEANT
+        return "" if self.loss.is_alone else LATE.format(self.loss.rule) + _MEANT
 
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
         """Have them agree after an evaluation; one that only wants outputs may find no loss, ever again."""

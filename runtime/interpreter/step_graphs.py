@@ -200,7 +200,7 @@ class CapturedStep:
             )
         self._replays += 1
         self._tally.note_stop()
-        figures[2:3] = self._tally.figures.rest()[-2]
+        figures[2:3] = self._tally.figures.read().rest[-2]
         self._interpreter.conclude(figures)
         return "" if is_right else "its graph has other numbers"
 

@@ -40,40 +40,42 @@ class Figures:
 
     Its last three numbers say how many losses were sums, which nothing divides, how many ranks were asked to stop, and
     how many units were computed on last stages.
+
+    Attributes:
+        sums: loss, weight, sums of metrics and their weights, never to be changed; known once they are `read`.
+        rest: auxiliary losses and the last numbers: a list, or the device's tensor; known as `sums` are.
     """
 
-    __slots__ = ("_rest", "_sums", "num_rows", "num_units", "table", "work")
+    __slots__ = ("_is_read", "num_rows", "num_units", "rest", "sums", "table", "work")
+
+    sums: Tensor
+    rest: list[Any] | Tensor
 
     def __init__(self, table: Tensor, num_rows: int, num_units: int, work: Work) -> None:
         self.table, self.num_rows, self.num_units, self.work = table, num_rows, num_units, work
-        self._sums: Tensor | None = None
-        self._rest: list[Any] | Tensor | None = None
+        self._is_read = False
 
-    def sums(self) -> Tensor:
-        """Wait until they are known; return loss, weight, sums of metrics and their weights, never to be changed."""
-        if self._sums is None:
-            rest = self.rest()
-            self._sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
-            if isinstance(rest, Tensor) or any(rest[:-3]):
-                self._sums[0].add_(self.table[-len(rest) : -3].sum())
-        return self._sums
-
-    def rest(self) -> list[Any] | Tensor:
-        """Wait until they are known; return auxiliary losses and the last numbers: a list, or the device's tensor."""
-        if self._rest is None:
+    def read(self) -> Figures:
+        """Wait until they are known, and add them up, once; return them."""
+        if not self._is_read:
+            self._is_read = True
             self.work.wait()
-            rest = self.table[self.num_rows * self.num_units :]
-            self._rest = rest.tolist() if is_at_hand(self.table.device) else rest
-        return self._rest
+            self.rest = rest = self.table[self.num_rows * self.num_units :]
+            if is_at_hand(self.table.device):
+                self.rest = rest.tolist()
+            self.sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
+            if isinstance(self.rest, Tensor) or any(self.rest[:-3]):
+                self.sums[0].add_(rest[:-3].sum())
+        return self
 
 
-def added(steps: Sequence[Figures]) -> Tensor:
+def added(first: Figures, others: Sequence[Figures] = ()) -> Tensor:
     """Return the sums of several batches that are one step: where their losses are sums, the loss weighs 1."""
-    num_summed: Any = sum([figures.rest()[-3] for figures in steps])
-    if len(steps) == 1 and not isinstance(num_summed, Tensor) and not num_summed:
-        return steps[0].sums()
-    total = sum((figures.sums() for figures in steps[1:]), start=steps[0].sums().clone())
-    total[1].add_(num_summed > 0)
+    num_summed: Any = first.read().rest[-3]
+    if not others and not isinstance(num_summed, Tensor) and not num_summed:
+        return first.sums
+    total = sum((figures.read().sums for figures in others), start=first.sums.clone())
+    total[1].add_(sum((figures.rest[-3] for figures in others), start=num_summed) > 0)
     return total
 
 
@@ -115,7 +117,7 @@ class Tally:
         self._rides = self._room is not None
         self.passengers = self._collect if self._room is not None else None
         unknown = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
-        self._unknown = self._read(unknown, DoneWork())
+        self._unknown = Figures(unknown, self._num_rows, num_units, DoneWork())
         self.begin()
 
     def begin(self, *, alone: bool = False) -> None:
@@ -140,16 +142,11 @@ class Tally:
         """Begin to sum what was collected over the ranks of a group, unless that rides along with gradients."""
         if not self._rides:
             table = self._collect()
-            self.figures = self._read(table, group.all_reduce(table))
-
-    def take_along(self) -> None:
-        """Take over what has come with the gradients, which have arrived."""
-        if self._room is not None and self._rides:
-            self.figures = self._read(self._room.alight(self._size), DoneWork())
+            self.figures = Figures(table, self._num_rows, self.num_units, group.all_reduce(table))
 
     def replay(self, table: Tensor) -> None:
         """Take over the figures of a step that was replayed, (figures,), float64; they are this step's alone."""
-        self.figures = self._read(table, DoneWork())
+        self.figures = Figures(table, self._num_rows, self.num_units, DoneWork())
 
     def note_stop(self) -> None:
         """Ask whether this rank is to stop, where that was put off, and write it into the figures."""
@@ -189,12 +186,14 @@ class Tally:
         return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[Figures] = ()) -> Tensor:
-        """Return the total loss weight of this batch and earlier ones, 0-dimensional, waiting until it is known."""
-        wait([self.figures.work])
-        return added([self.figures, *earlier])[1]
+        """Return the total loss weight of this batch and earlier ones, 0-dimensional, waiting until it is known.
 
-    def _read(self, table: Tensor, work: Work) -> Figures:
-        return Figures(table, self._num_rows, self.num_units, work)
+        Figures that ride along with gradients have come with these.
+        """
+        if self._room is not None and self._rides:
+            self.replay(self._room.alight(self._size))
+        wait([self.figures.work])
+        return added(self.figures, earlier)[1]
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
         """Return places as an index, which is the same in every step; it is written there, as numbers are."""
@@ -229,9 +228,9 @@ class StepResult:
 
     def _sums(self) -> Tensor:
         """Return all sums; raises `MisfitError` for those of an evaluation in which a rank has doubted the loss."""
-        if self._if_doubted and self._figures.rest()[-2] >= DOUBT:
+        if self._if_doubted and self._figures.read().rest[-2] >= DOUBT:
             raise MisfitError(self._if_doubted)
-        return added([self._figures, *self._earlier])
+        return added(self._figures, self._earlier)
 
     @property
     def weight(self) -> Tensor:

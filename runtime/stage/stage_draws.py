@@ -122,10 +122,8 @@ class StageDraws:
         run.plain = plain if beside is None else None  # type: ignore[attr-defined]
         return run
 
-    def again(self, unit: Unit | None) -> AbstractContextManager[object] | None:
-        """Return the context, if any, for the backward of a unit, which may run parts of the forward again."""
-        if unit is None:
-            return self.beside
+    def again(self, unit: Unit) -> AbstractContextManager[object]:
+        """Return the context for the backward of a unit, which may run parts of the forward again and draw."""
         if self.beside is None and not self._watched:
             return self.masks.again(unit)
         return self._again_in_modes(unit)

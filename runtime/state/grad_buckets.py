@@ -87,10 +87,12 @@ class GradBucket:
         may_lack: whether some parameter's gradient in the shard may be one that never came, in this step.
         reshards: whether full gradients are resident only from a backward to their reduction.
         firsts: where in the shard what it has of each parameter begins, of those that it has something of.
+        replicas: the ranks over which it is summed.
     """
 
     blank: set[Tensor]
     missing: set[Tensor]
+    replicas: Group
     _versions: list[int] | None
 
     def __init__(
@@ -180,19 +182,18 @@ class GradBucket:
             self._layout.zero_gaps(self.flat)
             self.blank = set(self.parameters)
 
-    def reduce(self, group: Group) -> Work:
+    def reduce(self) -> Work:
         """Begin to sum over the replicas what was added up since the last time, to shards or with what rides along."""
         if not self._is_sharded:
-            return group.all_reduce(self._sent)
+            return self.replicas.all_reduce(self._sent)
         self.allocate_full()
         self.fill()
-        return group.reduce_scatter(self._reduced, self.flat)
+        return self.replicas.reduce_scatter(self._reduced, self.flat)
 
     def finish_reduction(self) -> None:
-        """Take over what has been reduced: it is in its place, or is added to the shard, and full ones are freed."""
-        if self.reshards:
-            self.shard.add_(self._reduced)
-            self._free_full()
+        """Add what has been reduced, which else is in its place, to the shard, and free full gradients."""
+        self.shard.add_(self._reduced)
+        self._free_full()
 
     def counted(self, counts: Sequence[bool]) -> list[Tensor]:
         """Return what the shard has of those parameters that count in the norm, whole where all do."""
@@ -243,6 +244,9 @@ class GradBuckets:
         stages: this rank's stages.
         groups: the groups of the mesh.
         first_expert_bucket: the number of the plan's bucket, in each stage, that the experts are in.
+
+    Attributes:
+        all: the buckets, those of one of the plan's side by side.
     """
 
     def __init__(
@@ -253,32 +257,27 @@ class GradBuckets:
         *,
         first_expert_bucket: int,
     ) -> None:
-        self._groups, self._first_expert_bucket = groups, first_expert_bucket
+        self._first_expert_bucket = first_expert_bucket
         self.of_plan: dict[PlanBucket, list[GradBucket]] = {}
         self.home: dict[nn.Parameter, tuple[GradBucket, Tensor]] = {}
         """The bucket of each parameter, and its gradient there."""
         for bucket in buckets:
             self.of_plan.setdefault(bucket.plan_bucket, []).append(bucket)
             self.home.update({p: (bucket, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)})
-        self._all = [bucket for some in self.of_plan.values() for bucket in some]
+        self.all = [bucket for some in self.of_plan.values() for bucket in some]
+        for bucket in self.all:
+            bucket.replicas = groups.expert_replicas if self.is_of_experts(bucket) else groups.replicas
         partial_sums = {parameter for stage in stages.values() for parameter in stage.partial}
-        self.partial_sums = [b for b in self._all if not partial_sums.isdisjoint(b.parameters)]
+        self.partial_sums = [b for b in self.all if not partial_sums.isdisjoint(b.parameters)]
         """Those whose gradients are partial sums on the ranks of tp."""
-
-    def __iter__(self) -> Iterator[GradBucket]:
-        return iter(self._all)
 
     def of_stages(self, stages: Collection[int]) -> list[GradBucket]:
         """Return the buckets of these stages."""
-        return [bucket for bucket in self._all if bucket.stage in stages]
+        return [bucket for bucket in self.all if bucket.stage in stages]
 
     def is_of_experts(self, bucket: GradBucket) -> bool:
         """Whether a bucket holds experts that ranks along ep do not have in common."""
         return bucket.plan_bucket.number >= self._first_expert_bucket
-
-    def replicas_of(self, bucket: GradBucket) -> Group:
-        """Return the ranks over which a bucket is summed."""
-        return self._groups.expert_replicas if self.is_of_experts(bucket) else self._groups.replicas
 
 
 def cut_buckets(

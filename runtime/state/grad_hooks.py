@@ -29,6 +29,7 @@ class GradHooks:
 
     def __init__(self, buckets: GradBuckets, reducer: GradReducer) -> None:
         self._home, self._reducer = buckets.home, reducer
+        self._filled = {bucket.stage: reducer.filled_by_backward(bucket.stage) for bucket in buckets.all}
         for parameter, (bucket, view) in buckets.home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, view))
@@ -43,12 +44,14 @@ class GradHooks:
                     f"a weight of stage {bucket.stage}, {tuple(parameter.shape)}, got gradients twice in one "
                     "backward, as one does that checkpointed parts of a block share; let the plan recompute instead"
                 )
-            self._note(bucket, parameter)
+            bucket.missing.discard(parameter)
+            if not bucket.missing:
+                self._launch(bucket)
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
         """A context in which buckets of `stage` are launched as soon as the backward in it has filled them."""
-        buckets = self._reducer.filled_by_backward(stage)
+        buckets = self._filled.get(stage, ())
         for bucket in buckets:
             bucket.notes_arrivals = True
         try:
@@ -57,12 +60,10 @@ class GradHooks:
             for bucket in buckets:
                 bucket.notes_arrivals = False
 
-    def _note(self, bucket: GradBucket, parameter: Tensor) -> None:
-        """Note that the gradient of a parameter is complete, and launch the bucket if all are."""
-        bucket.missing.discard(parameter)
-        if not bucket.missing:
-            bucket.ready = True
-            self._reducer.launch_ready()
+    def _launch(self, bucket: GradBucket) -> None:
+        """Launch a bucket whose gradients are all complete, when its turn comes."""
+        bucket.ready = True
+        self._reducer.launch_ready()
 
     def drain(self, products: Products) -> None:
         """Compute what a backward has put off, and add it up."""
@@ -70,17 +71,20 @@ class GradHooks:
 
     def drain_last(self, stage: int, products: Products) -> None:
         """`drain` after which the stage's gradients are complete: buckets are launched as soon as they are filled."""
-        early = dict.fromkeys(self._reducer.filled_by_backward(stage))
+        early = dict.fromkeys(self._filled.get(stage, ()))
         coming = set(products.parameters())
-        for bucket in early:  # nothing of the others' is put off
-            for parameter in [p for p in bucket.parameters if p not in coming]:
-                self._note(bucket, parameter)
+        for bucket in early:
+            bucket.missing &= coming  # nothing of the others' is put off
+            if not bucket.missing:
+                self._launch(bucket)
 
         def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
             self._accumulate(parameter, gradient)
             bucket = self._home[parameter][0]
             if bucket in early:
-                self._note(bucket, parameter)
+                bucket.missing.discard(parameter)
+                if not bucket.missing:
+                    self._launch(bucket)
 
         products.drain(accumulate)
 

@@ -15,6 +15,8 @@ looked at, beside the norm; only where it is -0.0 on some rank are all of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import IN_CACHE, GradBucket, GradBuckets, as_real, is_untouched
 from .master_weights import Masters
+
+_MAY_LACK = attrgetter("may_lack")
 
 CLIP_EPSILON = 1e-6
 """What is added to the norm where it is divided by, as torch does."""
@@ -52,9 +56,12 @@ class GradNorm:
     ) -> None:
         self._buckets, self._groups, self._tied, self._sharded = buckets, groups, tied, sharded
         self._device = groups.world.device
-        counted = [(bucket, [] if bucket.stage in twin_stages else self._counted(bucket)) for bucket in buckets]
-        self._reduced = [one for one in counted if not one[0].comes_summed]
-        self._summed = [one for one in counted if one[0].comes_summed]
+        shares = [
+            (bucket.comes_summed, _Share.of(bucket.shard, [] if bucket.stage in twin_stages else self._counted(bucket)))
+            for bucket in buckets.all
+        ]
+        self._reduced = [share for comes_summed, share in shares if not comes_summed]
+        self._summed = [share for comes_summed, share in shares if comes_summed]
 
     def _counted(self, bucket: GradBucket) -> list[Tensor]:
         """Return what of a bucket this rank counts: the whole shard where it can."""
@@ -71,13 +78,16 @@ class GradNorm:
         Return the square of the 2-norm of the whole model's gradient, and the sums of `beside`, to be waited for: the
         numbers of a tensor (1 + beside + row,), float64; each of `beside` is 0-dimensional, `row` (n,), float64.
         """
-        square = self._divide(self._reduced, weight)
+        is_here = is_at_hand(self._device)
+        square = _divide(self._reduced, weight, is_here=is_here)
         if self._summed:
-            summed = torch.as_tensor(self._divide(self._summed, weight), dtype=torch.float64, device=self._device)
+            summed = torch.as_tensor(
+                _divide(self._summed, weight, is_here=is_here), dtype=torch.float64, device=self._device
+            )
             if not self._sharded:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
-        if is_at_hand(self._device):
+        if is_here:
             here = [float(square), *map(float, beside), *(() if row is None else row.tolist())]
             figures = torch.tensor(here, dtype=torch.float64)
         else:
@@ -85,20 +95,10 @@ class GradNorm:
             figures = torch.cat([torch.stack(there), *(() if row is None else (row,))])
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
 
-    def _divide(self, buckets: Sequence[tuple[GradBucket, list[Tensor]]], weight: Tensor) -> Tensor | float:
-        """Divide buckets, and return the sum of the squares of what is counted of them: 0-dimensional, float64."""
-        norms = [norm for bucket, counted in buckets for norm in _divide(bucket.shard, weight, counted)]
-        if len(norms) == 1:
-            length = norms[0].item() if is_at_hand(self._device) else norms[0].to(torch.float64)
-            return length * length
-        if norms:
-            return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-        return torch.zeros((), dtype=torch.float64, device=self._device)
-
     def clip(self, norm: Tensor, threshold: float) -> None:
         """Scale every gradient so that the global norm, which is `norm`, comes under the threshold."""
         factor = clip_factor(norm, threshold)
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             as_real(bucket.shard).mul_(factor)
 
 
@@ -107,17 +107,38 @@ def clip_factor(norm: Tensor, threshold: float) -> Tensor:
     return torch.clamp(threshold / (norm + CLIP_EPSILON), max=1.0)
 
 
-def _divide(sums: Tensor, weight: Tensor, counted: Sequence[Tensor]) -> list[Tensor]:
-    """Divide sums (n), and return 2-norms that make up that of what is counted of them.
+class _Share(NamedTuple):
+    """What a rank has of a bucket's sums, as real `pieces`, each divided at once; which of that it has `counted`.
 
     A CPU reads memory once for both: it divides as much as its cache holds, and takes the norm of that.
     """
-    whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
-    if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
-        cuts = whole.split(IN_CACHE) if len(whole) > IN_CACHE else (whole,)
-        return [torch.linalg.vector_norm(some.div_(weight)) for some in cuts]
-    whole.div_(weight)
-    return [torch.linalg.vector_norm(tensor) for tensor in counted]
+
+    pieces: Sequence[tuple[Tensor, Sequence[Tensor]]]
+
+    @classmethod
+    def of(cls, sums: Tensor, counted: Sequence[Tensor]) -> _Share:
+        whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
+        if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
+            return cls([(some, (some,)) for some in whole.split(IN_CACHE)])
+        return cls([(whole, counted)])
+
+
+def _divide(shares: Sequence[_Share], weight: Tensor, *, is_here: bool) -> Tensor | float:
+    """Divide sums, and return the sum of the squares of what is counted of them: 0-dimensional, float64.
+
+    `is_here`: the host may look at them.
+    """
+    norms = list[Tensor]()
+    for share in shares:
+        for piece, counted in share.pieces:
+            piece.div_(weight)
+            norms += map(torch.linalg.vector_norm, counted)
+    if len(norms) == 1:
+        length = norms[0].item() if is_here else norms[0].to(torch.float64)
+        return length * length
+    if norms:
+        return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+    return torch.zeros((), dtype=torch.float64, device=weight.device)
 
 
 class AbsentGradients:
@@ -136,31 +157,32 @@ class AbsentGradients:
         self._buckets, self._masters, self._sharded = buckets, masters, sharded
         self._found: dict[int, list[nn.Parameter]] = {}
         self.forget = self._found.clear
-        device = next((bucket.shard.device for bucket in buckets), None)
+        device = next((bucket.shard.device for bucket in buckets.all), None)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
 
     def suspects(self) -> Tensor:
         """Return how many parameters look as if no gradient had come: 0-dimensional, float64."""
-        lacking = [bucket for bucket in self._buckets if bucket.may_lack and len(bucket.firsts)]
-        firsts = [bucket.shard.index_select(0, bucket.firsts) for bucket in lacking] if lacking else ()
         self._found.clear()
+        lacking = [*filter(_MAY_LACK, self._buckets.all)]
+        firsts = [b.shard.index_select(0, b.firsts) for b in lacking if len(b.firsts)] if lacking else ()
         return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
 
     def find(self) -> None:
         """Find out which they are (collective over the replicas where these hold shards)."""
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             held = bucket.held()
             untouched = [gradient is None or bool(is_untouched(gradient).all()) for gradient in held]
             if self._sharded:
                 everywhere = torch.tensor(untouched, dtype=torch.int64, device=bucket.shard.device)
-                self._buckets.replicas_of(bucket).all_reduce(everywhere, ReduceOp.MIN).wait()
+                bucket.replicas.all_reduce(everywhere, ReduceOp.MIN).wait()
                 untouched = [bool(flag) for flag in everywhere.tolist()]
             absent = [p for p, is_absent in zip(bucket.parameters, untouched, strict=True) if is_absent]
             self._found.setdefault(bucket.stage, []).extend(absent)
 
     def take_away(self, stages: Collection[int]) -> None:
         """Leave the parameters of these stages that no gradient has come for without one, until the next step."""
-        for parameter in (p for stage in stages for p in self._found.get(stage, ())):
-            master = self._masters.of(parameter)
-            if master is not None:
-                master.grad = None
+        for stage in stages if self._found else ():
+            for parameter in self._found.get(stage, ()):
+                master = self._masters.of(parameter)
+                if master is not None:
+                    master.grad = None

@@ -53,7 +53,7 @@ class GradReducer:
         self._sums: list[tuple[Sequence[Tensor], Work | None]] = []
         self.accumulates = False
         """Whether the step's gradients are added to by the next one: only reductions whose sums are kept are due."""
-        self.reshards = any(bucket.reshards for bucket in buckets)
+        self.reshards = any(bucket.reshards for bucket in buckets.all)
         """Whether full gradients are resident only from a backward to their reduction."""
         self._passengers: Callable[[], Tensor] | None = None
 
@@ -118,7 +118,7 @@ class GradReducer:
         `passengers` are the figures that ride along with the last reduction, asked for when it is launched.
         """
         self._passengers = passengers
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             bucket.attach()
 
     def filled_by_backward(self, stage: int) -> list[GradBucket]:
@@ -127,13 +127,13 @@ class GradReducer:
 
     def _is_filled_by_backwards(self, bucket: GradBucket) -> bool:
         is_summed = bucket in self._buckets.partial_sums or not self._tied.parameters.isdisjoint(bucket.parameters)
-        is_reduced = self._buckets.replicas_of(bucket).size > 1 and not bucket.comes_summed
+        is_reduced = bucket.replicas.size > 1 and not bucket.comes_summed
         return is_reduced and not is_summed and not self._in_turn
 
     def room_among(self, group: Group) -> Room | None:
         """Return where figures can ride along with the last reduction, if that is one over the ranks of a group."""
         last = self._order[-1] if self._order else None
-        return last.room if last is not None and self._buckets.replicas_of(last).ranks == group.ranks else None
+        return last.room if last is not None and last.replicas.ranks == group.ranks else None
 
     def allocate_full(self, stage: int, wait: Wait) -> None:
         """Make full gradients of `stage` resident, once those that are under way are gone."""
@@ -143,11 +143,14 @@ class GradReducer:
 
     def reduce(self, plan_bucket: PlanBucket) -> None:
         """Launch what is left of a plan's bucket; parameters that no backward reached bring their zeros."""
-        self._end_sums()
-        for bucket in self._order[self._num_launched :]:
+        if self._sums:
+            self._end_sums()
+        left = self._order[self._num_launched :]
+        for bucket in left:
             if bucket.plan_bucket == plan_bucket:
                 bucket.ready = True
-        self.launch_ready()
+        if left:
+            self.launch_ready()
 
     def launch_ready(self) -> None:
         """Launch the buckets that are next in order, as far as they are ready and due."""
@@ -160,50 +163,53 @@ class GradReducer:
             bucket.fill()
             if self._passengers is not None and bucket.room is not None:
                 bucket.room.board(self._passengers())  # the last one: all forwards are done
-            self._under_way.append((bucket, bucket.reduce(self._buckets.replicas_of(bucket))))
+            self._under_way.append((bucket, bucket.reduce()))
 
     def hold(self, wait: Wait) -> None:
         """End a step whose gradients the next one adds to."""
         self._end_sums()
         self.finish_reductions(wait)
         self._num_launched = 0
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             bucket.missing, bucket.ready = set(bucket.parameters), False
 
     def finish_reductions(self, wait: Wait) -> None:
         """Wait for the reductions that are under way, and take over what they gave."""
         if self._under_way:
-            wait([work for _, work in self._under_way])
-            for bucket, _ in self._under_way:
-                bucket.finish_reduction()
+            buckets, works = zip(*self._under_way, strict=True)
             self._under_way.clear()
+            wait(works)
+            for bucket in buckets:
+                if bucket.reshards:
+                    bucket.finish_reduction()
 
     def complete(self, wait: Wait) -> None:
         """Wait until all gradients are the sums that they have to be."""
-        self._end_sums()
+        if self._sums:
+            self._end_sums()
         self.finish_reductions(wait)
         if self._sharded:
             wait([self._groups.tensor.all_reduce(bucket.shard) for bucket in self._buckets.partial_sums])
         self._num_launched = 0
-        for bucket in self._buckets:
-            bucket.fill()
+        for bucket in self._buckets.all:
+            if bucket.blank:
+                bucket.fill()
             bucket.give()
 
     def sums(self) -> list[Tensor]:
         """Return what this rank holds of all gradients, parameter by parameter."""
-        return [gradient for bucket in self._buckets for gradient in bucket.held() if gradient is not None]
+        return [gradient for bucket in self._buckets.all for gradient in bucket.held() if gradient is not None]
 
     def clear_all(self) -> None:
         """Forget all gradients, ready to compute them again."""
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             bucket.clear(afresh=False)
 
     def give(self) -> None:
         """Let the gradient of everything that optimizers work on be what is in its bucket, whoever has put it there."""
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             bucket.give()
 
-    def clear(self, stages: Sequence[int], *, afresh: bool) -> None:
-        """Forget the gradients of these stages, ready for the next step; see `GradBucket.clear`."""
-        for bucket in self._buckets.of_stages(stages):
-            bucket.clear(afresh=afresh)
+    def of_stages(self, stages: Sequence[int]) -> list[GradBucket]:
+        """Return the buckets of these stages."""
+        return self._buckets.of_stages(stages)

@@ -216,7 +216,7 @@ class TrainingState:
 
     def replicas_of(self, parameter: nn.Parameter) -> Group:
         """Return the ranks over which the gradient of a parameter is summed."""
-        return self._buckets.replicas_of(self._buckets.home[parameter][0])
+        return self._buckets.home[parameter][0].replicas
 
     def stepped(self) -> dict[str, nn.Parameter]:
         """Return what the optimizers of this rank work on, by the names of weights in the whole model."""

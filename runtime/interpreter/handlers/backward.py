@@ -165,7 +165,8 @@ def _backward(
         if around is None and unit is None and draws.beside is None:
             run_backward(start.roots, start.gradients(gradients))
         else:
-            with around or _NOTHING, draws.again(unit) or _NOTHING:
+            beside = draws.beside if unit is None else draws.again(unit)
+            with around or _NOTHING, beside or _NOTHING:
                 run_backward(start.roots, start.gradients(gradients))
         if give is not None:
             if stage not in reached and start.roots:

@@ -63,11 +63,10 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
 
     def measure() -> Tensor:
         reducer.complete(wait)
-        tally.take_along()
         weight = tally.weight(wait, earlier)
         earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
-        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest()[-2], row=marks.take())
+        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest[-2], row=marks.take())
         wait([work])
         return figures
 
@@ -76,10 +75,10 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         length, suspects, asked, *sums = figures.tolist()
         marks.require_equal(sums)
         if asked >= DOUBT:
-            state.settle_loss(True)
+            state.settle_loss(accumulates=reducer.accumulates, again=True)
         outcome.stop_asked = asked % DOUBT > 0
         outcome.skipped = not math.isfinite(length)
-        outcome.empty = outcome.skipped and not tally.figures.rest()[-1]
+        outcome.empty = outcome.skipped and not tally.figures.rest[-1]
         if not outcome.empty:
             scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:
@@ -96,7 +95,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
     wait, (measure, conclude) = partial(state.waits.wait, index=index), halves_of_clip(state, index)
 
     def run() -> None:
-        state.settle_loss(False)
+        state.settle_loss(accumulates=reducer.accumulates)
         if reducer.accumulates:
             reducer.hold(wait)
             earlier.append(tally.figures)
@@ -110,20 +109,20 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
     """Step the optimizer of these stages, unless the gradient is not finite; then clear their gradients."""
     stepper, stages = state.steppers.get(instruction.stages), instruction.stages
     reducer, masters, outcome = state.gradients.reducer, state.masters, state.outcome
-    absent, clip = state.gradients.absent, state.clip
+    absent, clip, buckets = state.gradients.absent, state.clip, reducer.of_stages(stages)
+    goes_by_norm = stepper is not None and stepper.goes_by_norm
 
     def norm() -> Tensor | None:
-        if stepper is None or not stepper.goes_by_norm or outcome.norm is None:
-            return None
-        return outcome.norm if clip is None else outcome.norm * clip_factor(outcome.norm, clip)
+        return outcome.norm if clip is None or outcome.norm is None else outcome.norm * clip_factor(outcome.norm, clip)
 
     def run() -> None:
         if reducer.accumulates:
             return
         if stepper is not None and not outcome.skipped:
             absent.take_away(stages)
-            stepper.step(norm())
+            stepper.step(norm() if goes_by_norm else None)
             masters.publish(stages)
-        reducer.clear(stages, afresh=outcome.skipped)
+        for bucket in buckets:
+            bucket.clear(afresh=outcome.skipped)
 
     return run

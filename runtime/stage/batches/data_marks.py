@@ -127,7 +127,9 @@ class DataMarks:
             if mark is not None:
                 at, number, is_given = slot * _WIDTH + 3 * kind, mark.number, mark.is_given
                 row[at : at + 3] = is_given, number * is_given, number * number * is_given
-        elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
+        elsewhere = list[int]()
+        if Tensor in map(type, row):
+            elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
         if not elsewhere and row == self._latest[0]:
             return self._latest[1]
         on_host = [0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row

@@ -29,7 +29,7 @@ def reduced(transport: Transport) -> list[float]:
     tally.metrics[0].append((0, torch.tensor(2 * scale, dtype=torch.bfloat16)))
     tally.reduce(transport.make_group([(0, 1)]))
     assert tally.weight(wait_for) == 5
-    return tally.figures.sums()[:3].tolist()
+    return tally.figures.read().sums[:3].tolist()
 
 
 def test_figures_are_summed_over_microbatches_and_ranks() -> None:
@@ -38,8 +38,8 @@ def test_figures_are_summed_over_microbatches_and_ranks() -> None:
 
 def test_a_step_knows_no_sums_before_they_are_reduced() -> None:
     tally = Tally(2, 3, 1, CPU)
-    assert tally.figures.sums().isnan().all()
-    assert tally.figures.sums().shape == (6,)
+    assert tally.figures.read().sums.isnan().all()
+    assert tally.figures.read().sums.shape == (6,)
     assert tally.weight(wait_for).isnan()
 
 
@@ -47,7 +47,7 @@ def test_a_rank_without_a_last_stage_brings_zeros() -> None:
     def run(transport: Transport) -> list[float]:
         tally = Tally(0, 4, 2, CPU)
         tally.reduce(transport.make_group([(0,)]))
-        return tally.figures.sums().tolist()
+        return tally.figures.read().sums.tolist()
 
     assert run_local(1, run) == [[0.0, 0.0]]
 
@@ -59,7 +59,7 @@ def test_short_types_are_added_up_in_double_precision(count: int) -> None:
 
     def run(transport: Transport) -> float:
         tally.reduce(transport.make_group([(0,)]))
-        return tally.figures.sums()[0].item()
+        return tally.figures.read().sums[0].item()
 
     assert run_local(1, run) == [count]
 
@@ -75,7 +75,7 @@ def test_neither_order_nor_place_of_figures_changes_a_bit() -> None:
         tally.auxiliary += mine
         tally.losses += [(place, x * 3) for place, x in mine if place < 20]
         tally.reduce(transport.make_group([tuple(range(size))]))
-        return tuple(tally.figures.sums().tolist())
+        return tuple(tally.figures.read().sums.tolist())
 
     found: set[tuple[float, ...]] = set()
     for size, order in product((1, 2, 5), (1, -1)):
