@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ class Engine(EngineState, RankView):
     def _run(self, step: PreparedStep, *, last: bool = True) -> StepResult:
         with self._model.running():
             result = self._runner.run(step, last=last)
-        if last and not result.skipped:
+        if last and not result.skipped and self._averages.all:
             self._averages.update()
         self._bad_steps.note(step, result, last=last)
         return result
@@ -280,14 +281,15 @@ class Engine(EngineState, RankView):
                 if plan.mode == "train":
                     self.weights.require_unchanged()
                 self._model.follow_model()
-                prepared = None if targets is None else self._prepare(targets)
+                prepared = targets if targets is None or self._prepare is None else self._prepare(targets)
                 batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
             except (MisfitError, UsageError) as error:
                 self._runner.refuse(plan, error)
                 raise
             if self._no_samples is None:
                 self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
-            return self._runner.prepare(plan, batch, self._model.publish(plan, inputs, targets, extras))
+            self._model.publish(batch.kind, inputs, targets)
+            return self._runner.prepare(plan, batch, partial(self._model.compare, plan, inputs, targets, extras))
 
     @property
     def usual_samples(self) -> int:

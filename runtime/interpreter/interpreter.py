@@ -120,6 +120,8 @@ class Interpreter:
         self._places = [index for _, _, index, _ in places]
         self._marks = [place for place, _, _, _ in places]
         self._publisher = state.messages.transport.publisher
+        self.announce = partial(self._publisher.walk, state.flows.plan)
+        """Tells who watches that a step of this program begins."""
         self._calls = [call for _, _, _, call in places]
         self._calls_of_full = [getattr(call, "if_none_is_empty", call) for call in self._calls]
         if recorder is not None:
@@ -193,10 +195,6 @@ class Interpreter:
         clip, halves = self._clip
         self._walk([partial(halves.conclude, figures), *self._calls[clip + 1 :]], slice(clip, None))
         self.state.end()
-
-    def announce(self) -> None:
-        """Tell who watches that a step of this program begins."""
-        self._publisher.walk(self.state.flows.plan)
 
     def _walk(self, calls: Iterable[Call], part: slice = ALL_CALLS) -> None:
         numbers, index = self._publisher.numbers, 0

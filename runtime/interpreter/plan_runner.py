@@ -230,7 +230,8 @@ class PlanRunner:
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
         watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run)
-        shared = self._model.buffers.shared() if trains else nullcontext()
+        buffers = self._model.buffers
+        shared = buffers.shared() if trains and buffers.are_shared else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(), shared, watched:
             alone = trains and last and calls is None and not self._samples_before
@@ -266,18 +267,20 @@ class PlanRunner:
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
         """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""
         interpreter, state, model = step.interpreter, step.interpreter.state, self._model
-        current, trains = state.current, state.flows.trains
-        self.losses.begin(state.flows.plan, step.given_targets, last=last)
+        current, trains, number = state.current, state.flows.trains, self.steps.total
+        if self.losses.loss.means is not None:
+            self.losses.begin(state.flows.plan, step.given_targets, last=last)
         for stage in model.stages.values() if trains else ():
             stage.require_known_weights(self._state.gradients.reducer.known)
         self._latest, self._is_broken = interpreter, True
-        current.number, current.units, current.last = self.steps.total, step.units, last
+        current.number, current.units, current.last = number, step.units, last
         current.samples_before = self._samples_before if trains else 0
         current.outputs = {} if wants_outputs else None
-        model.follow(alike=step.units.alike)
+        for layer in model.mixtures:
+            layer.tokens_alike = step.units.alike
         if trains:
             model.boundaries.begin_step(step.units.first_spec, is_first=not self._samples_before, is_last=last)
-        self._transport.stamp.begin(self.steps.total + 1)
+        self._transport.stamp.begin(number + 1)
         self._state.gradients.reducer.follow(state.flows.program)
 
     def _join_outputs(self, step: PreparedStep) -> Any:

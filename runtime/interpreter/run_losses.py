@@ -106,8 +106,6 @@ class RunLosses:
 
         `targets` are those of each unit, as far as the rank has them. Raises `UsageError` for one of several batches.
         """
-        if self.loss.means is None:
-            return
         if not last or self.earlier:
             raise UsageError(
                 "a SumOfMeans is weighed by all that a step is over; give its batch in one step, without last=False"
@@ -171,10 +169,10 @@ class RunLosses:
             self.blocks.begin()
         for examined in self._watched:
             examined.begin()
-        is_new = self._is_due or any(examined.since for examined in self._watched)
+        is_new = self._is_due or (bool(self._watched) and any(examined.since for examined in self._watched))
         for of, reads in self._reads:
             of.watched = reads if is_new else nullcontext()
-        self.loss.is_alone = (num_units := plan.schedule.num_units) * self._num_shares == 1
+        self.loss.is_alone = (num_units := len(units.samples)) * self._num_shares == 1
         if not self._watched:
             return
         if units not in self._units and len(self._units) < _MOST_SHAPES:
@@ -201,7 +199,8 @@ class RunLosses:
         if self._trains:
             self.blocks.end()
         self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.blocks.since or self.first.refusal)
-        self._of_pairs = self._of_pairs or self._model.prover.later.why_changed()
+        if (later := self._model.prover.later).followed:
+            self._of_pairs = self._of_pairs or later.why_changed()
         if self._model.common is not None:
             self._of_pairs = self._of_pairs or self._model.common.why_changed()
         self._has_doubt |= bool(self._of_pairs or self.blocks.changed or self._model.buffers.late) or (

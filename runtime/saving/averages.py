@@ -116,7 +116,7 @@ class Averages:
 
     def require_none_applied(self, what: str) -> None:
         """Raise `UsageError` while weights and an average have changed places."""
-        if self.all and any(average.is_applied for average in self.all):
+        if any(average.is_applied for average in self.all):
             raise UsageError(f"{what} inside of `with ema.applied()` would take the average for the weights; leave it")
 
     def require_loadable(self, where: str, count: int, decays: Mapping[int, Tensor]) -> None:

@@ -84,6 +84,7 @@ class SharedBuffers:
             for number, block in stage.blocks.items()
             for name, module, key in _own_buffers(block)
         ]
+        self.are_shared = self._is_needed and bool(self._buffers)
         self._known: set[str] | None = None
         self.late: set[str] = set()
         for name, norm in self._norms:
@@ -119,9 +120,6 @@ class SharedBuffers:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """A context for one training step; behind it buffers are the same on all replicas (collective)."""
-        if not self._is_needed or not self._buffers:
-            yield
-            return
         averages = [_Average.of(norm) for _, norm in self._norms] if self._choice == "merge" else []
         is_first = self._known is None
         states = [_state(module, key, is_first) for _, module, key in self._buffers]

@@ -69,7 +69,7 @@ class Stage(nn.Module):
 
         It was frozen when the stage was made, or was put in a known one's place since.
         """
-        if any(parameter.requires_grad for parameter in self._frozen.values()) or self._has_changed():
+        if (self._frozen and any(p.requires_grad for p in self._frozen.values())) or self._has_changed():
             self._look_through(known)
             held = [found for module in self.modules() for found in (module._parameters, module._modules)]
             self._approved = [(found, tuple(found.values())) for found in held if found]

@@ -8,7 +8,7 @@ batch  ──▶ units, each with what of it this rank needs
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -174,6 +174,7 @@ class RankModel:
         self.late_state = LateState({str(n): block for n, block in self.own_blocks.items()})
         self.common: CommonState | None = None
         self._num_steps = 0
+        self._published: tuple[object, tuple[int, int, int]] = None, (0, 0, 0)
         is_resident = not self.plan.zero.shards_weights or self.num_replicas == 1
         self.elsewhere.settle(self.stages.values(), is_resident=is_resident)
         if options.compiled:
@@ -222,26 +223,23 @@ class RankModel:
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
             self.marks.note(given, needed, extras)
-            self._publish(*[tree if self.marks.has_noted(kind) else None for kind, tree in given.items()])
+            if not self.needs_inputs and inputs is not None and self.marks.has_noted("inputs"):
+                self._transport.publisher.note_given(*shape_of(inputs), 0)
+            if not self.needs_targets and targets is not None and self.marks.has_noted("targets"):
+                self._transport.publisher.note_given(0, 0, shape_of(targets)[0])
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
             self.same_data.require(compared, extras)
 
-    def publish(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Callable[[], None]:
-        """Say how much this rank is given of one more batch, and return what compares that.
+    def publish(self, kind: object, inputs: Any, targets: Any) -> None:
+        """Say how much this rank is given of one more batch, of a kind, so that a verdict can tell who has others.
 
-        So a verdict can tell who was given something else. What the rank does not need is told of when it is compared,
-        if it is no place holder.
+        What the rank does not need is told of when it is compared, if it is no place holder.
         """
-        self._transport.publisher.begin_batch()
-        self._publish(inputs if self.needs_inputs else None, targets if self.needs_targets else None)
-        return partial(self.compare, plan, inputs, targets, extras)
-
-    def _publish(self, inputs: Any, targets: Any) -> None:
-        samples, length = (0, 0) if inputs is None else shape_of(inputs)
-        rows = 0 if targets is None else shape_of(targets)[0]
-        if samples or length or rows:
-            self._transport.publisher.note_given(samples, length, rows)
+        if kind is None or kind is not self._published[0]:
+            rows = shape_of(targets)[0] if self.needs_targets else 0
+            self._published = kind, (*(shape_of(inputs) if self.needs_inputs else (0, 0)), rows)
+        self._transport.publisher.begin_batch(*self._published[1])
 
     @property
     def expert_shares(self) -> str | None:
@@ -339,13 +337,9 @@ class RankModel:
         return self._groups.experts.size > 1 and any(pads)
 
     @cached_property
-    def _mixtures(self) -> list[MoE]:
+    def mixtures(self) -> list[MoE]:
+        """The mixtures of experts of this rank."""
         return [layer for stage in self.stages.values() for layer in mixtures(stage).values()]
-
-    def follow(self, *, alike: bool) -> None:
-        """Tell mixtures of experts whether all ranks of ep have units of the same shapes in this step."""
-        for layer in self._mixtures:
-            layer.tokens_alike = alike
 
     @cached_property
     def num_replicas(self) -> int:

@@ -91,12 +91,12 @@ class FirstLosses:
                 raise MisfitError(self.refusal)
 
 
-def for_slices(plan: Plan, loss_fn: Callable[..., Any]) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
-    """Return what is done with targets before they are cut, and the loss, which may look beyond a slice."""
+def for_slices(plan: Plan, loss_fn: Callable[..., Any]) -> tuple[Callable[[Any], Any] | None, Callable[..., Any]]:
+    """Return what is done with targets before they are cut, if anything, and the loss, which may look beyond one."""
     prepare = getattr(loss_fn, "prepare", None)
     if prepare is None or not cuts_sequences(plan):
-        return lambda targets: targets, loss_fn
-    return lambda targets: None if targets is None else prepare(targets), loss_fn.prepared  # type: ignore[attr-defined]
+        return None, loss_fn
+    return prepare, loss_fn.prepared  # type: ignore[attr-defined]
 
 
 def cuts_sequences(plan: Plan) -> bool:

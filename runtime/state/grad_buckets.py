@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,8 @@ from .passengers import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]
 """Waits for what comes from other ranks."""
+
+_VERSION = attrgetter("_version")
 
 IN_CACHE = 2**16
 """How many numbers a core's cache surely holds."""
@@ -144,7 +146,7 @@ class GradBucket:
             return
         if self._versions is None:
             self.flat.zero_()
-            self._versions = [view._version for view in self.views]
+            self._versions = list(map(_VERSION, self.views))
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 

@@ -45,6 +45,8 @@ class GradReducer:
         self, buckets: GradBuckets, groups: MeshGroups, tied: TiedWeights, *, sharded: bool, in_turn: bool
     ) -> None:
         self._buckets, self._groups, self._tied = buckets, groups, tied
+        self.known: Container[nn.Parameter] = buckets.home
+        """The parameters whose gradients are summed."""
         self._sharded, self._in_turn = sharded, in_turn
         self._order: list[GradBucket] = []
         self._program: Sequence[Instruction] | None = None
@@ -56,11 +58,6 @@ class GradReducer:
         self.reshards = any(bucket.reshards for bucket in buckets.all)
         """Whether full gradients are resident only from a backward to their reduction."""
         self._passengers: Callable[[], Tensor] | None = None
-
-    @property
-    def known(self) -> Container[nn.Parameter]:
-        """The parameters whose gradients are summed."""
-        return self._buckets.home
 
     def has_partial_sums(self, stage: int) -> bool:
         """Whether a stage's last backward leaves partial sums on the ranks of tp that are added up at once."""

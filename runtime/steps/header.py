@@ -73,24 +73,23 @@ class Announcer:
             text = next(known for known, its in self._texts.items() if its == number)
         if kind != _FINE:
             raise _REFUSALS[kind](text)
-        self._remember(text)
+        if text not in self._texts:
+            self._remember(text)
         return said, text
 
     def _send(self, numbers: Sequence[int], kind: int, text: str) -> None:
         while self._under_way:
             self._under_way.pop().wait()
+        number = self._texts.get(text, -1) if kind == _FINE else -1
         if self._group.size > 1:
-            number = self._texts.get(text, -1) if kind == _FINE else -1
             coded = b"" if number >= 0 else text.encode()
             self._say([kind, number, len(coded), *numbers])
             if coded:
                 self._say(list(coded))
-        if kind == _FINE:
+        if kind == _FINE and number < 0:
             self._remember(text)
 
     def _remember(self, text: str) -> None:
-        if text in self._texts:
-            return
         if len(self._texts) >= MOST_TEXTS:
             del self._texts[next(iter(self._texts))]
         self._texts[text] = self._num_texts

@@ -64,6 +64,7 @@ class StepSettler:
         self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
         self._shapes, self._units = Latest[UnitShape](MOST_SHAPES), Latest[Units](MOST_SHAPES)
         self._latest: UnitShape | None = None
+        self._described: tuple[object, str] = None, ""
         self._same: tuple[Plan, tuple[object, ...], Units] | None = None
         self.draws = model.may_draw
         self._has_warned = False
@@ -80,7 +81,7 @@ class StepSettler:
         Raises `MisfitError` where blocks cannot take them, or ranks have other numbers of samples or microbatches.
         """
         microbatches, samples, inputs, targets = self._announce(batch, plan.schedule.slices)
-        alike = self._agree(plan, batch, (microbatches, samples, inputs, targets))
+        alike = self._experts is None or self._agree(plan, batch, (microbatches, samples, inputs, targets))
         first = self._first_sample(plan, batch.microbatches, samples)
         said = (batch.microbatches, batch.num_samples, microbatches, samples, first, inputs, targets, alike)
         if self._same is not None and self._same[0] is plan and self._same[1] == said and not batch.extras[0]:
@@ -101,7 +102,10 @@ class StepSettler:
     def _announce(self, batch: Batch, slices: int) -> tuple[int, int, str, str]:
         """Return what the pipeline is told: microbatches, samples, and inputs and targets in words."""
         try:
-            words = self._describe(batch, slices, batch.input_spec) if self._has_inputs else ""
+            kind, words = self._described if self._has_inputs else (None, "")
+            if self._has_inputs and (batch.kind is None or kind is not batch.kind):
+                words = self._describe(batch, slices, batch.input_spec)
+                self._described = batch.kind, words
             (microbatches, samples), inputs = self._inputs.announce([batch.microbatches, batch.num_samples or 0], words)
             targets = ""
             if self._targets is not None:
@@ -117,9 +121,6 @@ class StepSettler:
 
         Raises `MisfitError` where they have not, and computations overlap, whose exchanges are settled.
         """
-
-        if self._experts is None:
-            return True
         microbatches, samples, *_ = said
         sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
         extras = self._extras_of_each_size(batch, sizes, plan.schedule.slices)

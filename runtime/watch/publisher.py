@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Thing = TypeVar("Thing")
 _END = object()
+_UNKNOWN = 0, None
 NUMBER_OF: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
 
 
@@ -64,7 +65,8 @@ class Publisher:
 
     def walk(self, plan: Plan) -> None:
         """Say that the program of a plan begins."""
-        self.numbers[PROGRAM] = self.number_of(plan)
+        number, known = self._programs.get(id(plan), _UNKNOWN)
+        self.numbers[PROGRAM] = number if known is not None and known() is plan else self.number_of(plan)
         self.numbers[RUN] += 1
 
     @contextmanager
@@ -87,7 +89,7 @@ class Publisher:
 
     def number_of(self, plan: Plan) -> int:
         """Return the number that a plan goes by: how many others this rank ran before it."""
-        number, known = self._programs.get(id(plan), (0, None))
+        number, known = self._programs.get(id(plan), _UNKNOWN)
         if known is None or known() is not plan:
             number, self._num_programs = self._num_programs, self._num_programs + 1
             self._programs = {key: value for key, value in self._programs.items() if value[1]() is not None}
@@ -121,14 +123,14 @@ class Publisher:
         """Say that a message of so many bytes could come in."""
         self.numbers[ROOM] = max(self.numbers[ROOM], nbytes)
 
-    def begin_batch(self) -> None:
-        """Say that this rank is given one more batch, of which nothing is known yet."""
-        self.numbers[GIVEN] += 1
-        for beside in (1, 2, 3):
-            self.numbers[GIVEN + beside] = 0
+    def begin_batch(self, samples: int, length: int, targets: int) -> None:
+        """Say that this rank is given one more batch: samples, how long they are, rows of targets; 0: nobody knows."""
+        numbers = self.numbers
+        numbers[GIVEN] += 1
+        numbers[GIVEN + 1], numbers[GIVEN + 2], numbers[GIVEN + 3] = samples, length, targets
 
     def note_given(self, samples: int, length: int, targets: int) -> None:
-        """Say what this rank is given of it: samples, how long they are, rows of targets; 0: as it was."""
+        """Say more of what this rank is given; 0: as it was."""
         for beside, number in enumerate((samples, length, targets), 1):
             if number:
                 self.numbers[GIVEN + beside] = number

@@ -97,7 +97,7 @@ class LaterSteps:
         self, bench: BenchHere, outlines: Sequence[nn.Module], dtype: torch.dtype | None, tokens: SequenceParallel
     ) -> None:
         self._bench, self._outlines, self._dtype, self._tokens = bench, outlines, dtype, tokens
-        self._followed: list[Followed] = []
+        self.followed: list[Followed] = []
         self._lengths = set[str]()
         self._state = self._of_pairs = SteeringState({})
         self.names = self._state.names
@@ -106,14 +106,14 @@ class LaterSteps:
 
     def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
         """Follow kinds of blocks from now on, whose sequences may be cut into units of these shapes."""
-        self._followed, self._lengths = list(kinds), {_shapes_of(units)}
+        self.followed, self._lengths = list(kinds), {_shapes_of(units)}
         self._watch()
 
     def _watch(self) -> None:
-        pairs = [one for one in self._followed if one.in_pairs]
-        self._state = self._of_pairs = _steering(self._followed)
+        pairs = [one for one in self.followed if one.in_pairs]
+        self._state = self._of_pairs = _steering(self.followed)
         self.names = self._state.names
-        if len(pairs) < len(self._followed):
+        if len(pairs) < len(self.followed):
             self._of_pairs = _steering(pairs)
 
     def why_unsound(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
@@ -122,7 +122,7 @@ class LaterSteps:
 
     def _unsound_pairs(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
         arrivals: Arrivals | None = None
-        for followed in (one for one in self._followed if one.in_pairs):
+        for followed in (one for one in self.followed if one.in_pairs):
             number = followed.kind.number
             called = self.called(followed.kind, number, *specs_of(number, units.spec, units.extra_specs, parcels))
             if called is not None and any(map(called.is_like, followed.known)):
@@ -142,7 +142,7 @@ class LaterSteps:
         return "" if found is None else str(found)
 
     def _unsound_lengths(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
-        shapes, of_tokens = _shapes_of(units), [one for one in self._followed if one.cuts_tokens]
+        shapes, of_tokens = _shapes_of(units), [one for one in self.followed if one.cuts_tokens]
         if not of_tokens or shapes in self._lengths:
             return ""
         cuts, device = of_tokens[0].setting.cuts, self._bench.group.device
@@ -175,26 +175,24 @@ class LaterSteps:
 
         Hooks are left out, which come and go in a first step, that watches blocks, and modes, other in evaluations.
         """
-        if not self._followed:
-            return ""
         name = self._noted
         if not name:
             moved = (place.name for place in self._of_pairs.moved(hooks=False))
             name = next((name for name in moved if not name.endswith(".training")), "")
         if not name:
             return ""
-        pairs = [followed.kind for followed in self._followed if followed.in_pairs]
+        pairs = [followed.kind for followed in self.followed if followed.in_pairs]
         kind = next((kind for kind in pairs if name.startswith(f"block {kind.number} ")), pairs[0])
         why = f"{name!r} was changed while a step ran, by which it may be none: pass it as an extra, or"
         return self._bench.refusal(kind, why).replace(" or;", " or")
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set by which blocks may not be cut any more."""
-        changed = self._state.changed() if self._followed else None
+        changed = self._state.changed()
         if changed is None:
             return
-        self._followed = [again for followed in self._followed for again in self._as_they_are(followed, changed)]
-        for followed in self._followed:
+        self.followed = [again for followed in self.followed for again in self._as_they_are(followed, changed)]
+        for followed in self.followed:
             kind, why = followed.kind, ""
             if followed.in_pairs and (why := self._why_no_pair(followed, followed.arrival)):
                 raise MisfitError(self._bench.refusal(kind, f"{changed!r} was set, and now {why}"))

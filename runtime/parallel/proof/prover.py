@@ -218,8 +218,10 @@ class Prover:
 
     def require_sound_state(self) -> None:
         """Raise `MisfitError` where something was set since the last step by which blocks may not be cut."""
-        self._cut.require_as_cut(self.later.names)
-        self.later.require_sound_state()
+        if self._cut.layers:
+            self._cut.require_as_cut(self.later.names)
+        if self.later.followed:
+            self.later.require_sound_state()
 
     def _given(
         self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel]

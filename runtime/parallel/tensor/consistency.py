@@ -72,7 +72,7 @@ class CutLayers:
     """The layers of which this rank has shards, as they were cut: what a loop does to one would be lost."""
 
     def __init__(self) -> None:
-        self._layers: list[tuple[str, nn.Module, type, Set[str]]] = []
+        self.layers: list[tuple[str, nn.Module, type, Set[str]]] = []
         self._weights: list[tuple[str, nn.Parameter]] = []
 
     def add(self, block: nn.Module, path: str) -> None:
@@ -80,14 +80,14 @@ class CutLayers:
         for name, module in block.named_modules(prefix=path):
             weights = [(join(name, key), p) for key, p in module._parameters.items() if p is not None and shard_of(p)]
             self._weights += weights
-            self._layers += [(name, module, type(module), frozenset(vars(module)))] if weights else []
+            self.layers += [(name, module, type(module), frozenset(vars(module)))] if weights else []
 
     def require_as_cut(self, names: Collection[str]) -> None:
         """Raise `MisfitError` where a loop set hooks on weights, or a forward, class or what code `names` on layers."""
         for name, weight in self._weights:
             if not all(map(is_ours, hooks_on(weight))):
                 _refuse(f"a hook was registered on the weight {name!r}")
-        for name, layer, kind, known in self._layers:
+        for name, layer, kind, known in self.layers:
             if type(layer) is not kind:
                 _refuse(f"the class of the layer {name!r} was replaced")
             if len(vars(layer)) != len(known):
@@ -97,7 +97,7 @@ class CutLayers:
                     if key in names:
                         what = f"{key!r}, which its block's code names, was set on the layer {name!r}"
                         raise MisfitError(f"{what}, of which a rank of tp has a shard: set it on the block")
-        if self._layers and is_replaced():
+        if self.layers and is_replaced():
             _refuse("torch's own forward of linear layers or embeddings was replaced")
 
 

@@ -137,7 +137,8 @@ class EngineWeights:
                 "a step is called where gradients are switched off, so that it would train nothing; call it outside of "
                 "`torch.no_grad()` and `torch.inference_mode()`, or behind `torch.set_grad_enabled(True)`"
             )
-        self._rank.averages.require_none_applied("a step")
+        if self._rank.averages.all:
+            self._rank.averages.require_none_applied("a step")
 
     def require_unchanged(self) -> None:
         """Raise `UsageError` where a step would lose, or take for the whole, what a loop did to weights."""

@@ -167,9 +167,12 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
     if tree is None and not is_needed:
         return None
     built, tensors = flatten(tree)
-    if not is_needed and not (tensors and all(map(has_numbers, tensors))):
+    shown = [*filter(has_numbers, tensors)]
+    if not is_needed and not (tensors and len(shown) == len(tensors)):
         return None
-    samples = [some for tensor in tensors if tensor.numel() for some in samples_of(tensor, turn)]
+    samples = list[Tensor]()
+    for tensor in shown:
+        samples += samples_of(tensor, turn) if tensor.numel() else ()
     is_given = 1 if is_needed else differ(samples)
     if isinstance(is_given, int) and not is_given:
         return None

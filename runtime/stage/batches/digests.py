@@ -59,10 +59,8 @@ def has_numbers(tensor: Tensor) -> bool:
 def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor]:
     """Return all numbers of a small tensor; of a large one some from all over it, and neighbours: each contiguous.
 
-    None of one that has none to be looked at.
+    Of one that has numbers to be looked at.
     """
-    if not has_numbers(tensor):
-        return []
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Batch:
         microbatches: how many there are; a plan of more has no samples for the rest.
         input_tree: how inputs are built.
         num_samples: how many samples there are; None where nothing says so that the rank is given.
+        kind: batches of the very same are alike but for their numbers; None: nobody has looked.
     """
 
     inputs: Sequence[Tensors]
@@ -56,6 +57,7 @@ class Batch:
     microbatches: int
     input_tree: Tree = PLAIN
     num_samples: int | None = None
+    kind: object = None
 
     def input_spec(self, unit: int = 0) -> TreeSpec:
         """Return the spec of a unit of inputs."""
@@ -124,6 +126,22 @@ class Division:
         return len(self.sizes) * self.slices
 
 
+class _Cut(NamedTuple):
+    """How a batch of plain tensors was cut: the next one of its kind, of the same plan, is cut alike.
+
+    Attributes:
+        plan: the plan; `kind`: how many microbatches there were, and the kinds of inputs and targets.
+        inputs, targets: how many rows of them each unit has.
+        num_samples: how many samples there were.
+    """
+
+    plan: Plan
+    kind: tuple[int, Hashable, Hashable]
+    inputs: Sequence[int]
+    targets: Sequence[int]
+    num_samples: int | None
+
+
 class BatchCutter:
     """Moves what a rank needs of a batch to its device, and cuts it.
 
@@ -151,6 +169,7 @@ class BatchCutter:
         self._shard, self._replicas = shard, replicas
         self._device, self._dtype, self._rank = device, dtype, rank
         self._needs_inputs, self._needs_targets = inputs, targets
+        self._latest: _Cut | None = None
 
     def __call__(
         self,
@@ -173,6 +192,10 @@ class BatchCutter:
         spec, count = plan.schedule, microbatches or plan.schedule.microbatches
         if not extras and not self._needs_inputs and not self._needs_targets:
             return Batch((), (), [{}] * spec.num_units, count)
+        kind = count, self._needs_inputs and _kind(inputs), self._needs_targets and _kind(targets)
+        is_plain, latest = not extras and spec.slices == 1 and None not in kind, self._latest
+        if is_plain and latest is not None and latest.kind == kind and latest.plan is plan:
+            return self._cut_alike(latest, inputs, targets)
         needed = {
             **({"inputs": inputs} if self._needs_inputs else {}),
             **({"targets": targets} if self._needs_targets and (needs_loss or targets is not None) else {}),
@@ -185,7 +208,7 @@ class BatchCutter:
         of_extras = dict[str, Sequence[Any]]()
         for name, extra in extras.items():
             of_extras[name] = self._extra_units(into, name, extra, length)
-        return Batch(
+        batch = Batch(
             inputs=rows,
             targets=self._targets(into, targets) if self._needs_targets else (),
             extras=[{name: cut[unit] for name, cut in of_extras.items()} for unit in units]
@@ -194,6 +217,22 @@ class BatchCutter:
             microbatches=count,
             input_tree=tree,
             num_samples=samples,
+            kind=kind if is_plain else None,
+        )
+        if is_plain:
+            self._latest = _Cut(plan, kind, [len(unit) for (unit,) in rows], [*map(len, batch.targets)], samples)
+        return batch
+
+    def _cut_alike(self, latest: _Cut, inputs: Tensor, targets: Tensor) -> Batch:
+        rows = self._cut("inputs", inputs, latest.inputs, self._dtype, self._shard) if self._needs_inputs else ()
+        shard = self._shard if self._needs_targets and targets.dim() > 1 else WHOLE
+        return Batch(
+            inputs=list(zip(rows, strict=True)),
+            targets=self._cut("targets", targets, latest.targets, None, shard) if self._needs_targets else (),
+            extras=[{}] * latest.plan.schedule.microbatches,
+            microbatches=latest.kind[0],
+            num_samples=latest.num_samples,
+            kind=latest.kind,
         )
 
     def _num_samples(self, needed: Mapping[str, Any], extras: Mapping[str, Any]) -> int | None:
@@ -282,7 +321,6 @@ class BatchCutter:
                 f"{name} has an attribute {attribute!r}, which microbatches of it have not; give it by itself: "
                 f"engine.step(…, {attribute}=…), which blocks take by name, or for the loss, targets=(y, {attribute})"
             )
-        dtype = self._dtype if name.startswith("inputs") and tensor.is_floating_point() else None
         rows = tensor.shape[0] if tensor.dim() else None
         may_be_for_all = name not in ("inputs", "targets") and rows in (None, 1)
         is_for_all = may_be_for_all and rows != into.samples
@@ -292,9 +330,26 @@ class BatchCutter:
                 f"{name} of shape {tuple(tensor.shape)} cannot be cut into microbatches: "
                 + (f"there are {into.samples} samples" if tensor.dim() else "it has no samples")
             )
-        mine = shard.cut(name, tensor) if tensor.dim() else tensor
-        moved: Tensor = mine.to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
-        return [moved] * len(into.sizes) if is_for_all else moved.split_with_sizes([several * n for n in into.sizes])
+        dtype = self._dtype if name.startswith("inputs") else None
+        if is_for_all:
+            return list(self._cut(name, tensor, None, dtype, shard)) * len(into.sizes)
+        return self._cut(name, tensor, [several * size for size in into.sizes], dtype, shard)
+
+    def _cut(
+        self, name: str, tensor: Tensor, sizes: Sequence[int] | None, dtype: torch.dtype | None, shard: SequenceShard
+    ) -> Sequence[Tensor]:
+        """Move this rank's shard of sequences to its device, and cut it into so many rows each, or into none."""
+        mine = shard.cut(name, tensor) if shard.size > 1 and tensor.dim() else tensor
+        to = dtype if tensor.is_floating_point() else None
+        moved: Tensor = mine.to(self._device, to, non_blocking=tensor.device.type == "cpu")
+        return (moved,) if sizes is None else moved.split_with_sizes(sizes)
+
+
+def _kind(tensor: Any) -> Hashable | None:
+    """Return what tells a plain tensor from those that are cut otherwise; None for what is none."""
+    if type(tensor) is not Tensor or tensor.__dict__ or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 def without_samples(tree: Any) -> Any:
