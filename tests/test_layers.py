@@ -131,7 +131,7 @@ BUDGET = {
     "autograd": 460,
     "calibrate": 420,
     "agreement": 350,
-    "engine": 210,
+    "engine": 212,
     "requirements": 130,
     "minimal": 120,
 }

@@ -230,8 +230,7 @@ class PlanRunner:
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
         watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run)
-        buffers = self._model.buffers
-        shared = buffers.shared() if trains and buffers.are_shared else nullcontext()
+        shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(), shared, watched:
             alone = trains and last and calls is None and not self._samples_before
@@ -242,8 +241,10 @@ class PlanRunner:
                 interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
-        if state.compute.overlaps.is_open:
-            self._settle_overlaps(state.compute.overlaps)
+        if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step()) is not None:
+            # after the first steps, the same way on all holders of the same stages
+            agree("what overlapping stages exchange", noted, self._groups.holders)
+            overlaps.settle(self._groups.holders)
         if self._options.shows_modules:
             self._state.weights.settle()
         self._is_broken = False
@@ -261,8 +262,7 @@ class PlanRunner:
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
-        why_late = "" if trains else self.losses.why_late()
-        return StepResult(tally.figures, tuple(self._options.metrics), *told, why_late)
+        return StepResult(tally.figures, (*self._options.metrics,), *told, "" if trains else self.losses.why_late())
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
         """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""
@@ -288,13 +288,6 @@ class PlanRunner:
         outputs, current.outputs = current.outputs or {}, None
         shape = next((step.units.shapes[unit] for unit in outputs), None)
         return None if shape is None else OutputJoiner(self._model, self._groups)(outputs, shape)
-
-    def _settle_overlaps(self, overlaps: Overlaps) -> None:
-        """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
-        noted = overlaps.end_step()
-        if noted is not None:
-            agree("what overlapping stages exchange", noted, self._groups.holders)
-            overlaps.settle(self._groups.holders)
 
     def _interpreter_of(self, plan: Plan, units: Units) -> Interpreter:
         """Return what runs a plan on such units, bound anew where their messages are much larger than ever before."""
