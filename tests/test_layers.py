@@ -122,7 +122,7 @@ BUDGET = {
     "state": 1200,
     "launch": 1140,
     "optim": 905,
-    "steps": 940,
+    "steps": 942,
     "train": 920,
     "verification": 762,
     "data": 610,

@@ -154,13 +154,15 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
 def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
     """Return what makes an input a leaf of the forward's graph, which gets a gradient if it can.
 
+    It is an object of its own: tensors that others come into later are never given to code twice, which may go by what
+    it was given before (`mask is self.mask`).
     Where activations go to the host it is a copy of what another rank has sent: the buffer serves other messages. What
     is taken of a skip may be in such a buffer too, when an earlier stage of this rank has handed it on.
     """
     differentiable = DIFFERENTIABLE
     stage, constant = instruction.stage, state.boundaries.constant
     if not state.host.moves(kept):
-        return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t
+        return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t.detach()
     taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
     in_buffer = any(value.kind is Kind.SKIP or state.cells.of(value).receive is not None for value in taken)
 
@@ -192,7 +194,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
             finish((output,))
 
     def run() -> None:
-        given = current.batch.inputs[unit] if take is None else take()
+        given = current.batch.inputs[unit] if take is None else tuple([t.detach() for t in take()])
         note(now())
         shape = current.units.shapes[unit]
         if shape is not None and stage in shape.cargo.strides:

@@ -10,7 +10,7 @@ from .every import FAMILIES, family_named
 SAMPLE = [
     ("transformers/gpt2", "pp4 1f1b"),
     ("transformers/phi", "dp2 ZeRO-1"),
-    ("transformers/bert", "dp2 ZeRO-3"),
+    ("transformers/bert", "pp4 1f1b"),
     ("transformers/t5", "pp2 zb-h1"),
     ("transformers/gemma3_text", "tp2"),
     ("timm/convnext", "sp"),
