@@ -1,4 +1,4 @@
-"""What a stage is given is a new object for each unit, though messages share buffers: code may go by what it was given."""
+"""What a stage is given is a new object for each unit, though messages share buffers: code may go by objects."""
 
 from copy import deepcopy
 
