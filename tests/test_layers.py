@@ -113,7 +113,7 @@ BUDGET = {
     "saving": 3430,
     "examine": 3503,
     "comm": 2696,
-    "interpreter": 2534,
+    "interpreter": 2535,
     "splitting": 2457,
     "stage": 2133,
     "watch": 1830,

@@ -54,9 +54,9 @@ class Rerun:
         self._is_compared, self._first = is_compared, list[tuple[Tensor, int]]()
         self.has_auxiliary = False
 
-    def flat(self) -> tuple[Tensor, ...]:
+    def flat(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run it and return outputs and auxiliary loss in one row."""
-        outputs, auxiliary = self._run(self._given, self._extras)
+        outputs, auxiliary = self._run(given, self._extras)
         self.has_auxiliary = auxiliary is not None
         row = outputs if auxiliary is None else (*outputs, auxiliary)
         if self._count not in (None, len(row)):
@@ -77,7 +77,7 @@ class Rerun:
         self._given = tuple(t.detach().requires_grad_(t.requires_grad) for t in self._given)
         with fork_generators(device), torch.enable_grad():
             restore_generators(device, self._generators)
-            self._outputs = self.flat()
+            self._outputs = self.flat(tuple([one.view_as(one) for one in self._given]))  # no leaves, as at first
             self._require_same()
         for buffer, before in buffers:
             buffer.data.copy_(before)  # past the version counter: the backward may have saved it, and does not mind
@@ -129,7 +129,7 @@ class _Dropped(torch.autograd.Function):
         ctx.rerun = rerun
         ctx.save_for_backward(*given)
         # To autograd what this returns is made here: a weight, a buffer or an extra must not be, so it gets aliases.
-        return tuple([output.detach() for output in rerun.flat()])
+        return tuple([output.detach() for output in rerun.flat(given)])
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -34,9 +34,9 @@ _ROUNDING, _MOST, _LEAST = 1e3, 0.05, 1e-6
 """Sums of gradients may be in another order: by so many times their precision, at most by so much; less is nothing."""
 
 _ADVICE = (
-    "its forward does more between its layers than can be found by running it (an iterator that moves, a hook, a write "
-    "through .data or under no_grad): do it within a layer, name other blocks, split(model, blocks=[…]), or write them "
-    "by hand"
+    "its forward does more between its layers than can be found by running it (an iterator that moves, a hook, asking "
+    "for x.requires_grad, a write through .data or under no_grad): do it within a layer, name other blocks, "
+    "split(model, blocks=[…]), or write them by hand"
 )
 
 

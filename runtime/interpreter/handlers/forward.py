@@ -113,15 +113,16 @@ def _bind_training(
             extras = with_unit(extras)
         versions = skips and skips.versions(given)
         activations = host.activations(stores.get(store)) if moves else None
+        # Views are no leaves, as in one process; and where leaves lose their memory, blocks may keep theirs.
+        seen = given if take is None else tuple([one.view_as(one) for one in given])
         if activations is None and plain is not None and not want_unit:
-            outputs, auxiliary = plain(given, extras)
+            outputs, auxiliary = plain(seen, extras)
             start = finish(outputs)
         elif activations is None:
-            start, auxiliary = compute(given, extras, reruns)
+            start, auxiliary = compute(seen, extras, reruns)
         else:
             with activations.saving():
-                # Blocks may keep what they are given: where leaves are to lose their memory, they are given views.
-                start, auxiliary = compute(tuple([leaf.view_as(leaf) for leaf in given]), extras, reruns)
+                start, auxiliary = compute(seen, extras, reruns)
         if skips and versions:
             skips.require_unchanged(given, versions)
         for neighbour in neighbours:

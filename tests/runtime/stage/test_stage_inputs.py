@@ -95,6 +95,12 @@ class Sliced(Layer):
         return torch.cat([made, made], 1)[:, :WIDTH]
 
 
+class AsksForGraph(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        return made if x.grad_fn is not None else 0.6 * made
+
+
 class Expanded(Layer):
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = super().forward(x) * (1.0 if x.is_contiguous() else 0.6)
@@ -120,6 +126,13 @@ STRIDED = {
     "expanded": [Expanded] * 3,
     "one of two": [PassesTwo, PassesTwo, JoinsTwo],
 }
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_inputs_of_stages_are_no_leaves(recompute: int) -> None:
+    expected = train_alone(model(*[AsksForGraph] * 3))
+    for found in train(lambda: list(model(*[AsksForGraph] * 3)), recompute=recompute):
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
