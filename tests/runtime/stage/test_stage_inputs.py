@@ -143,6 +143,19 @@ def test_strides_are_as_in_one_process(kinds: Any, recompute: int) -> None:
         assert found == pytest.approx(expected, abs=1e-12)
 
 
+class Permuted(Layer):
+    """Lies in memory otherwise than the meta device says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        return made if x.is_meta else made.t().contiguous().t()
+
+
+def test_the_log_says_where_strides_are_others_than_foretold(caplog: pytest.LogCaptureFixture) -> None:
+    train(lambda: list(model(Permuted, Permuted)))
+    assert "leaves a tensor with strides (1, 4), and left one with others" in caplog.text
+
+
 class Marks(Layer):
     def forward(self, x: Tensor) -> Tensor:
         made: Any = super().forward(x)
