@@ -13,7 +13,7 @@ SAMPLE = [
     ("transformers/bert", "pp4 1f1b"),
     ("transformers/t5", "pp2 zb-h1"),
     ("transformers/gemma3_text", "tp2"),
-    ("timm/convnext", "sp"),
+    ("transformers/roberta", "sp"),
     ("timm/deit", "dp2 ZeRO-3"),
     ("timm/resnet", "bf16 dp2·pp2"),
 ]

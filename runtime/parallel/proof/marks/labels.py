@@ -59,7 +59,7 @@ class Labels:
     def _begin(self, tensor: Tensor) -> None:
         """Label the memory of a tensor that nobody has labelled, by its places."""
         start = self._starts.get(key_of(tensor))
-        if start is None and not (tensor.is_floating_point() or tensor.is_complex()):
+        if start is None and not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
             self.whole_numbers.append(tensor.detach().clone())
         places = torch.arange(memory_of(tensor), dtype=LABEL, device=tensor.device)
         self._shadows.add(tensor, mixed(places + start_of(start or self._next())))

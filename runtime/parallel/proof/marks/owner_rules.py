@@ -91,10 +91,13 @@ def name_of(func: Any) -> str:
 
 
 def goes_by_data(func: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether a function gives as many numbers as data decide: where some are not 0, those at places that are true."""
+    """Whether a function gives as many numbers as data decide: where some are not 0, those at places that are true.
+
+    `tensors` are those that it is given; of a tensor at places, these follow it.
+    """
     is_index = "index" in func._schema.name
     return torch.Tag.dynamic_output_shape in func.tags and (
-        not is_index or any(tensor.dtype is torch.bool for tensor in tensors)
+        not is_index or any(places.dtype in (torch.bool, torch.uint8) for places in tensors[1:])
     )
 
 

@@ -20,6 +20,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.proof import bench
+from quintsched.runtime.parallel.proof.marks.owner_rules import goes_by_data
 
 from ...toys import sgd
 from .odd_mlps import TOKENS, WIDTH, Mlp
@@ -266,6 +267,12 @@ ASKED: list[tuple[Callable[[Any, Tensor], Tensor], bool]] = [
 def test_blocks_that_read_data_in_python_are_followed(between: Callable[[Any, Tensor], Tensor], is_pair: bool) -> None:
     said = "pairs proved at all numbers: 0.fc1" if is_pair else "one by one: 0.fc1, 0.fc2"
     assert said_of(between, kind=Given).endswith(f"; {said}")
+
+
+def test_numbers_at_places_are_as_many_as_these_whatever_they_are() -> None:
+    mask, places = torch.ones(2, 8, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    assert not goes_by_data(torch.ops.aten.index.Tensor, [mask, places, places])
+    assert goes_by_data(torch.ops.aten.index.Tensor, [places, mask])
 
 
 @pytest.mark.sampled(4)
