@@ -111,9 +111,9 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6170,
     "saving": 3430,
-    "examine": 3503,
+    "examine": 3507,
     "comm": 2696,
-    "interpreter": 2535,
+    "interpreter": 2530,
     "splitting": 2457,
     "stage": 2133,
     "watch": 1830,

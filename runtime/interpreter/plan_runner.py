@@ -229,7 +229,8 @@ class PlanRunner:
             self._latest.state.messages.bound.clear()
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
-        watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run)
+        is_part = trains and (not last or bool(self.losses.earlier))
+        watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run, is_part=is_part)
         shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(), shared, watched:

@@ -9,7 +9,7 @@ other steps       nothing is asked but whether what it goes by is as it was; whe
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from operator import attrgetter, itemgetter
@@ -25,7 +25,7 @@ from ..blocks.trees import map_tensors
 from ..comm.control import greatest, share_texts
 from ..examine.losses.examined import OF_REST, Examined
 from ..examine.losses.loss_weights import LossWeight, Over
-from ..examine.losses.real_batches import RealBatch, Unit
+from ..examine.losses.real_batches import RealBatch, Unit, unlike_rest
 from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
@@ -98,6 +98,8 @@ class RunLosses:
         self.blocks = BlockExaminations(model, groups)
         self._of_blocks, self._adds, self._usual, self._sizes = "", False, 1, frozenset[int]()
         self._probe: Unit | None = None
+        self._before: Unit | None = None
+        self._first_parts: int | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
 
@@ -153,10 +155,10 @@ class RunLosses:
         if any(map(_HAS_LOSS, parcels)):
             self.loss.expect_others(self.blocks.over_targets())
 
-    def watch(self, plan: Plan, units: Units, number: int) -> None:
+    def watch(self, plan: Plan, units: Units, number: int, *, is_part: bool) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
 
-        `units` are one object where they have the same shapes.
+        `units` are one object where they have the same shapes; `is_part`: they are some of those of a step.
         """
         self._trains, sizes = plan.mode == "train", frozenset(map(len, units.samples))
         if self._trains:
@@ -164,7 +166,9 @@ class RunLosses:
         else:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
-        self._is_due = is_compared = self._is_watched and not number & (number - 1)
+        self._first_parts = number if is_part and self._first_parts is None else self._first_parts
+        is_first = is_part and self._first_parts == number
+        self._is_due = is_compared = self._is_watched and (is_first or not number & (number - 1))
         if self._trains and self.blocks.losses:
             self.blocks.begin()
         for examined in self._watched:
@@ -172,7 +176,8 @@ class RunLosses:
         is_new = self._is_due or (bool(self._watched) and any(examined.since for examined in self._watched))
         for of, reads in self._reads:
             of.watched = reads if is_new else nullcontext()
-        self.loss.is_alone = (num_units := len(units.samples)) * self._num_shares == 1
+        self.loss.is_alone = (num_units := len(units.samples)) * self._num_shares == 1 and not is_part
+        self._before = None if self._trains and not (is_part and self.earlier) else self._before
         if not self._watched:
             return
         if units not in self._units and len(self._units) < _MOST_SHAPES:
@@ -184,7 +189,8 @@ class RunLosses:
                 is_compared, self.loss.is_known = True, self.loss.is_known and not examined.since
         self._has_gradients = is_compared
         if is_compared:
-            self.loss.real = RealBatch(num_units, self._num_shares, beside=self._probe)
+            before = self._before if is_part else None
+            self.loss.real = RealBatch(num_units, self._num_shares, beside=self._probe, before=before)
         else:
             has_values = any(examined.is_compared for examined in self._watched)
             self.loss.real = RealBatch(num_units, free=_FREE_BYTES, beside=self._probe) if has_values else None
@@ -257,8 +263,9 @@ class RunLosses:
         if self._has_looked:
             return
         self._has_looked, batch, self.loss.real = True, self.loss.real, None
-        if self._probe is None and batch is not None:
-            self._probe = batch.probe
+        if batch is not None:
+            self._probe = self._probe or batch.probe
+            self._before = self._before or (batch.probe if self._trains else None)
         for one in self._watched:
             if batch is not None and not (self._has_gradients and self._trains):  # gradients may be no numbers there
                 one.compare_values(batch)
@@ -288,7 +295,7 @@ class RunLosses:
         if len(of_each) > 1 and not refusal:
             numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
             refusal = f"in step {self._step} it is over unlike numbers of things for a sample: {numbers}"
-        if (rest := _unlike_rest(told.rests)) is not None:
+        if (rest := unlike_rest(told.rests)) is not None:
             refusal = refusal or OF_REST.format(rest)
         if found and not refusal:
             rule = _rule_of(next(iter(found)))
@@ -368,12 +375,6 @@ def _some_numbers(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor)
     return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)
-
-
-def _unlike_rest(rests: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
-    """Return where outputs have what belongs to no sample and is unlike on some ranks; None: nowhere."""
-    paths = {path for row in rests for path in row}
-    return next((path for path in sorted(paths) if len({t for row in rests for t in row.get(path, [])}) > 1), None)
 
 
 def _with_nothing(rules: Sequence[str]) -> list[str]:

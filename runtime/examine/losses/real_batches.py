@@ -122,11 +122,19 @@ class RealBatch:
         copies: how many ranks have such.
         free: so many bytes may be kept of all together.
         beside: samples of an earlier step, if there are any: what is alike in all of these may be other on other ranks.
+        before: samples of an earlier call of the same step.
     """
 
-    def __init__(self, units: int, copies: int = 1, free: int = _FREE_BYTES, beside: Unit | None = None) -> None:
-        self._units: list[Unit] = []
-        self._beside = [] if beside is None else [beside]
+    def __init__(
+        self,
+        units: int,
+        copies: int = 1,
+        free: int = _FREE_BYTES,
+        beside: Unit | None = None,
+        before: Unit | None = None,
+    ) -> None:
+        self._units = [] if before is None else [before]
+        self._beside = [] if beside is None or beside is before else [beside]
         self._latest: Any = None
         self._copies = copies
         self._is_short = False
@@ -296,6 +304,12 @@ def _misfit(
         if not float((joint - single).norm()) <= tolerance * max(float(joint.norm()), 1e-3 * size) + 1e-12:
             return "of all together it has another gradient"
     return ""
+
+
+def unlike_rest(rests: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
+    """Return where outputs have what belongs to no sample and is unlike on some ranks; None: nowhere."""
+    paths = {path for row in rests for path in row}
+    return next((path for path in sorted(paths) if len({t for row in rests for t in row.get(path, [])}) > 1), None)
 
 
 def _other(rest: Tensor) -> Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Transport, run_local
@@ -121,6 +123,38 @@ class Adding(torch.nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         found = super().forward(x).tanh()
         return found, found.square().mean()
+
+
+class Spread(torch.nn.Linear):
+    """Returns a number of all samples beside its output."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        found = super().forward(x)
+        return {"logits": found, "spread": found.std()}
+
+
+def loss_by_spread(output: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(output["logits"], targets) * output["spread"].detach()
+
+
+@pytest.mark.parametrize(
+    ("block", "loss", "says"),
+    [(Adding, F.cross_entropy, "a microbatch has 5 for 6"), (Spread, loss_by_spread, "goes by output['spread']")],
+)
+@pytest.mark.parametrize("begins", [0, 3])
+def test_calls_of_one_microbatch_are_compared(block: type, loss: Any, says: str, begins: int) -> None:
+    plan, targets = qs.compile("1f1b", mesh="pp=1", microbatches=1), torch.arange(6) % 3
+    random = torch.Generator().manual_seed(0)
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, [block(3, 3)], loss, adam, transport=transport)
+        for _ in range(begins):
+            engine.step(torch.randn(6, 3, generator=random), targets)
+        engine.step(torch.randn(6, 3, generator=random), targets, last=False)
+        with pytest.raises(MisfitError, match=re.escape(says)):
+            engine.step(torch.randn(6, 3, generator=random), targets.where(targets.cumsum(0) != 1, -100))
+
+    run_local(1, run)
 
 
 def test_what_the_engine_tries_between_calls_is_no_change_of_weights() -> None:
