@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from quintsched.errors import MisfitError
 
 from ..comm.modes import ModesLeftError
-from ..objects.plain_code import put_back
+from ..objects.plain_code import profile_by
 
 _OF_MODES = (
     *("is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),
@@ -70,8 +70,8 @@ def require_known(name: str, unseen: str | None, line: str) -> None:
 def unheard() -> Iterator[None]:
     """A context in which a module runs that asks for itself."""
     before = sys.getprofile()
-    sys.setprofile(None)
+    profile_by(None)
     try:
         yield
     finally:
-        put_back(before)
+        profile_by(before)

@@ -27,6 +27,7 @@ from functools import cache, lru_cache, partial
 from itertools import pairwise
 from logging import Logger
 from pathlib import Path
+from threading import Lock
 from types import CodeType, FrameType
 from typing import Any, TypeGuard
 
@@ -111,16 +112,21 @@ def asking_elsewhere(*, clocks: bool = True, straight: bool = False, backwards: 
     """
     before = sys.getprofile()
     heard = _Calls(() if clocks else ("time.",), straight=straight, backwards=backwards)
-    sys.setprofile(heard)
+    profile_by(heard)
     try:
         yield heard.found
     finally:
-        put_back(before)
+        profile_by(before)
 
 
-def put_back(profile: Any) -> None:
-    """Have this thread profiled again by what `sys.getprofile` gave, which may be no function but Python's profiler."""
-    profile.enable() if isinstance(profile, cProfile.Profile) else sys.setprofile(profile)
+_INSTALLING = Lock()
+"""Python refuses one while another thread installs its own."""
+
+
+def profile_by(profile: Any) -> None:
+    """Have this thread profiled by a function, or by what `sys.getprofile` gave, which may be Python's profiler."""
+    with _INSTALLING:
+        profile.enable() if isinstance(profile, cProfile.Profile) else sys.setprofile(profile)
 
 
 def has_known_content(thing: object) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from ...objects.plain_code import has_known_content, only_tells
+from ...objects.plain_code import has_known_content, only_tells, profile_by
 from ...objects.snapshot import Snapshot
 from ...objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
 from ...objects.steering import SteeringState
@@ -156,11 +156,11 @@ class Calls:
     def watched(self) -> Iterator[None]:
         """A context in which this thread's calls are looked at."""
         before = sys.getprofile()
-        sys.setprofile(self._note)
+        profile_by(self._note)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            profile_by(before)
 
     def look_at(self, made: Sequence[Tensor]) -> None:
         """Look for Functions of C++ in the graph of what was made."""
