@@ -117,7 +117,7 @@ BUDGET = {
     "splitting": 2457,
     "stage": 2133,
     "watch": 1830,
-    "objects": 1248,
+    "objects": 1249,
     "blocks": 1285,
     "state": 1216,
     "launch": 1140,
