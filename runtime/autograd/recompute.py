@@ -74,10 +74,10 @@ class Rerun:
         """Run it again with the same random numbers, recording for the backward; buffers count the first run only."""
         device = self._given[0].device
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
-        self._given = tuple(t.detach().requires_grad_(t.requires_grad) for t in self._given)
+        self._given, views = _apart(self._given)
         with fork_generators(device), torch.enable_grad():
             restore_generators(device, self._generators)
-            self._outputs = self.flat(tuple([one.view_as(one) for one in self._given]))  # no leaves, as at first
+            self._outputs = self.flat(views)
             self._require_same()
         for buffer, before in buffers:
             buffer.data.copy_(before)  # past the version counter: the backward may have saved it, and does not mind
@@ -101,6 +101,16 @@ class Rerun:
         used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
         run_backward([output for output, _ in used], [gradient for _, gradient in used])
         return tuple(tensor.grad for tensor in given)
+
+
+def _apart(given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return leaves of what was given, and views of these, as hidden states are none.
+
+    So a hook that a block puts on its input in the first run is not there beside that of the run which is kept.
+    """
+    leaves = tuple([t.detach().requires_grad_(t.requires_grad) for t in given])
+    with torch.enable_grad():
+        return leaves, tuple([leaf.view_as(leaf) for leaf in leaves])
 
 
 def run_dropped(
@@ -129,7 +139,7 @@ class _Dropped(torch.autograd.Function):
         ctx.rerun = rerun
         ctx.save_for_backward(*given)
         # To autograd what this returns is made here: a weight, a buffer or an extra must not be, so it gets aliases.
-        return tuple([output.detach() for output in rerun.flat(given)])
+        return tuple([output.detach() for output in rerun.flat(_apart(given)[1])])
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,6 +52,32 @@ def test_random_masks_and_auxiliary_losses_are_those_of_the_forward() -> None:
     (loss, kept), (again_loss, again) = weights(0), weights(1)
     assert loss == again_loss
     assert all(torch.equal(weight, kept[name]) for name, weight in again.items())
+
+
+class Scaled(nn.Linear):
+    """Scales the gradient of what it is given, by a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.3)
+        return super().forward(x).tanh()
+
+
+def test_a_hook_on_what_a_block_is_given_is_called_once() -> None:
+    blocks, task = [Scaled(4, 4, dtype=torch.float64) for _ in range(4)], torch.ones(8, 4, dtype=torch.float64)
+
+    def trained(recompute: int) -> list[dict[str, Tensor]]:
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, recompute=recompute)
+
+        def run(transport: Transport) -> dict[str, Tensor]:
+            engine = Engine(plan, deepcopy(blocks), nn.functional.mse_loss, sgd, transport=transport)
+            engine.step(task, task)
+            return engine.full_weights()
+
+        return run_local(2, run)
+
+    for again, kept in zip(trained(1), trained(0), strict=True):
+        assert all(torch.equal(weight, kept[name]) for name, weight in again.items())
 
 
 def test_what_is_recomputed_does_not_stand() -> None:
