@@ -115,7 +115,7 @@ BUDGET = {
     "comm": 2696,
     "interpreter": 2530,
     "splitting": 2457,
-    "stage": 2133,
+    "stage": 2138,
     "watch": 1830,
     "objects": 1249,
     "blocks": 1285,

@@ -8,7 +8,7 @@ stage of 6 blocks        recompute 0    [ 0 1 2 3 4 5 ]                    one c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
 from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
 from ..blocks.untouched import as_leaves, detached
 from ..comm import Group
+from ..objects.spaces import is_of_torch
 from ..parallel.dropout import Masks
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
 from .stage_draws import UNIT, Extras, Outputs, Run, StageDraws
@@ -229,6 +230,11 @@ class StageForward:
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
         return given if self._final is None else self._final.output(given), total
+
+    @cached_property
+    def is_of_torch(self) -> bool:
+        """Whether no code of users runs in it, which may ask whether what it is given is a leaf."""
+        return all(map(is_of_torch, self.blocks.values()))
 
     def without_weights(self, outputs: Sequence[Tensor]) -> Outputs:
         """Return what leaves a stage, copied where it is a weight or a buffer, which may change or be freed by then."""

@@ -93,6 +93,7 @@ def _bind_training(
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
     place, neighbours, stage = _place_of_loss(state, instruction), _neighbours(state, instruction), instruction.stage
     skips, weighed = _taken_skips(state, instruction), partial(_weigh_other, state, unit)
+    shows_leaves = not moves and forward.is_of_torch
 
     def compute(given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Start, Tensor | None]:
         outputs, auxiliary = forward(given, extras, reruns) if whole is None else whole(given, extras)
@@ -114,7 +115,7 @@ def _bind_training(
         versions = skips and skips.versions(given)
         activations = host.activations(stores.get(store)) if moves else None
         # Views are no leaves, as in one process; and where leaves lose their memory, blocks may keep theirs.
-        seen = given if take is None else tuple([one.view_as(one) for one in given])
+        seen = given if take is None or shows_leaves else tuple([one.view_as(one) for one in given])
         if activations is None and plain is not None and not want_unit:
             outputs, auxiliary = plain(seen, extras)
             start = finish(outputs)
