@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,7 @@ class Stepper:
         self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
         self._foreign = [own for own in self._own if own.is_foreign]
         self._is_first, self._has_shares = True, numbers is not None
+        self._stepped = len(self._part_of)
 
     def state_of(self, master: nn.Parameter) -> dict[str, Any]:
         """Return what the optimizer keeps for a parameter; of one that it does not step, nothing."""
@@ -137,8 +138,15 @@ class Stepper:
     def step(self, norm: Tensor | None = None) -> None:
         """Make a step; collective over tp where matrices are gathered.
 
-        `norm` is that of all gradients, 0-dimensional, for an optimizer that goes by it.
+        `norm` is that of all gradients, 0-dimensional, for an optimizer that goes by it. Raises `UsageError` where an
+        optimizer has other parameters than it was built with.
         """
+        stepped = 0
+        for part in self._parts:
+            for group in part.param_groups:
+                stepped += len(group["params"])
+        if stepped != self._stepped:
+            self._refuse_groups(stepped)
         for matrix in self._gathered:
             matrix.gather()
         for own in self._foreign:
@@ -153,6 +161,13 @@ class Stepper:
         if self._is_first and self._foreign:
             self._warn_of_lost()
         self._is_first = False
+
+    def _refuse_groups(self, stepped: int) -> NoReturn:
+        raise UsageError(
+            f"the optimizers of this rank were built with {self._stepped} parameters and have {stepped} now "
+            "(add_param_group); an engine gives each rank its parameters, gradients and state when it is built: build "
+            "them over all parameters, and freeze those that are to learn later (requires_grad_(False)) behind that"
+        )
 
     def _refusing_draws(self) -> AbstractContextManager[object]:
         odd = [part for part in self._parts if coupling_of_class(type(part)) is None or hooks_of(part)]

@@ -100,6 +100,22 @@ def test_what_was_frozen_at_first_is_not_trained_in_silence() -> None:
     engine.step(x, y)
 
 
+@pytest.mark.parametrize("request_of", [{"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 1}], ids=str)
+def test_parameters_added_to_an_optimizer_are_refused(request_of: dict[str, Any]) -> None:
+    def run(transport: Transport) -> None:
+        some = lambda params: adamw(list(params)[:2])  # noqa: E731
+        engine = Engine(plan, [layer, layer, layer], squares, some, dtype=torch.float64, transport=transport)
+        x, y = (part.chunk(engine.num_replicas)[engine.replica] for part in batch(0))
+        engine.step(x, y)
+        for optimizer in engine.optimizers.values():
+            optimizer.add_param_group({"params": list(engine.stages[0].blocks["1"].parameters())})
+        engine.step(x, y)
+
+    plan = qs.compile("1f1b", microbatches=2, **request_of)
+    with pytest.raises(qs.UsageError, match=r"built with \d parameters and have \d now .* freeze those that are to learn"):
+        run_local(plan.mesh.size, run, timeout_s=60)
+
+
 def test_a_parameter_in_the_place_of_a_known_one_is_not_ignored_in_silence() -> None:
     engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [layer], squares, adamw)
     x, y = (part.float() for part in batch(0))
