@@ -88,8 +88,12 @@ class FunctionState:
 
 
 def class_weights(function: Any) -> list[Tensor]:
-    """Return the rows of numbers that a function holds or names, as weights of classes are, always in one order."""
-    return [t for t in _tensors(function) if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
+    """Return the rows of numbers that a function holds or names, as weights of classes are, always in one order.
+
+    Those that are trained are of a model that it holds, and weigh no classes.
+    """
+    rows = [t for t in _tensors(function) if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
+    return [row for row in rows if not row.requires_grad and not row.is_meta]
 
 
 def tensors_with_rows(name: str, function: Any, sizes: Collection[int]) -> list[str]:

@@ -35,6 +35,7 @@ from .host_values import GONE, putter_of, state_of
 from .host_values import is_same as is_same
 from .spaces import (
     CONTAINERS,
+    HOOKS,
     LONGEST,
     REGISTRIES,
     Cells,
@@ -49,7 +50,7 @@ from .spaces import (
     parts_of,
     space_of,
 )
-from .user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of
+from .user_code import PLAIN, globals_of, is_library_module, is_of_library, is_ours, names_of
 
 _MOST, _MOST_NEAR, _MOST_BYTES = 100_000, 2000, 1 << 24
 """No more things than so many are looked into, fewer where libraries' objects are too, nor larger arrays."""
@@ -227,7 +228,8 @@ class Snapshot:
             space = space_of(thing)
             before = self._hold(name, space)
             if len(before) <= LONGEST:
-                self._enter_all(name, space, before.items())
+                of_users = not name.endswith(HOOKS)  # our hooks on layers lead to all that an engine has
+                self._enter_all(name, space, [one for one in before.items() if of_users or not is_ours(one[1])])
         elif (parts := parts_of(thing)) is not None:
             for place, part in parts:
                 self._enter(f"{name}{place}", part)

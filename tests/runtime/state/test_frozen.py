@@ -112,7 +112,9 @@ def test_parameters_added_to_an_optimizer_are_refused(request_of: dict[str, Any]
         engine.step(x, y)
 
     plan = qs.compile("1f1b", microbatches=2, **request_of)
-    with pytest.raises(qs.UsageError, match=r"built with \d parameters and have \d now .* freeze those that are to learn"):
+    with pytest.raises(
+        qs.UsageError, match=r"built with \d parameters and have \d now .* freeze those that are to learn"
+    ):
         run_local(plan.mesh.size, run, timeout_s=60)
 
 
