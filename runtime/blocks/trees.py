@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -201,6 +201,13 @@ class TreeSpec:
         Of one row are also tensors that are for all samples alike.
         """
         return max(self.tensors, key=lambda spec: (spec.shape[:1], len(spec.shape) > 1))
+
+    def twice(self, rows: int) -> TreeSpec:
+        """Return the spec of such a tree where there are twice as many rows of those tensors that have so many each."""
+        has_rows = [spec.shape and spec.shape[0] and spec.shape[0] % rows == 0 for spec in self.tensors]
+        pairs = zip(has_rows, self.tensors, strict=True)
+        specs = [replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) if has else spec for has, spec in pairs]
+        return TreeSpec(self.tree, tuple(specs))
 
     def empty(self, device: torch.device | str) -> Any:
         """Return such a tree, with uninitialised tensors."""

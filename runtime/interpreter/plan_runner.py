@@ -23,7 +23,6 @@ from quintsched.plan import Plan
 
 from ..agreement.sections import Section, agree, require_same
 from ..blocks.blocks import Parcel, accepted_extras
-from ..blocks.shapes import trace_shapes, wants_data
 from ..comm import Group, Transport
 from ..comm.control import greatest
 from ..comm.interleaving import Overlaps
@@ -39,7 +38,7 @@ from ..steps.changed_weights import weights_unchanged
 from ..steps.outputs import OutputJoiner
 from ..steps.refusing import refuse_together
 from ..steps.settle import StepSettler
-from ..steps.trial_unit import Trial
+from ..steps.trial_unit import ParcelFinder
 from ..steps.units import Latest, Units, UnitShape, UnitSpec
 from .activation_memory import resident_tensors
 from .busy_clock import Clock
@@ -121,6 +120,7 @@ class PlanRunner:
         self._latest: Interpreter | None = None
         self.usual_samples = self._samples_before = 0
         self.losses = RunLosses(model, groups, device, options)
+        self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Tell the other ranks that this rank's batch cannot be cut, as they are about to ask."""
@@ -181,18 +181,8 @@ class PlanRunner:
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> tuple[list[Parcel], bool]:
         """Return what every block leaves for the next, of a unit, and whether that took data; raises `MisfitError`."""
-        model, is_first, needs_data = self._model, spec.mode not in self.interpreters, False
-        try:
-            parcels = trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
-        except MisfitError as error:
-            if not (needs_data := wants_data(error)):
-                raise
-            if not is_first and (model.computes_empty_units or model.plan.zero.shards_weights):
-                raise MisfitError(
-                    f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
-                    "one shape: pad sequences to one length, and give as many samples in every step"
-                ) from error
-            parcels = Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
+        parcels, needs_data = self._shapes.find(spec, batch, unit, is_first=spec.mode not in self.interpreters)
+        self.losses.expect_apart(self._shapes.apart)
         self._follow(spec, batch, unit, parcels)
         return parcels, needs_data
 

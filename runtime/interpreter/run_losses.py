@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,6 +36,7 @@ from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
 from ..steps.block_examinations import BlockExaminations, Gathered
 from ..steps.units import Units
+from .loss_agreement import Told, rule_in_words, rule_of, with_nothing
 from .rank_state import RunOptions
 from .tally import Figures
 
@@ -142,6 +143,12 @@ class RunLosses:
             is_sum = loss.try_kind(numbers, batch.targets[0], len(samples[0])) in SUMS
         if self._says_any(is_sum):
             loss.supposed = Over.SUM
+
+    def expect_apart(self, paths: frozenset[str]) -> None:
+        """Expect tensors that belong to no sample, at these paths of outputs."""
+        self.loss.apart |= paths
+        for examined in self._examined:
+            examined.apart |= paths
 
     def _says_any(self, here: bool) -> bool:
         """Whether it is so on any rank (collective)."""
@@ -278,19 +285,20 @@ class RunLosses:
         for examined in self._watched:
             examined.conclude(self._step)
         texts = share_texts(self._groups.world, json.dumps(self._mine()))
-        told = _Told(*zip(*map(itemgetter(*_Told._fields), map(json.loads, texts)), strict=True))
+        told = Told.of(texts)
         since = next(filter(None, told.since), "")
         if since:
             self.blocks.examine_again()
         refusal = next(filter(None, told.refusal), "")
         self._of_metrics = next(filter(None, told.of_metrics), "")
         self._of_any = next(filter(None, told.of_any), "")
-        rules = _with_nothing(told.rule)
+        rules = with_nothing(told.rule)
         found = {rule: rank for rank, rule in reversed([*enumerate(rules)]) if rule}
         of_each = {each: rank for rank, each in enumerate(told.of_each) if each is not None}
         if len(found) > 1 and not refusal:
             refusal = "; ".join(
-                f"rank {rank} has found {_named(rule)}" for rule, rank in sorted(found.items(), key=itemgetter(1))
+                f"rank {rank} has found {rule_in_words(rule)}"
+                for rule, rank in sorted(found.items(), key=itemgetter(1))
             )
         if len(of_each) > 1 and not refusal:
             numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
@@ -298,7 +306,7 @@ class RunLosses:
         if (rest := unlike_rest(told.rests)) is not None:
             refusal = refusal or OF_REST.format(rest)
         if found and not refusal:
-            rule = _rule_of(next(iter(found)))
+            rule = rule_of(next(iter(found)))
             if any(told.has_supposed) and (rule.over in SUMS) != (self.loss.supposed in SUMS):
                 refusal = f"{_UNLIKE_FIRST} of unlike size, and it is {rule}"
             self.loss.take_over(rule)
@@ -315,7 +323,7 @@ class RunLosses:
         self._of_blocks = self._of_blocks or (
             of_losses and (since and f"since {since} has changed, ") + of_losses + _MEANT
         )
-        words = NOT_STATED if Over.STATED in [_rule_of(text).over for text in found] else NO_WEIGHT
+        words = NOT_STATED if Over.STATED in [rule_of(text).over for text in found] else NO_WEIGHT
         self._refusal = refusal and words.format(refusal) + _MEANT
         self.loss.is_settled = self.loss.is_settled or bool(found)
         self._is_watched = not self.loss.is_settled or any(told.is_watched)
@@ -351,50 +359,8 @@ class RunLosses:
         }
 
 
-class _Told(NamedTuple):
-    """What each rank says of the loss and the metrics; `of_any`: what it refuses of one microbatch alone as well."""
-
-    rule: Sequence[str]
-    refusal: Sequence[str]
-    of_metrics: Sequence[str]
-    of_any: Sequence[str]
-    since: Sequence[str]
-    unlinear: Sequence[str]
-    adds: Sequence[bool]
-    is_of_each: Sequence[bool]
-    has_odd_sizes: Sequence[bool]
-    is_blind: Sequence[bool]
-    of_each: Sequence[float | None]
-    rests: Sequence[dict[str, list[str]]]
-    is_watched: Sequence[bool]
-    has_supposed: Sequence[bool]
-
-
 def _some_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of small numbers that are unlike each other, or of zeros where they are whole."""
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor)
     return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)
-
-
-def _with_nothing(rules: Sequence[str]) -> list[str]:
-    """Return what ranks have found, all of one rule with what any of them has seen of microbatches of nothing."""
-    seen = ("is_clamped", "is_guarded")
-    read = [json.loads(text) if text else {} for text in rules]
-    bare = [{name: value for name, value in one.items() if name not in seen} for one in read]
-    found = []
-    for mine in bare:
-        alike = [one for one, its in zip(read, bare, strict=True) if its == mine]
-        found.append(json.dumps(mine | {name: any(map(itemgetter(name), alike)) for name in seen}) if mine else "")
-    return found
-
-
-def _rule_of(text: str) -> LossWeight:
-    data = json.loads(text)
-    data.pop("of_each")
-    return LossWeight(**{**data, "over": Over(data["over"])})
-
-
-def _named(text: str) -> str:
-    of_each = json.loads(text)["of_each"]
-    return f"{_rule_of(text)}" + "".join(f", {each:g} for each sample" for each in of_each if each is not None)

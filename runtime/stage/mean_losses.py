@@ -91,6 +91,7 @@ class WeighedLoss:
         is_known: whether it is known what it is over, here, and nobody has changed what it goes by.
         is_settled: whether all ranks have agreed on what it is over.
         watched: the context that the user's function runs in.
+        apart: where outputs have tensors that belong to no sample, whatever their rows.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class WeighedLoss:
         self.watched: AbstractContextManager[Any] = nullcontext()
         self._refusal, self.is_known = "", over is not None
         self.supposed, self.has_supposed = Over.SAMPLES, False
+        self.apart = frozenset[str]()
 
     @property
     def refusal(self) -> str:
@@ -175,7 +177,7 @@ class WeighedLoss:
                     found = self.function(output, targets)
                 if isinstance(found, tuple):
                     return Over.STATED
-                weight = LossExamination(self.function, output, targets, samples).run().weight
+                weight = LossExamination(self.function, output, targets, samples, apart=self.apart).run().weight
             return Over.SAMPLES if weight is None else weight.over
         except Exception:  # what a user's code says to numbers that no block has given
             return Over.SAMPLES
@@ -198,7 +200,7 @@ class WeighedLoss:
         """
         self.was_called = True
         if self.real is not None:
-            self.real.keep(output, targets, samples)
+            self.real.keep(output, targets, samples, self.apart)
         if self.means is not None:
             self._find_terms(output, targets, samples)
             with self.watched:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -254,7 +255,12 @@ def _overtaken(program: Sequence[Instruction]) -> set[int]:
 
 
 def _count(units: FirstUnits, parcels: Sequence[Parcel]) -> int:
-    """Return of how many samples losses are examined: no more than two microbatches have, unless these are small."""
+    """Return of how many samples losses are examined: about as many as two microbatches have, unless these are small.
+
+    Nothing that belongs to no sample has as many rows, or several times as many.
+    """
     here = max(1, units.spec.samples.shape[0])
     nbytes = max(sum(spec.nbytes for spec in parcel.specs) for parcel in parcels) // here
-    return SAMPLES if nbytes * SAMPLES <= _FREE_BYTES else min(SAMPLES, max(3, 2 * here))
+    least = SAMPLES if nbytes * SAMPLES <= _FREE_BYTES else min(SAMPLES, max(3, 2 * here))
+    rows = {spec.shape[0] for parcel in parcels for spec in parcel.specs if spec.shape} - {0}
+    return next(number for number in count(least) if all(some % number for some in rows))

@@ -1,4 +1,6 @@
-"""Shapes that only data can tell: where a block fails on the meta device, a unit runs through the blocks for real.
+"""What blocks leave of units: shapes, by the meta device, and those that only data can tell.
+
+Where a block fails on the meta device, a unit runs through the blocks for real.
 
     rank of stage 0    inputs ──▶ blocks 0 1 ──▶ what they gave, in words ──▶ all ranks of the pipeline
                                              └─▶ tensors ──▶ rank of stage 1 ──▶ blocks 2 3 ──▶ …
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +26,9 @@ from quintsched.errors import MisfitError
 
 from ..autograd.kv_store import Past, Store
 from ..blocks.blocks import TARGETS, Parcel, State, accepted_extras
-from ..blocks.shapes import changed_by, trace_shapes
+from ..blocks.shapes import changed_by, trace_shapes, wants_data
 from ..blocks.tree_words import from_words, to_words
-from ..blocks.trees import TreeSpec, map_tensors, tensors_of
+from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
 from ..blocks.untouched import Result, run_block, untouched
 from ..comm import Group
 from ..stage.batches.microbatches import Batch
@@ -36,6 +38,60 @@ from .units import UnitSpec
 
 Gathered = Callable[[int], AbstractContextManager[None]]
 """A context in which the full weights of a stage are resident."""
+
+
+class ParcelFinder:
+    """Finds what blocks leave of units.
+
+    Args:
+        model: this rank's stages.
+        pipeline: the ranks of its pipeline.
+        gathered: makes weights resident.
+
+    Attributes:
+        apart: where outputs of the model have tensors that belong to no sample, whatever their rows: as prototypes,
+            which are no more of twice as many samples.
+    """
+
+    def __init__(self, model: RankModel, pipeline: Group, gathered: Gathered) -> None:
+        self._model, self._trial = model, Trial(model, pipeline, gathered)
+        self._outputs, self.apart = set[Tree](), frozenset[str]()
+
+    def find(self, spec: UnitSpec, batch: Batch, unit: int, *, is_first: bool) -> tuple[list[Parcel], bool]:
+        """Return what every block leaves for the next, of a unit, and whether that took data; raises `MisfitError`.
+
+        `is_first`: no unit of the mode was settled before.
+        """
+        needs_data = False
+        try:
+            parcels = self._trace(spec)
+        except MisfitError as error:
+            if not (needs_data := wants_data(error)):
+                raise
+            if not is_first and (self._model.computes_empty_units or self._model.plan.zero.shards_weights):
+                raise MisfitError(
+                    f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
+                    "one shape: pad sequences to one length, and give as many samples in every step"
+                ) from error
+            parcels = self._trial.run(spec, batch, unit)
+        output = parcels[-1].output
+        if len(output.tensors) > 1 and output.tree not in self._outputs:  # of outputs that are built alike, once
+            self._outputs.add(output.tree)
+            self._find_apart(spec, _twice(batch, unit, spec.num_samples) if needs_data else None, output)
+        return parcels, needs_data
+
+    def _trace(self, spec: UnitSpec) -> list[Parcel]:
+        model = self._model
+        return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+
+    def _find_apart(self, spec: UnitSpec, batch: Batch | None, output: TreeSpec) -> None:
+        """Find out which tensors of an output belong to no sample; `batch`: twice as many, where that takes data."""
+        try:
+            found = (self._trace(spec.twice()) if batch is None else self._trial.run(spec.twice(), batch, 0))[-1].output
+        except MisfitError:  # of blocks that take no other number
+            return
+        rows = zip(output.tree.paths, output.twice(spec.num_samples).tensors, found.tensors, strict=False)
+        self.apart |= {path for path, twice, its in rows if twice.shape[:1] != its.shape[:1]}
 
 
 class Trial:
@@ -122,6 +178,18 @@ class Trial:
         if slices > 1 and spec.mode == "train":
             extras["past"] = Past(Store(), 0, slices, samples.shape[1])
         return extras
+
+
+def _twice(batch: Batch, unit: int, samples: int) -> Batch:
+    """Return a batch of one unit, which has the samples of one of another batch twice."""
+
+    def doubled(tensor: Tensor) -> Tensor:
+        has_rows = tensor.dim() and len(tensor) and len(tensor) % samples == 0
+        return torch.cat([tensor, tensor]) if has_rows else tensor
+
+    rows = (batch.inputs, batch.targets, batch.extras)
+    inputs, targets, extras = (map_tensors(doubled, list(row[unit : unit + 1])) for row in rows)
+    return replace(batch, inputs=inputs, targets=targets, extras=extras)
 
 
 def _empty(words: str, group: Group) -> Any:

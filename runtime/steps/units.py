@@ -36,6 +36,17 @@ class UnitSpec:
     inputs: TreeSpec
     extras: tuple[tuple[str, TreeSpec], ...]
 
+    @property
+    def num_samples(self) -> int:
+        """How many samples it has."""
+        return self.inputs.samples.shape[0]
+
+    def twice(self) -> UnitSpec:
+        """Return what a unit of twice as many samples is given."""
+        count = self.num_samples
+        extras = tuple([(name, extra.twice(count)) for name, extra in self.extras])
+        return UnitSpec(self.mode, self.inputs.twice(count), extras)
+
 
 @dataclass(frozen=True, eq=False)
 class UnitShape:

@@ -13,7 +13,7 @@ things are refused, and losses that ignore some targets are told from those that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
@@ -36,7 +36,7 @@ from .parts import (
     along_tokens,
     cut_elsewhere,
     ratio_of,
-    rows_of_each,
+    rows_of_leaves,
     shortened,
     with_ignored_tokens,
     with_other_targets,
@@ -75,6 +75,10 @@ class Share(NamedTuple):
 
 
 WRITES = "its calls write {}, which it goes by: once for each microbatch, and not once for a batch"
+OF_NO_SAMPLE = (
+    "; output{} belongs to no sample, and so is in each microbatch: add what the loss takes of it to a mean, or to "
+    "(sum, weight) as often as there are samples"
+)
 _UNTOLD = Share(is_told=False)
 _PRECISION = {torch.float64: (1e-9, 1e-13), torch.float32: (2e-5, 1e-6), torch.bfloat16: (2e-2, 5e-3)}
 """By how much a row of gradients may differ, relative to itself, and to all of them."""
@@ -87,11 +91,21 @@ class LossExamination:
         loss: (output, targets) → a loss.
         output, targets: those of a microbatch, with as many samples.
         sliced: whether sequences are cut, so that it has to hold along tokens as well.
+        apart: where the output has tensors that belong to no sample, whatever their rows.
     """
 
     called = "the loss"
 
-    def __init__(self, loss: Loss, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        output: Any,
+        targets: Any,
+        samples: int,
+        *,
+        sliced: bool = False,
+        apart: Collection[str] = (),
+    ) -> None:
         self._loss, self.is_sliced = loss, sliced
         self._output_tree, outputs = flatten(output)
         self._target_tree, given = flatten(targets)
@@ -100,10 +114,12 @@ class LossExamination:
         self.kept = FunctionKept(loss, self._device)
         self._tables = class_weights(loss)
         self._leaves, self._samples = ([t.detach() for t in outputs], given), samples
+        self._apart = apart
         self.ids = list(dict.fromkeys([-100, -1, *whole_numbers(loss)]))
         self.is_safe = True
         self._usual: float | None = None
         self._is_linear, self._factors = True, cycle(FACTORS)
+        self._of_rest = ""
 
     def run(self) -> Finding:
         """Return what all experiments agree on."""
@@ -152,7 +168,13 @@ class LossExamination:
 
     def has_rows(self) -> bool:
         """Whether the output has any for each sample."""
-        return any(rows_of_each(leaf, self._samples) for leaf in self._leaves[0] if leaf.is_floating_point())
+        rows = zip(self._rows_of(*self._leaves), self._leaves[0], strict=False)
+        return any(n for n, leaf in rows if leaf.is_floating_point())
+
+    def _rows_of(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[int]:
+        """Return how many rows of each leaf belong to a sample."""
+        of_outputs = rows_of_leaves(self._output_tree, outputs, self._samples, self._apart)
+        return of_outputs + rows_of_leaves(self._target_tree, targets, self._samples)
 
     def chosen(self, candidates: Candidates) -> LossWeight:
         """Return one of the weights that fit: where ids could not be tried, targets may be ignored later."""
@@ -228,7 +250,7 @@ class LossExamination:
     def usable(self) -> Parts | None:
         """Return the parts in the widest type, on the host where that can be, that the loss takes."""
         for leaves in (shortened(*self._leaves, self._samples), self._leaves):
-            parts = along_samples(*leaves, self._samples)
+            parts = along_samples(*leaves, self._samples, self._rows_of(*leaves))
             for place, dtype in self.ways():
                 made = replace(
                     parts,
@@ -311,8 +333,16 @@ class LossExamination:
         assert r_a is not None
         assert r_b is not None
         if abs(r_a + r_b - 1) > tolerance * 4 or abs(value - r_a * of_one - r_b * of_other) > least:
-            return Share(why="of two batches together it is neither the sum nor a mean of what it is of each")
+            self._of_rest = self._rest_in(parts, whole)
+            why = "of two batches together it is neither the sum nor a mean of what it is of each"
+            return Share(why=why + self._of_rest)
         return Share(r_a, is_empty, tolerance * 4)
+
+    def _rest_in(self, parts: Parts, tried: Tried) -> str:
+        """Return what a loss goes by in the output that belongs to no sample, and what to do, in words; "": nothing."""
+        pairs = zip(self._output_tree.paths, parts.units, tried.gradients, strict=False)
+        path = next((path for path, unit, g in pairs if not unit and g is not None and g.any()), None)
+        return "" if path is None else OF_NO_SAMPLE.format(path)
 
     def tolerance(self, tried: Tried) -> float:
         """Return by how much gradients may differ, relative to what they are."""

@@ -54,6 +54,7 @@ class Examined:
         late: what values have shown in this step; None: they were not compared.
         rests: what it goes by in outputs of microbatches that belongs to no sample (see `RealBatch.rests`).
         of_each: how many numbers each sample has, where it is a mean over samples; None: nobody knows.
+        apart: where outputs have tensors that belong to no sample, whatever their rows.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, is_loss: bool = True, is_cut: bool = False) -> None:
@@ -61,7 +62,7 @@ class Examined:
         self.rule: LossWeight | None = None
         self.tables = class_weights(function)
         self.since = self.refusal = ""
-        self.is_blind = False
+        self.is_blind, self.apart = False, frozenset[str]()
         self._is_ours = _is_ours(function)
         self._kind: type[LossExamination] = LossExamination
         self._state: FunctionState | None = None
@@ -183,7 +184,7 @@ class Examined:
             if self._first is not None:
                 self._first.put_back()
             try:
-                its = self._kind(self._function, output, targets, samples, sliced=self._is_cut)
+                its = self._kind(self._function, output, targets, samples, sliced=self._is_cut, apart=self.apart)
                 finding = its.run()
             finally:
                 after.put_back()
@@ -194,7 +195,7 @@ class Examined:
         if samples == 1 or self._num_changes & (self._num_changes - 1) == 0:
             return False  # ever more rarely all is tried again
         real = RealBatch(1)
-        real.keep(output, targets, samples)
+        real.keep(output, targets, samples, self.apart)
         assert self._old is not None
         return not self._misfit(real, self._old)
 

@@ -16,7 +16,7 @@ two microbatches, or 32 MB.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd, prod
@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...blocks.trees import Tree
 from .calls_checked import MadeUp
 
 _ROWS, _FREE_BYTES = 6, 32 << 20
@@ -165,9 +166,8 @@ def shortened(
     return [short(leaf) for leaf in outputs], [short(leaf) for leaf in targets]
 
 
-def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int) -> Parts:
-    """Return parts of unlike numbers of samples, where memory allows it."""
-    units = [rows_of_each(leaf, samples) for leaf in (*outputs, *targets)]
+def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int, units: Sequence[int]) -> Parts:
+    """Return parts of unlike numbers of samples, of which leaves have rows, where memory allows it."""
     size = sum(leaf.nbytes for leaf in outputs) // samples
     count = _ROWS if 2 * samples >= _ROWS or _ROWS * size <= _FREE_BYTES else 2 * samples
     first = 2 if count == _ROWS else 1
@@ -333,6 +333,12 @@ def _every_third(leaf: Tensor, value: float) -> Tensor:
 def _filled(leaf: Tensor, values: Tensor) -> Tensor:
     places = torch.arange(leaf.numel(), device=leaf.device) % len(values)
     return values[places].view_as(leaf)
+
+
+def rows_of_leaves(tree: Tree, leaves: Sequence[Tensor], samples: int, apart: Collection[str] = ()) -> list[int]:
+    """Return how many rows of each leaf of a tree belong to a sample; 0: it belongs to all, as those `apart` do."""
+    rows = [rows_of_each(leaf, samples) for leaf in leaves]
+    return [0 if path in apart else n for path, n in zip(tree.paths, rows, strict=True)] if apart else rows
 
 
 def rows_of_each(leaf: Tensor, samples: int) -> int:

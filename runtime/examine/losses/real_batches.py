@@ -11,7 +11,7 @@ No more is kept than a few megabytes, or a sample of two microbatches. What cann
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from ...blocks.trees import DIFFERENTIABLE, Tree, flatten
 from .examination import LossExamination, Tried
 from .loss_weights import LossWeight, Over
-from .parts import rows_of_each, shortened
+from .parts import rows_of_each, rows_of_leaves, shortened
 
 _FREE_BYTES = 8 << 20
 _ROUNDING = 10
@@ -140,8 +140,8 @@ class RealBatch:
         self._is_short = False
         self._free = free // max(1, units * copies)
 
-    def keep(self, output: Any, targets: Any, samples: int) -> None:
-        """Keep some samples of a microbatch."""
+    def keep(self, output: Any, targets: Any, samples: int, apart: Collection[str] = ()) -> None:
+        """Keep some samples of a microbatch, whose output has tensors that belong to none of them `apart`."""
         tree, outputs = flatten(output)
         target_tree, given = flatten(targets)
         if output is self._latest or not any(rows_of_each(t, samples) and t.dtype in DIFFERENTIABLE for t in outputs):
@@ -152,7 +152,7 @@ class RealBatch:
             leaves, given = map(list, shortened(leaves, given, samples))  # type: ignore[assignment]
         count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
         if count or len(self._units) < 2:
-            rows = [rows_of_each(leaf, samples) for leaf in (*leaves, *given)]
+            rows = rows_of_leaves(tree, leaves, samples, apart) + rows_of_leaves(target_tree, given, samples)
             unit = Unit(tree, target_tree, leaves, given, samples, rows).cut(0, max(1, count))
             self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
 

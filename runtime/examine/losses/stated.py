@@ -54,7 +54,7 @@ class StatedExamination(LossExamination):
         if not share.is_told and not share.why:
             return ""
         if share.why:
-            return "the first thing is not the sum of what it is of each"
+            return f"the first thing is not the sum of what it is of each{self._of_rest}"
         whole, a, b = self.weights
         if share.first is not None and not any(share.is_empty):
             is_mean_of_each = parts.along and whole == a == b and abs(share.first - parts.share) < share.tolerance

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, MoE, run_local
+from quintsched.runtime import Carry, Engine, MoE, run_local
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.examine.block_losses import examine_block_loss
 from quintsched.runtime.examine.losses.loss_weights import Over
@@ -129,6 +129,35 @@ def test_routers_of_this_package_and_targets_that_count():
     assert found_of(Supervised(F.cross_entropy), targets=targets) == [Over.TARGETS]
     clamped = Supervised(lambda y, t: F.cross_entropy(y, t.clamp(min=0)))
     assert Over.SAMPLES in found_of(clamped, targets=targets)
+
+
+class Beside(nn.Linear):
+    def __init__(self, rows):
+        super().__init__(WIDTH, WIDTH)
+        self.beside = nn.Parameter(torch.ones(rows, WIDTH))
+
+    def forward(self, x):
+        return Carry(super().forward(x), beside=self.beside * 2)
+
+
+class Penalty(nn.Linear):
+    def forward(self, x, beside):
+        return super().forward(x), beside.square().sum()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", [2, SAMPLES, 2 * SAMPLES])
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_rows_of_what_belongs_to_no_sample_are_not_taken_for_samples(mesh, rows):
+    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2)
+
+    def work(transport):
+        blocks = [lambda: Beside(rows), lambda: Penalty(WIDTH, WIDTH)]
+        engine = Engine(plan, blocks, pair, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
+        with pytest.raises(MisfitError, match="it goes by what it is given that belongs to no sample"):
+            engine.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+
+    run_local(2, work)
 
 
 class Dropping(Block):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.examine.functions_kept import FunctionState
 from quintsched.runtime.examine.losses.values import is_known
@@ -290,6 +291,52 @@ def test_what_belongs_to_no_sample_is_the_same_in_all_microbatches(
     for found in step_all(mesh, loss, [LABELS]):
         assert said in str(found[-1])
         assert isinstance(found[-1], str) == bool(said)
+
+
+class Prototypes(nn.Linear):
+    """Gives as many prototypes beside its output as a microbatch has samples, or the batch."""
+
+    def __init__(self, rows: int, *, asks: bool) -> None:
+        super().__init__(8, CLASSES)
+        self.asks, self.rest = asks, nn.Parameter(torch.ones(rows, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.asks and bool(x.isnan().any()):
+            raise ValueError
+        return {"logits": super().forward(x), "others": [self.rest * 2]}
+
+
+def with_prototypes(output: Any, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(output["logits"], targets, reduction=reduction) + output["others"][0].square().sum()
+
+
+def with_stated_prototypes(output: Any, targets: Tensor, times: float = 1) -> Any:
+    return with_prototypes(output, targets, "sum") + (times - 1) * output["others"][0].square().sum(), len(targets)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rows", [2, 8, 1])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_what_has_as_many_rows_as_samples_may_belong_to_none(
+    mesh: str, asks: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [BLOCKS[0], partial(Prototypes, rows, asks=asks)]
+    monkeypatch.setattr(f"{__name__}.BLOCKS", blocks)
+    model = build_model(blocks, 0, torch.float64)
+    optimizer, right = sgd(list(model.parameters())), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = with_prototypes(model(INPUTS), LABELS)
+        loss.backward()
+        optimizer.step()
+        right.append(loss.item())
+    microbatches = 8 if rows == 1 else 4
+    for found in step_all(mesh, with_prototypes, [LABELS] * 2, microbatches=microbatches):
+        assert found == pytest.approx(right, abs=1e-12)
+    for loss_fn in (partial(with_prototypes, reduction="sum"), with_stated_prototypes):
+        for (said,) in step_all(mesh, loss_fn, [LABELS], microbatches=microbatches):
+            assert "output['others'][0] belongs to no sample, and so is in each microbatch" in said
 
 
 @pytest.mark.parametrize(
