@@ -16,7 +16,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
-from ..objects.snapshot import LooseLeafError, Snapshot, label_in, require_no_loose_leaf
+from ..objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_no_loose_leaf
 from ..objects.user_code import PLAIN
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, split_result, typed
@@ -61,12 +61,13 @@ def trace_shapes(
         try:
             with draws_undone(), attributes_untouched(module) as before:
                 require_no_loose_leaf(before, name)
+                require_no_iterator(before, name)
                 for place in marks.get(number, ()):
                     before.put(*place)
                 found, state = results[number] if results else (run_block(run, given, taken, name), ())
                 (given, fresh, auxiliary), records = found
                 state = tuple(dict.fromkeys([*state, *changed_by(before), *_rebound(bare, buffers, weights)]))
-        except (ModesLeftError, LooseLeafError):
+        except (ModesLeftError, UntriedError):
             raise
         except Exception as error:
             hint = _hint(error, [earlier.state for earlier in left])

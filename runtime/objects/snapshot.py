@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from io import IOBase
 from itertools import compress
 from operator import call, is_
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -73,18 +74,28 @@ class Change(NamedTuple):
     now: Any
 
 
-class LooseLeafError(MisfitError):
-    """Code goes by a tensor that collects a gradient, and is no parameter."""
+class UntriedError(MisfitError):
+    """Code goes by what no trial can leave as it was: by `require_no_loose_leaf` and `require_no_iterator`."""
+
+
+def require_no_iterator(held: Snapshot, what: str) -> None:
+    """Raise `UntriedError` where something holds an iterator: a trial takes items from it that nobody can put back."""
+    for name, thing in held.iterators:
+        raise UntriedError(
+            f"{what} holds {name.lstrip('. ')}, a {type(thing).__name__}: what is taken from an iterator cannot be put "
+            "back behind a trial, nor saved in a checkpoint; keep the items in a list, and count in a buffer which is "
+            "next"
+        )
 
 
 def require_no_loose_leaf(held: Snapshot, what: str) -> None:
-    """Raise `LooseLeafError` where something holds a tensor that collects a gradient, and is no parameter.
+    """Raise `UntriedError` where something holds a tensor that collects a gradient, and is no parameter.
 
     Nobody adds its gradient up over microbatches and ranks, or divides it as the loss is.
     """
     for name, tensor in held.tensors():
         if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
-            raise LooseLeafError(
+            raise UntriedError(
                 f"{what} goes by {name.lstrip('. ')}, a tensor with requires_grad that is no parameter, so that nobody "
                 "adds its gradient up over microbatches and ranks: register it as nn.Parameter(tensor) of a module, "
                 "which the optimizer is given, or let it have no gradient"
@@ -114,6 +125,7 @@ class Snapshot:
 
     Attributes:
         plain: numbers, strings and flags among it, the nearer ones first.
+        iterators: those of libraries, by their names; no files.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, numbers: bool = True, of_libraries: bool = False) -> None:
@@ -121,6 +133,7 @@ class Snapshot:
         self._looked_into: Any = object if of_libraries else SimpleNamespace | UserDict
         self._most = _MOST_NEAR if of_libraries else _MOST
         self.plain: list[Any] = []
+        self.iterators: list[tuple[str, Any]] = []
         self._seen: dict[int, Any] = {}
         self._held: list[_Held] = []
         self._empty: list[Callable[[], _Held]] = []
@@ -241,6 +254,8 @@ class Snapshot:
             return
         elif (read := state_of(thing, _MOST_BYTES)) is not None and (put := putter_of(thing)) is not None:
             self._hold(name, Whole(thing, read, put))
+        elif isinstance(thing, Iterator) and is_of_library(type(thing)) and not isinstance(thing, IOBase):
+            self.iterators.append((name, thing))
         elif isinstance(thing, self._looked_into) or not is_of_library(type(thing)):
             self._enter_object(name, thing)
 

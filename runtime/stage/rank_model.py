@@ -297,14 +297,15 @@ class RankModel:
                 source.evaluates = None
 
     def _evaluating(self) -> Iterator[None]:
-        trained = [module for stage in self.stages.values() for module in stage.modules() if module.training]
+        before = [(module, module.training) for stage in self.stages.values() for module in stage.modules()]
         try:
             for stage in self.stages.values():
                 stage.eval()
             yield
         finally:
-            for module in trained:
-                module.training = True
+            for module, trains in before:  # a class may have a `train` of its own, which takes back what `eval` did
+                if module.training is not trains:
+                    module.train(trains)
 
     @cached_property
     def needs_inputs(self) -> bool:

@@ -120,6 +120,7 @@ class GradBucket:
         self.room = Room(self._sent[size:]) if len(self._sent) > size else None
         # by `data` each view has a version of its own, which says whether something was added
         self.views = [view.data for view in self._layout.views(self.flat)]
+        self._addresses = [*map(Tensor.data_ptr, self.views)]
         self._reduced = self._layout.shard(self.flat)
         self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
         places = [segment.at for segment in self._layout.segments() if segment is not None]
@@ -139,7 +140,13 @@ class GradBucket:
             self._free_full()
 
     def attach(self) -> None:
-        """See to it that the first backward brings what belongs here, whatever was done to parameters between steps."""
+        """See to it that the first backward brings what belongs here, whatever was done to parameters between steps.
+
+        `Module.to` and the like give gradients other memory.
+        """
+        if not self.reshards and [*map(Tensor.data_ptr, self.views)] != self._addresses:
+            for view, own in zip(self.views, self._layout.views(self.flat), strict=True):
+                view.data = own.data
         if not self.begins_at_zero:
             for parameter in self.parameters:
                 parameter.grad = None

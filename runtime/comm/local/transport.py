@@ -231,10 +231,10 @@ def run_local(
     for thread in threads:
         thread.start()
     world.wait_for_end()
+    for thread in threads:  # behind `Engine.close`, with which a rank has ended, its function may go on
+        thread.join(timeout_s if world.failure else None)
     if world.failure is None:
         return [results[rank] for rank in range(world_size)]
-    for thread in threads:
-        thread.join(timeout_s)
     rank, error = world.failure
     error.add_note(f"on rank {rank} of {world_size}")
     raise error

@@ -1,5 +1,7 @@
 """A tensor that collects a gradient and is no parameter is refused, wherever code goes by it; trials leave none."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -67,3 +69,14 @@ def test_a_trial_leaves_no_gradient():
     assert layer.held["delta"].grad is None
     assert layer.fc.bias.grad is kept
     assert kept.tolist() == [1, 1, 1, 1]
+
+
+class Cycled(Layer):
+    def forward(self, x):
+        return self.fc(x * next(self.held["delta"]))
+
+
+@pytest.mark.parametrize("held", [itertools.cycle([1.0, 2.0]), iter([1.0] * 100), itertools.count(1)])
+def test_an_iterator_that_a_block_holds_is_refused(held):
+    with pytest.raises(MisfitError, match=r"block 0 \(Cycled\) holds .*held\['delta'\], a .*keep the items in a list"):
+        engine_of([Cycled(held), nn.Linear(4, 4)])

@@ -285,3 +285,12 @@ def test_threads_take_over_the_grad_mode() -> None:
 def test_a_copied_module_keeps_its_group() -> None:
     group = LocalTransport(LocalWorld(2), 0).make_group([(0, 1)])
     assert copy.deepcopy({"group": group})["group"] is group
+
+
+def test_a_function_may_go_on_behind_the_end_of_its_rank() -> None:
+    def body(t: Transport) -> int:
+        t.close()
+        time.sleep(0.05)
+        return t.rank
+
+    assert run_local(2, body) == [0, 1]

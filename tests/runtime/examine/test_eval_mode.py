@@ -48,3 +48,35 @@ def test_one_rank_says_it_once(caplog):
     said = [record.message for record in caplog.records if "eval mode" in record.message]
     assert len(said) == 1
     assert "call model.train()" in said[0]
+
+
+class Merged(nn.Linear):
+    """Low-rank weights that are merged into the whole ones where the layer does not train, as loralib does."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.low, self.merged = nn.Parameter(torch.ones(1, 2)), False
+
+    def forward(self, x):
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.low.T @ self.low
+
+    def train(self, mode=True):
+        if mode is self.merged:
+            self.weight.data += (-1 if mode else 1) * self.low.data.T @ self.low.data
+            self.merged = not mode
+        return super().train(mode)
+
+
+def test_an_evaluation_ends_by_the_train_of_a_module():
+    layer, frozen = Merged(), Merged().eval()
+    engine = Engine(
+        qs.compile("1f1b", mesh="dp=1", microbatches=1), [layer, nn.Sequential(frozen)], nn.MSELoss(), torch.optim.SGD
+    )
+    x = torch.ones(2, 2)
+    before = engine.step(x, x).loss
+    after = engine.evaluate(x, x).loss
+    assert not layer.merged
+    assert frozen.merged
+    assert [layer.training, frozen.training] == [True, False]
+    assert engine.step(x, x).loss == pytest.approx(float(after))
+    assert after < before

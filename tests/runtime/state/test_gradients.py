@@ -179,3 +179,23 @@ def test_a_step_of_replicas_is_one_collective() -> None:
     first, second = run_local(2, run)
     assert first == second
     assert counts == [1, 1]
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_modules_may_be_moved_between_steps_which_gives_gradients_other_memory(
+    is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 10**6 if is_small else 1)
+
+    def losses(*, moves: bool) -> list[float]:
+        layer = nn.Linear(4, 4)
+        layer.load_state_dict({"weight": torch.eye(4), "bias": torch.ones(4)})
+        engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=2), [layer], nn.functional.mse_loss, sgd)
+        found = []
+        for _ in range(4):
+            found.append(float(engine.step(torch.ones(4, 4), torch.zeros(4, 4)).loss))
+            if moves:
+                layer.double().float()
+        return found
+
+    assert losses(moves=True) == losses(moves=False)
