@@ -17,7 +17,7 @@ from .blocks.blocks import Blocks, some_take
 from .blocks.dtensor import is_sharded
 from .comm import Transport
 from .comm.device import draws_undone, graphs_of, is_accelerator
-from .objects.snapshot import Snapshot, require_no_loose_leaf
+from .objects.snapshot import Snapshot, require_undone
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage
@@ -105,7 +105,7 @@ def _require_nothing_to_train(blocks: Any, functions: Mapping[str, object]) -> N
     modules = [block for block in blocks if isinstance(block, nn.Module)]
     known = {id(weight) for module in modules for weight in module.parameters()}
     loss = functions.get("loss_fn")
-    require_no_loose_leaf(Snapshot({"": loss}, numbers=False), "loss_fn")
+    require_undone(Snapshot({"": loss}, numbers=False), "loss_fn")
     for name, weight in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         if weight.requires_grad and id(weight) not in known:
             raise UsageError(

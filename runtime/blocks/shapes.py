@@ -16,7 +16,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
-from ..objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_no_loose_leaf
+from ..objects.snapshot import Snapshot, UntriedError, label_in, require_undone
 from ..objects.user_code import PLAIN
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, State, accepted_extras, needed_extras, on_meta, split_result, typed
@@ -60,8 +60,7 @@ def trace_shapes(
         run, name = partial(_run, bare, weights), f"block {number} ({type(module).__name__})"
         try:
             with draws_undone(), attributes_untouched(module) as before:
-                require_no_loose_leaf(before, name)
-                require_no_iterator(before, name)
+                require_undone(before, name)
                 for place in marks.get(number, ()):
                     before.put(*place)
                 found, state = results[number] if results else (run_block(run, given, taken, name), ())

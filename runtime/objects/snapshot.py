@@ -75,23 +75,14 @@ class Change(NamedTuple):
 
 
 class UntriedError(MisfitError):
-    """Code goes by what no trial can leave as it was: by `require_no_loose_leaf` and `require_no_iterator`."""
+    """Code goes by what no trial can leave as it was, see `require_undone`."""
 
 
-def require_no_iterator(held: Snapshot, what: str) -> None:
-    """Raise `UntriedError` where something holds an iterator: a trial takes items from it that nobody can put back."""
-    for name, thing in held.iterators:
-        raise UntriedError(
-            f"{what} holds {name.lstrip('. ')}, a {type(thing).__name__}: what is taken from an iterator cannot be put "
-            "back behind a trial, nor saved in a checkpoint; keep the items in a list, and count in a buffer which is "
-            "next"
-        )
+def require_undone(held: Snapshot, what: str) -> None:
+    """Raise `UntriedError` where something holds what a trial cannot leave as it was.
 
-
-def require_no_loose_leaf(held: Snapshot, what: str) -> None:
-    """Raise `UntriedError` where something holds a tensor that collects a gradient, and is no parameter.
-
-    Nobody adds its gradient up over microbatches and ranks, or divides it as the loss is.
+    Nobody adds up the gradient of a tensor that collects one and is no parameter, over microbatches and ranks, or
+    divides it as the loss is; what is taken from an iterator is gone.
     """
     for name, tensor in held.tensors():
         if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
@@ -100,6 +91,12 @@ def require_no_loose_leaf(held: Snapshot, what: str) -> None:
                 "adds its gradient up over microbatches and ranks: register it as nn.Parameter(tensor) of a module, "
                 "which the optimizer is given, or let it have no gradient"
             )
+    for name, thing in held.iterators:
+        raise UntriedError(
+            f"{what} goes by {name.lstrip('. ')}, a {type(thing).__name__}: what is taken from an iterator cannot be "
+            "put back behind a trial, nor saved in a checkpoint; keep the items in a list, and count in a buffer which "
+            "is next"
+        )
 
 
 def label_in(root: nn.Module, path: str) -> str:

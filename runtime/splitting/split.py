@@ -25,7 +25,7 @@ from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
-from ..objects.snapshot import Snapshot, require_no_loose_leaf
+from ..objects.snapshot import Snapshot, require_undone
 from ..objects.spaces import is_hooked
 from ..objects.user_code import arguments_of, is_of_library
 from ..parallel.tensor.rules import Rules
@@ -144,7 +144,7 @@ def _whole(
 ) -> Split:
     """Split a model that is there."""
     if not is_of_library(type(model)):
-        require_no_loose_leaf(Snapshot({"model": model}, numbers=False), "its forward")
+        require_undone(Snapshot({"model": model}, numbers=False), "its forward")
     if blocks is None and _is_row(model):
         return _sequential(model)
     untraced = ""

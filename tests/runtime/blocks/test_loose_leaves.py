@@ -78,5 +78,5 @@ class Cycled(Layer):
 
 @pytest.mark.parametrize("held", [itertools.cycle([1.0, 2.0]), iter([1.0] * 100), itertools.count(1)])
 def test_an_iterator_that_a_block_holds_is_refused(held):
-    with pytest.raises(MisfitError, match=r"block 0 \(Cycled\) holds .*held\['delta'\], a .*keep the items in a list"):
+    with pytest.raises(MisfitError, match=r"block 0 \(Cycled\) goes by .*held\['delta'\], a .*keep the items"):
         engine_of([Cycled(held), nn.Linear(4, 4)])
