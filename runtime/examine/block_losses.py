@@ -31,6 +31,7 @@ from ..parallel.expert.moe import mixtures
 from ..parallel.proof.arrivals import Arrival, Given
 from ..parallel.proof.twins import draw_weight
 from .block_runs import RunBlock, run_with_graph
+from .functions_kept import versions_kept
 from .losses.examination import LossExamination
 from .losses.loss_weights import LossWeight, Over
 from .losses.parts import Parts, rows_of_each, with_other_targets
@@ -91,8 +92,9 @@ def examine_block_loss(
     *,
     agree: Agree = list,
     is_brief: bool = False,
+    records: bool = True,
 ) -> BlockLoss:
-    """Return what the loss of a block may be over; the block is as it was.
+    """Return what the loss of a block may be over, in the mode in which it is; the block is as it was.
 
     Args:
         run: runs a block on what it is given.
@@ -102,15 +104,16 @@ def examine_block_loss(
         alike: a context in which it draws the same each time for these samples.
         agree: makes numbers of ranks that run the block together the same.
         is_brief: whether one experiment is enough, as it was examined before.
+        records: whether it runs with a graph; without one its values tell.
     """
     unseen = SteeringState({f"block {number}": block}).unseen
     asked = list[str]()
-    with untouched(block):
+    with versions_kept(block), untouched(block):
         _leave_batches_out(block)
-        found = _Examination(run, number, block, arrival, samples, alike, agree, asked).run(is_brief)
+        found = _Examination(run, number, block, arrival, samples, alike, agree, asked, records).run(is_brief)
         if not found.over and not found.why:  # where it draws for a microbatch, and not for its samples
             by_unit = lambda some: alike(range(len(some)))  # noqa: E731
-            found = _Examination(run, number, block, arrival, samples, by_unit, agree, asked).run(is_brief)
+            found = _Examination(run, number, block, arrival, samples, by_unit, agree, asked, records).run(is_brief)
     elsewhere = f"it asks {asked[0]}" if asked else unseen and f"it goes by {unseen!r}, which nobody can compare"
     return found._replace(over=(), why=f"{elsewhere}, and may be another then") if elsewhere else found
 
@@ -136,9 +139,10 @@ class _Examination:
         alike: Alike,
         agree: Agree,
         asked: list[str],
+        records: bool,
     ) -> None:
         self._run, self._number, self._block, self._alike, self._agree = run, number, block, alike, agree
-        self._asked, self._kept = asked, Kept(block)
+        self._asked, self._kept, self._records = asked, Kept(block), records
         accepts = accepted_extras(block)
         extras = {name: extra for name, extra in arrival.extras.items() if accepts(name)}
         self._arrival, targets = replace(arrival, extras=extras), extras.get(TARGETS)
@@ -228,8 +232,9 @@ class _Examination:
         try:
             at_first = untouched(self._block, self._kept)
             with at_first, self._alike(samples), asking_elsewhere(clocks=False) as asked:
-                ran = run_with_graph(self._run, self._number, self._block, self._arrival_of(outputs, targets))
-                wanted = [*ran.leaves, *ran.weights]
+                given, records = self._arrival_of(outputs, targets), self._records
+                ran = run_with_graph(self._run, self._number, self._block, given, records=records)
+                wanted = [*ran.leaves, *ran.weights] if records else []
                 loss = torch.zeros(()) if ran.loss is None else ran.loss
                 found = (
                     torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(wanted)
@@ -280,7 +285,7 @@ class _Examination:
         whole, a, b = tried
         of_a, of_b = shares
         units = [parts.units[i] for i in range(self._num_leaves) if parts.outputs[i].is_floating_point()]
-        units += [0] * (len(whole.gradients) - len(units))
+        units = [*units, *[0] * (len(whole.gradients) - len(units))] if whole.gradients else []
         gradients = list[tuple[Tensor, Tensor, Tensor]]()
         for unit, both, one, other in zip(units, whole.gradients, a.gradients, b.gradients, strict=True):
             if unit:

@@ -79,14 +79,14 @@ def _bounds(given: Mapping[str, Any]) -> list[Any]:
     return [given[name] for name in ("low", "high") if name in given]
 
 
-def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) -> Ran:
-    """Run a block whose weights are resident."""
+def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, *, records: bool = True) -> Ran:
+    """Run a block whose weights are resident; without a graph where it `records` none."""
     accepts, short = accepted_extras(block), next((p.dtype for p in block.parameters() if p.dtype.itemsize < 4), None)
 
     def leaf(given: Given) -> Tensor:
         tensor = given.tensor.detach()
         tensor = tensor.to(short) if short is not None and tensor.is_floating_point() else tensor
-        return tensor.clone().requires_grad_(tensor.dtype in DIFFERENTIABLE)
+        return tensor.clone().requires_grad_(records and tensor.dtype in DIFFERENTIABLE)
 
     activation = arrival.activation.build(leaf)
     riders = {name: leaf(rider) for name, rider in arrival.riders.items()}
@@ -94,7 +94,7 @@ def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arriva
     taken = {name: value for name, value in {**extras, **riders}.items() if accepts(name)}
     weights = [p for p in block.parameters() if p.requires_grad]
     leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
-    with torch.enable_grad():
+    with torch.set_grad_enabled(records):
         output, fresh, loss = split_result(run(number, block, activation, taken))
     made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
     return Ran(leaves, weights, made, loss)

@@ -171,6 +171,8 @@ class PlanRunner:
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
             self.losses.examine_blocks(first, shapes, self._state.weights.gathered)
+        else:
+            self.losses.blocks.expect_evaluation(first, shapes, self._state.weights.gathered)
         model.prover.prove(first, model.outlines, shapes, world, model.masks)
         return units
 
@@ -253,7 +255,8 @@ class PlanRunner:
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
-        return StepResult(tally.figures, (*self._options.metrics,), *told, "" if trains else self.losses.why_late())
+        doubts = ("", "") if trains else (self.losses.why_late(), self.losses.of_evaluation)
+        return StepResult(tally.figures, (*self._options.metrics,), *told, *doubts)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
         """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""

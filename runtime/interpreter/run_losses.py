@@ -72,6 +72,7 @@ class RunLosses:
         loss, metrics: the user's, weighed.
         earlier: figures of batches whose gradients wait for those of others.
         first: which blocks return losses; `blocks`: what is found of them.
+        of_evaluation: why the loss of the last evaluation is wrong, in words; "": nothing is known of that.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
@@ -103,6 +104,7 @@ class RunLosses:
         self._first_parts: int | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
+        self._rule, self.of_evaluation = self.loss.rule, ""
 
     def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
         """Let a loss that is a sum of means know its batch (collective).
@@ -162,6 +164,11 @@ class RunLosses:
         if any(map(_HAS_LOSS, parcels)):
             self.loss.expect_others(self.blocks.over_targets())
 
+    def _examine_evaluation(self) -> None:
+        """Find out what losses of blocks are where they evaluate, unless the loss of each microbatch is meant."""
+        if self._rule != LossWeight(Over.MICROBATCH) and self.blocks.examine_evaluation():
+            self.loss.expect_others(self.blocks.over_targets())
+
     def watch(self, plan: Plan, units: Units, number: int, *, is_part: bool) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
 
@@ -172,6 +179,7 @@ class RunLosses:
             self._sizes = sizes | (self._sizes if self.earlier else frozenset())
         else:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
+            self._examine_evaluation()
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
         self._first_parts = number if is_part and self._first_parts is None else self._first_parts
         is_first = is_part and self._first_parts == number
@@ -262,8 +270,13 @@ class RunLosses:
 
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
         """Have them agree after an evaluation; one that only wants outputs may find no loss, ever again."""
-        if not (wants_outputs and self._asked_in_vain):
-            self.settle(plan, accumulates=False)
+        if wants_outputs and self._asked_in_vain:
+            return
+        self.settle(plan, accumulates=False)
+        why = "" if self.loss.is_alone and self.loss.is_bare else self.blocks.why_wrong(self._rule, evaluates=True)
+        self.of_evaluation = why and why + _MEANT
+        if why and not wants_outputs:
+            raise MisfitError(self.of_evaluation)
 
     def _look(self) -> None:
         """Look, once in a step, whether losses and metrics are what they were found to be."""
@@ -310,6 +323,7 @@ class RunLosses:
             if any(told.has_supposed) and (rule.over in SUMS) != (self.loss.supposed in SUMS):
                 refusal = f"{_UNLIKE_FIRST} of unlike size, and it is {rule}"
             self.loss.take_over(rule)
+            self._rule = rule
             if any(told.is_blind) and rule != LossWeight(Over.SAMPLES):
                 refusal = "some microbatches of a step have a gradient, and others have none"
         is_meant = self.loss.rule == LossWeight(Over.MICROBATCH)

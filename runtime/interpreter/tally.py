@@ -220,6 +220,7 @@ class StepResult:
     outputs: Any = None
     stop_asked: bool = False
     _if_doubted: str = ""
+    _refusal: str = ""
     _earlier: tuple[Figures, ...] = ()
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:
@@ -227,7 +228,9 @@ class StepResult:
         return replace(self, _earlier=tuple(result._figures for result in results))
 
     def _sums(self) -> Tensor:
-        """Return all sums; raises `MisfitError` for those of an evaluation in which a rank has doubted the loss."""
+        """Return all sums; raises `MisfitError` for those of an evaluation whose loss is refused, or a rank doubts."""
+        if self._refusal:
+            raise MisfitError(self._refusal)
         if self._if_doubted and self._figures.read().rest[-2] >= DOUBT:
             raise MisfitError(self._if_doubted)
         return added(self._figures, self._earlier)

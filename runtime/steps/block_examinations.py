@@ -61,6 +61,7 @@ class BlockExaminations:
     Attributes:
         changed: the numbers of the blocks that may have other backwards since they were examined.
         losses: what is known of the losses of blocks, here and elsewhere: the same on all ranks.
+        in_evaluations: the same where they evaluate.
         since: what somebody has changed that they may go by; "": nothing.
     """
 
@@ -68,7 +69,9 @@ class BlockExaminations:
         self._model, self._groups = model, groups
         self._backwards: BlockBackwards | None = None
         self.changed: list[int] = []
-        self.losses: list[BlockLoss] = []
+        self.losses, self.in_evaluations = list[BlockLoss](), list[BlockLoss]()
+        self._evaluated: tuple[FirstUnits, Sequence[Parcel]] | None = None
+        self._num_at_evaluation = -1
         self.since = ""
         self._kinds: list[_Kind] = []
         self._watched: dict[str, nn.Module] = {}
@@ -78,7 +81,7 @@ class BlockExaminations:
         self._num_changes = 0
         self._trees: set[tuple[str, Tree]] | None = None
         self._given_others: list[int] = []
-        self._arrivals: dict[tuple[int | None, bool], Arrivals] = {}
+        self._arrivals: dict[tuple[int | None, bool, int], Arrivals] = {}
 
     def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out which blocks are not linear in gradients (collective over those who have the same).
@@ -127,10 +130,30 @@ class BlockExaminations:
 
     def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
         """Find out what the losses of blocks that are not built in are over (collective); see `examine_backwards`."""
-        model, self._gathered, self._first = self._model, gathered, (units, parcels)
+        self._gathered, self._first = gathered, (units, parcels)
+        if self._find_kinds(parcels):
+            self._examine()
+
+    def expect_evaluation(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+        """Expect evaluations, of which these are the first units; see `examine_backwards`."""
+        self._gathered = gathered
+        self._evaluated = (units, parcels) if self._find_kinds(parcels) else None
+
+    def examine_evaluation(self) -> bool:
+        """Find out what they are over where they evaluate, if something may have changed since (collective).
+
+        Returns whether that was done. Blocks are in the modes of an evaluation.
+        """
+        if self._evaluated is None or self._num_at_evaluation == self._num_changes:
+            return False
+        self._num_at_evaluation = self._num_changes
+        self.in_evaluations = self._found_of(self._evaluated, is_brief=self._is_brief, evaluates=True)
+        return True
+
+    def _find_kinds(self, parcels: Sequence[Parcel]) -> bool:
+        """Find the kinds of blocks here that are examined; return whether there are any, here or elsewhere."""
+        model, self._kinds = self._model, []
         wanted = {n for n, parcel in enumerate(parcels) if parcel.has_loss and not is_built_in(model.outlines[n])}
-        if not wanted:
-            return
         known = list[object]()
         for stage, held in sorted(model.stages.items()):
             for number, block in held.blocks.items():
@@ -143,30 +166,41 @@ class BlockExaminations:
             for n, block in held.blocks.items()
             if int(n) in wanted
         }
-        self._examine()
+        return bool(wanted)
 
     def examine_again(self) -> None:
         """Find out what they are over now, ever more rarely by all experiments (collective)."""
         self._num_changes += 1
-        self._examine(is_brief=self._num_changes & (self._num_changes - 1) > 0)
+        self._examine()
         self.since = ""
 
-    def _examine(self, *, is_brief: bool = False) -> None:
+    @property
+    def _is_brief(self) -> bool:
+        return self._num_changes & (self._num_changes - 1) > 0
+
+    def _examine(self) -> None:
+        self.losses = self._found_of(self._first, is_brief=self._is_brief)
+        self._state = state_of_host(self._watched)
+
+    def _found_of(
+        self, first: tuple[FirstUnits, Sequence[Parcel]], *, is_brief: bool, evaluates: bool = False
+    ) -> list[BlockLoss]:
+        """Return what losses are found to be on all ranks (collective), of blocks that are given first units."""
         found = list[BlockLoss]()
         try:
-            arrivals = self._given_of(_count(*self._first), repeats=True)
+            arrivals = self._given_of(_count(*first), first, repeats=True)
         except MisfitError:  # of blocks that take no other number
-            arrivals = self._given_of(None)
+            arrivals = self._given_of(None, first)
         for kind in self._kinds:
             number, block = kind.number, kind.block
             with self._gathered(kind.stage):
                 alike = partial(self._alike, number, block)
                 given = arrivals.at(number, self._model.outlines[number]), arrivals.num_samples, alike
-                examine = partial(examine_block_loss, agree=self._agree, is_brief=is_brief)
+                records = not evaluates or first[1][number].records
+                examine = partial(examine_block_loss, agree=self._agree, is_brief=is_brief, records=records)
                 found.append(examine(self._run, number, block, *given))
-        self._state = state_of_host(self._watched)
         told = json.dumps([[one.name, list(map(asdict, one.over)), one.why, one.where] for one in found])
-        self.losses = [
+        return [
             BlockLoss(name, tuple(LossWeight(**{**rule, "over": Over(rule["over"])}) for rule in over), why, where)
             for text in share_texts(self._groups.world, told)
             for name, over, why, where in json.loads(text)
@@ -201,31 +235,52 @@ class BlockExaminations:
     def over_targets(self) -> list[LossWeight]:
         """Return what losses of blocks are means over that are none over samples."""
         of_samples = (Over.SUM, Over.SAMPLES)
-        kinds = [one.over for one in self.losses if one.over and not any(w.over in of_samples for w in one.over)]
+        kinds = [
+            one.over
+            for one in (*self.losses, *self.in_evaluations)
+            if one.over and not any(w.over in of_samples for w in one.over)
+        ]
         return [over[0] for over in kinds]
 
-    def why_wrong(self, rule: LossWeight | None) -> str:
-        """Return which loss of a block does not go with a loss function that is over this; "": all do."""
+    def why_wrong(self, rule: LossWeight | None, *, evaluates: bool = False) -> str:
+        """Return which loss of a block does not go with a loss function that is over this; "": all do.
+
+        Where blocks have trained, means are over the same in evaluations, by which they are weighed.
+        """
         if rule is None or rule.over is Over.MICROBATCH:
             return ""
-        wants_sum = rule.over in SUMS
-        for one in self.losses:
-            fits = [weight for weight in one.over if (weight.over is Over.SUM) == wants_sum]
+        wants_sum, where = rule.over in SUMS, "in evaluations, " if evaluates else ""
+        trained = {one.name: one.over for one in self.losses} if evaluates else {}
+        for one in self.in_evaluations if evaluates else self.losses:
+            over = trained.get(one.name, one.over)
+            fits = [w for w in one.over if (w.over is Over.SUM) == wants_sum and w in over]
             if not fits:
                 what = f"it is neither a sum over samples nor a mean over them{one.where}"
                 if one.over:
-                    what = f"it is {one.over[0]}, and the loss function gives {rule}"
+                    its = (
+                        f"in training it is {over[0]}"
+                        if over != one.over and over
+                        else f"the loss function gives {rule}"
+                    )
+                    what = f"it is {one.over[0]}, and {its}"
                 kind = "sum" if wants_sum else "mean"
-                return NO_BLOCK_LOSS.format(one.name, one.why or what, f"a {kind}", kind)
+                return where + NO_BLOCK_LOSS.format(one.name, one.why or what, f"a {kind}", kind)
         return ""
 
-    def _given_of(self, samples: int | None, *, repeats: bool = False) -> Arrivals:
-        """Return what blocks are given of the unit that they are examined with."""
-        units, parcels = self._first
-        if (samples, repeats) not in self._arrivals:
+    def _given_of(
+        self,
+        samples: int | None,
+        first: tuple[FirstUnits, Sequence[Parcel]] | None = None,
+        *,
+        repeats: bool = False,
+    ) -> Arrivals:
+        """Return what blocks are given of a unit that they are examined with; `first`: not that of training."""
+        units, parcels = first or self._first
+        key = samples, repeats, id(units)
+        if key not in self._arrivals:
             given = Arrivals(units, self._model.outlines, parcels, *self._cut, samples=samples, repeats=repeats)
-            self._arrivals[samples, repeats] = given
-        return self._arrivals[samples, repeats]
+            self._arrivals[key] = given
+        return self._arrivals[key]
 
     def _agree(self, numbers: Sequence[float]) -> list[float]:
         """Make numbers of the ranks that run a block together the same (collective over tp)."""

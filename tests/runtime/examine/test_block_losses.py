@@ -210,6 +210,7 @@ def test_what_is_set_later_is_examined_again():
             block.loss = lambda b, y, by=coefficient: by * MEAN(b, y)
         engine.step(x, x)
         before = engine.full_weights()
+        engine.evaluate(x, x)
         block.loss = VARIANCE
         engine.evaluate(x, x)
         with pytest.raises(MisfitError, match=r"since block 0 .*loss.* has changed, block 0 .* neither a sum"):
@@ -218,6 +219,91 @@ def test_what_is_set_later_is_examined_again():
         assert all(torch.equal(weight, before[name]) for name, weight in after.items())
 
     run_local(2, work)
+
+
+class OtherInEvaluations(Block):
+    def __init__(self, loss, other, *, by_mode=True):
+        super().__init__(loss)
+        self.other, self.by_mode = other, by_mode
+
+    def forward(self, x):
+        y = self.inner(x)
+        trains = self.training if self.by_mode else torch.is_grad_enabled()
+        return y, (self.loss if trains else self.other)(self, y)
+
+
+SUM = SUMS["of squares"]
+EVALUATIONS = {
+    "a sum": (MEAN, SUM, True, F.mse_loss, "it is a sum, and"),
+    "a mean": (SUM, MEAN, True, pair, "it is a mean over samples, and"),
+    "a variance": (MEAN, VARIANCE, True, F.mse_loss, "it is neither"),
+    "the last": (MEAN, lambda _, y: y[-1].mean(), True, F.mse_loss, "it is neither"),
+    "without a graph": (MEAN, SUM, False, F.mse_loss, "it is a sum, and"),
+    "nothing": (SUM, lambda _, y: y.new_zeros(()), True, pair, ""),
+    "twice": (MEAN, lambda b, y: 2 * MEAN(b, y).detach(), True, F.mse_loss, ""),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", EVALUATIONS)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_losses_are_of_one_kind_in_evaluations_too(mesh, trains, name):
+    loss, other, by_mode, loss_fn, said = EVALUATIONS[name]
+    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(8, WIDTH, generator=random, dtype=torch.float64)
+    refused = "in evaluations, block 1 .*" + said
+
+    def work(transport):
+        blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: OtherInEvaluations(loss, other, by_mode=by_mode)]
+        options = {"transport": transport, "dtype": torch.float64}
+        engine = Engine(plan, blocks, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        mine = x.chunk(engine.num_replicas)[engine.replica]
+        engine.evaluate(mine, None, outputs=True)
+        for _ in range(trains):
+            engine.step(mine, mine)
+        result = engine.evaluate(mine, mine, outputs=True) if said and trains else None
+        with pytest.raises(MisfitError, match=refused) if said else nullcontext():
+            engine.evaluate(mine, mine)
+        if result is not None:
+            with pytest.raises(MisfitError, match=refused):
+                result.loss  # noqa: B018
+
+    run_local(2, work)
+
+
+def test_what_is_set_between_steps_is_examined_in_the_next_evaluation():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        block, x = OtherInEvaluations(MEAN, MEAN), torch.ones(4, WIDTH)
+        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, transport=transport)
+        engine.step(x, x)
+        engine.evaluate(x, x)
+        block.other = SUM
+        engine.step(x, x)
+        with pytest.raises(MisfitError, match=r"in evaluations, block 0 .* in training it is a mean"):
+            engine.evaluate(x, x)
+
+    run_local(2, work)
+
+
+def test_evaluations_leave_weights_and_their_masters():
+    plan, x = qs.compile("gpipe", mesh="dp=2", microbatches=2), torch.randn(4, WIDTH)
+
+    def work(transport, evaluates):
+        options = {"transport": transport, "dtype": torch.bfloat16}
+        blocks = [lambda: OtherInEvaluations(MEAN, MEAN)]
+        engine = Engine(plan, blocks, F.mse_loss, lambda p: torch.optim.SGD(p, lr=1e-3), **options)
+        for _ in range(8):
+            engine.step(x, x)
+            if evaluates:
+                engine.evaluate(x, x)
+        return engine.full_weights()
+
+    plain, evaluated = (run_local(2, lambda t, its=its: work(t, its))[0] for its in (False, True))
+    assert all(torch.equal(weight, evaluated[name]) for name, weight in plain.items())
 
 
 class Filled(Block):
