@@ -113,7 +113,7 @@ BUDGET = {
     "saving": 3430,
     "examine": 3529,
     "comm": 2696,
-    "interpreter": 2559,
+    "interpreter": 2564,
     "splitting": 2457,
     "stage": 2139,
     "watch": 1830,

@@ -22,6 +22,7 @@ from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel
 from ..blocks.trees import map_tensors
+from ..blocks.untouched import tensors_of_training
 from ..comm.control import greatest, share_texts
 from ..examine.losses.examined import OF_REST, Examined
 from ..examine.losses.loss_weights import LossWeight, Over
@@ -166,7 +167,11 @@ class RunLosses:
 
     def _examine_evaluation(self) -> None:
         """Find out what losses of blocks are where they evaluate, unless the loss of each microbatch is meant."""
-        if self._rule != LossWeight(Over.MICROBATCH) and self.blocks.examine_evaluation():
+        if self._rule == LossWeight(Over.MICROBATCH):
+            return
+        with tensors_of_training():
+            has_examined = self.blocks.examine_evaluation()
+        if has_examined:
             self.loss.expect_others(self.blocks.over_targets())
 
     def watch(self, plan: Plan, units: Units, number: int, *, is_part: bool) -> None:
