@@ -135,17 +135,23 @@ def _is_expanded(tensor: Tensor) -> bool:
 def require_saved(blocks: Sequence[nn.Module]) -> None:
     """Raise `MisfitError` for blocks of which no state can be saved and taken back whole."""
     for number, block in enumerate(blocks):
-        if (refusal := _refusal_of(number, block, f"block {number} ({type(block).__name__})")) is not None:
+        where = f"block {number} ({type(block).__name__})"
+        require_sized(block, where)
+        if (refusal := _refusal_of(number, block, where)) is not None:
             raise MisfitError(refusal)
 
 
+def require_sized(module: nn.Module, where: str) -> None:
+    """Raise `MisfitError` for a lazy module, called by `where`."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise MisfitError(
+                f"{where}: {name!r} has no shape before the first forward (a lazy module), so that nothing can be cut, "
+                "sent or saved; give its sizes (nn.Linear in place of nn.LazyLinear), or run it once before"
+            )
+
+
 def _refusal_of(number: int, block: nn.Module, where: str) -> str | None:
-    lazy = [name for name, tensor in (*block.named_parameters(), *block.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        return (
-            f"{where}: {lazy[0]!r} has no shape before the first forward (a lazy module), so that nothing can be cut, "
-            "sent or saved; give its sizes (nn.Linear in place of nn.LazyLinear), or run the block once before"
-        )
     if not any(map(_gives_more, block.modules())):
         return None
     try:

@@ -17,12 +17,13 @@ Iterators cannot be put back. It serves all that is tried beside the training: s
 
 from __future__ import annotations
 
-from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from io import IOBase
 from itertools import compress
 from operator import call, is_
+from queue import Queue
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -127,7 +128,7 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, Any], *, numbers: bool = True, of_libraries: bool = False) -> None:
         self._numbers = numbers
-        self._looked_into: Any = object if of_libraries else SimpleNamespace | UserDict
+        self._looked_into: Any = object if of_libraries else SimpleNamespace | MutableMapping | Queue
         self._most = _MOST_NEAR if of_libraries else _MOST
         self.plain: list[Any] = []
         self.iterators: list[tuple[str, Any]] = []

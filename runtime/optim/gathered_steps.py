@@ -139,13 +139,13 @@ class Stepper:
         """Make a step; collective over tp where matrices are gathered.
 
         `norm` is that of all gradients, 0-dimensional, for an optimizer that goes by it. Raises `UsageError` where an
-        optimizer has other parameters than it was built with.
+        optimizer has more parameters than it was built with.
         """
         stepped = 0
         for part in self._parts:
             for group in part.param_groups:
                 stepped += len(group["params"])
-        if stepped != self._stepped:
+        if stepped > self._stepped:
             self._refuse_groups(stepped)
         for matrix in self._gathered:
             matrix.gather()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -102,8 +102,26 @@ def _by_pattern(given: Mapping[str, OptimizerFn]) -> Builder:
     return build
 
 
-def _over_other(given: Optimizer, blocks: Blocks) -> Builder:
-    """Return what makes an instance again, over other parameters of the same names."""
+def _taken(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class of an instance that an engine has made its own optimizers from: whoever uses it is told."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UsageError(
+            f"this {kind.__name__} is not what trains: the engine has made its own from it, over what each rank steps; "
+            "take those of engine.optimizers.values(), and schedulers from engine.lr_schedulers(lambda optimizer: …)"
+        )
+
+    doors = [name for name in dir(Optimizer) if name[0] != "_" and callable(getattr(Optimizer, name))]
+    told: dict[str, Any] = dict.fromkeys(doors, refuse)
+    told |= {"param_groups": property(refuse, refuse), "state": property(refuse, refuse), "_quintsched_kind": kind}
+    told |= {"__repr__": object.__repr__, "zero_grad": lambda *_, **__: None}  # as the engine does by itself
+    return type(kind.__name__, (kind,), told)
+
+
+def _over_other(taken: Optimizer, blocks: Blocks) -> Builder:
+    """Return what makes an instance again, over other parameters of the same names; then it refuses to be used."""
+    given: Optimizer = object.__new__(getattr(taken, "_quintsched_kind", type(taken)))
+    given.__dict__.update(taken.__dict__)
     kind = type(given).__name__
     write = f"optimizer=lambda params: {kind}(params, …)"
     if not all(isinstance(block, nn.Module) for block in blocks):
@@ -135,6 +153,7 @@ def _over_other(given: Optimizer, blocks: Blocks) -> Builder:
 
     def build(named: Named) -> list[Optimizer]:
         ours = dict(named)
+        taken.__class__ = _taken(type(given))
         instead = {id(p): [ours[name] for name in names[p] if name in ours][:1] for p in parameters_of(given)}
         return [remade(given, instead)]
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.blocks import Block
-from ..blocks.module_state import saved_tensors
+from ..blocks.module_state import require_sized, saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
@@ -143,6 +143,7 @@ def _whole(
     model: nn.Module, blocks: Sequence[str] | None, example: Tensor | Mapping[str, Any] | None, prove: bool
 ) -> Split:
     """Split a model that is there."""
+    require_sized(model, f"the model ({type(model).__name__})")
     if not is_of_library(type(model)):
         require_undone(Snapshot({"model": model}, numbers=False), "its forward")
     if blocks is None and _is_row(model):

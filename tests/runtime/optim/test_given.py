@@ -136,6 +136,26 @@ def test_what_cannot_be_stepped_is_refused(
         train(given, mesh, zero, steps=1)
 
 
+def test_an_instance_is_refused_once_an_engine_has_made_its_own_from_it() -> None:
+    layer = nn.Linear(2, 2)
+    given = torch.optim.SGD(layer.parameters(), lr=0.1)
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
+    for _ in range(2):
+        engine = Engine(plan, [layer], squared, given)
+        given.zero_grad()
+        engine.step(torch.ones(2, 2), torch.ones(2, 2))
+    for use in (
+        lambda: given.param_groups[0],
+        lambda: torch.optim.lr_scheduler.ExponentialLR(given, 0.5),
+        given.step,
+        given.state_dict,
+        lambda: given.register_step_post_hook(print),
+    ):
+        with pytest.raises(UsageError, match=r"this SGD is not what trains: .*engine\.optimizers\.values\(\)"):
+            use()
+    assert engine.optimizers[0,].param_groups[0]["lr"] == 0.1
+
+
 def test_segments_are_refused_to_who_wants_whole_parameters() -> None:
     with pytest.raises(MisfitError, match="zero_split='parameter'"):
         train(torch.optim.Adafactor, "dp=2", 1, zero_split="element")

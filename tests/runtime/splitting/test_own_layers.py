@@ -185,3 +185,10 @@ def test_a_layer_may_multiply_each_tensor_of_what_the_one_before_gives():
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     left = first(x)
     assert torch.equal(second(left.output, **left.riders), model(x))
+
+
+def test_a_model_with_lazy_layers_is_refused():
+    with pytest.raises(
+        MisfitError, match=r"the model \(Sequential\): '1\.weight' has no shape before the first forward"
+    ):
+        split(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2)), example=torch.ones(2, 3))
