@@ -128,7 +128,7 @@ BUDGET = {
     "data": 610,
     "models": 480,
     "settings": 480,
-    "autograd": 465,
+    "autograd": 470,
     "calibrate": 420,
     "agreement": 350,
     "engine": 212,

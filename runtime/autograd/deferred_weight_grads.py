@@ -299,7 +299,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        ctx.bias = bias
+        ctx.bias, ctx.multiplied = bias, weight.detach()
         ctx.save_for_backward(x, weight)
         columns = _as_type(weight, x.dtype).t()
         return x.mm(columns) if bias is None else torch.addmm(_as_type(bias, x.dtype), x, columns)
@@ -311,12 +311,19 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         of_x = of_weight = of_bias = None
         if needs_x:
-            of_x = _input_gradient(grad, _as_type(weight, x.dtype), x)
+            used = ctx.multiplied if _was_swapped(weight, ctx.multiplied) else weight
+            of_x = _input_gradient(grad, _as_type(used, x.dtype), x)
         if needs_weight and not defer(weight, weight_gradient, (grad, x)):
             of_weight = _as_type(weight_gradient(grad, x), weight.dtype)
         if needs_bias and not defer(bias, bias_gradient, (grad,)):
             of_bias = _as_type(bias_gradient(grad), bias.dtype)
         return of_x, of_weight, of_bias
+
+
+def _was_swapped(weight: Tensor, multiplied: Tensor) -> bool:
+    """Whether `weight.data` is another tensor than in the forward, as in layers that quantise it there; like torch's."""
+    is_other = isinstance(weight, nn.Parameter) and weight.data_ptr() != multiplied.data_ptr()
+    return is_other and not torch.is_grad_enabled()
 
 
 _product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply

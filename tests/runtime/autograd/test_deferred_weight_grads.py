@@ -43,6 +43,23 @@ def test_odd_and_large_widths(width: int, out: int) -> None:
         check_same_bits(nn.Linear(width, out), torch.randn(rows, width), torch.randn(2, rows, width))
 
 
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.layer.weight.data
+        self.layer.weight.data = kept.sign() * kept.abs().mean()
+        found: Tensor = self.layer(x)
+        self.layer.weight.data = kept
+        return found
+
+
+def test_a_weight_that_has_other_numbers_for_a_forward() -> None:
+    check_same_bits(Quantised(), *torch.randn(2, 5, 12))
+
+
 def test_an_expanded_gradient() -> None:
     check_same_bits(Summed(nn.Linear(12, 9)), torch.randn(3, 5, 12))
 
