@@ -122,7 +122,7 @@ BUDGET = {
     "state": 1220,
     "launch": 1140,
     "optim": 927,
-    "steps": 990,
+    "steps": 1016,
     "train": 920,
     "verification": 762,
     "data": 610,

@@ -321,7 +321,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _was_swapped(weight: Tensor, multiplied: Tensor) -> bool:
-    """Whether `weight.data` is another tensor than in the forward, as in layers that quantise it there; like torch's."""
+    """Whether `weight.data` is another tensor than in the forward, as in layers that quantise it there."""
     is_other = isinstance(weight, nn.Parameter) and weight.data_ptr() != multiplied.data_ptr()
     return is_other and not torch.is_grad_enabled()
 
