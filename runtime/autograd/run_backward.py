@@ -6,7 +6,8 @@ as soon as the send is done, unless the graph itself needs it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 Root = Tensor | GradientEdge
 
 _run = Variable._execution_engine.run_backward
+_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -24,7 +26,7 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, _FunctionBase):
         return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+    return _edge((node, tensor.output_nr, None))
 
 
 def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor | None]) -> None:

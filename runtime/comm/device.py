@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -59,6 +59,11 @@ def is_accelerator(device: torch.device) -> bool:
 def is_at_hand(device: torch.device) -> bool:
     """Whether the host may look at numbers of a device: it has computed them itself, and no mode captures its work."""
     return device.type not in _LIBRARIES and not _len_torch_dispatch_stack()
+
+
+def numbers_of(tensor: Tensor) -> memoryview[float]:
+    """Return the numbers of a tensor that is at hand, which the host reads and writes there without an operation."""
+    return cast("memoryview[float]", tensor.numpy().data)
 
 
 def library_of(device: torch.device) -> str:

@@ -10,8 +10,9 @@ torch.set_grad_enabled(True)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,11 +48,11 @@ class Modes(NamedTuple):
     def now(cls) -> Modes:
         """Return those in force here."""
         casts = _NO_CASTS
-        if any(map(torch.is_autocast_enabled, _KINDS)):
+        if _casts():
             casts = tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in _KINDS)
-        strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        strict = _is_strict(), _only_warns()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return cls(grad, inference, casts, torch.get_default_dtype(), strict)
+        return _modes((grad, inference, casts, torch.get_default_dtype(), strict))
 
     def apart_from(self, around: Modes) -> Modes | None:
         """Return these without what is as around them; None where all is."""
@@ -104,6 +105,11 @@ class Modes(NamedTuple):
         if self.deterministic is not None:
             torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
 
+
+_modes: Callable[[tuple[Any, ...]], Modes] = partial(tuple.__new__, Modes)
+_is_strict: Callable[[], bool] = torch._C._get_deterministic_algorithms
+_casts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_only_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
 
 _WORDS = {
     "grad": "gradients",

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from quintsched.ir.dataflow import Flow as Flow
 from quintsched.ir.dataflow import flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD, Bwd, BwdInput, Instruction, Send
+from quintsched.ir.instructions import ENDS_BACKWARD, Bwd, BwdInput, ClipGrad, Instruction, Send
 from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
 
@@ -29,6 +29,8 @@ class ProgramFlow:
         self.trains = plan.mode == "train"
         """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
+        self.clips = ClipGrad in map(type, self.program)
+        """Whether the norm of gradients ends it, which reads the figures of a step."""
         self.pp_rank = plan.mesh.pp_rank(rank)
         sides = [side for whole in self.program if whole.computes for side in whole.sides]
         self._last_backwards = frozenset({i.stage: i for i in sides if isinstance(i, ENDS_BACKWARD)}.values())

@@ -12,9 +12,10 @@ the rank's state. `p2p` says where a receive is posted and a send issued, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +49,8 @@ from .recorder import Recorder
 ALL_CALLS = slice(None)
 
 Call = Callable[[], None]
+Entry = tuple[int, int, Call]
+"""A call, with its place in the program, which is published before it, and the instruction that it is of."""
 Handler = tuple[Callable[[RankState], Any], Callable[[Any, int, Any], Call]]
 """Which view of the rank's state an instruction is bound to, and how."""
 View = TypeVar("View")
@@ -123,7 +126,8 @@ class Interpreter:
         self.announce = partial(self._publisher.walk, state.flows.plan)
         """Tells who watches that a step of this program begins."""
         self._calls = [call for _, _, _, call in places]
-        self._calls_of_full = [getattr(call, "if_none_is_empty", call) for call in self._calls]
+        self._entries = _merged(list(zip(self._marks, self._places, self._calls, strict=True)))
+        self._entries_of_full = [(m, i, getattr(call, "if_none_is_empty", call)) for m, i, call in self._entries]
         if recorder is not None:
             recorder.forget_calls()
         self._recorded = self.watched(recorder) if recorder else []
@@ -165,7 +169,10 @@ class Interpreter:
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
-        self._walk(calls or (self._calls if self.state.current.units.empty else self._calls_of_full))
+        if calls is None:
+            self._walk(self._entries if self.state.current.units.empty else self._entries_of_full)
+        else:
+            self._walk(self._part(calls))
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = None
@@ -187,23 +194,28 @@ class Interpreter:
         found: list[Tensor] = []
         clip, halves = self._clip
         measure = lambda: found.append(halves.measure())  # noqa: E731
-        self._walk([*self._calls[:clip], measure], slice(clip + 1))
+        self._walk(self._part([*self._calls[:clip], measure], slice(clip + 1)))
         return found[0]
 
     def conclude(self, figures: Tensor) -> None:
         """Walk on from there, to the end of the step."""
         clip, halves = self._clip
-        self._walk([partial(halves.conclude, figures), *self._calls[clip + 1 :]], slice(clip, None))
+        self._walk(self._part([partial(halves.conclude, figures), *self._calls[clip + 1 :]], slice(clip, None)))
         self.state.end()
 
-    def _walk(self, calls: Iterable[Call], part: slice = ALL_CALLS) -> None:
-        numbers, index = self._publisher.numbers, 0
+    def _part(self, calls: Sequence[Call], part: slice = ALL_CALLS) -> list[Entry]:
+        """Return such calls, which take the place of some, with their places."""
+        return list(zip(self._marks[part], self._places[part], calls, strict=True))
+
+    def _walk(self, entries: Iterable[Entry]) -> None:
+        numbers, index, call = self._publisher.numbers, 0, None
         try:
-            for mark, index, call in zip(self._marks[part], self._places[part], calls, strict=True):  # noqa: B007
+            for mark, index, call in entries:  # noqa: B007
                 numbers[INDEX] = mark
                 call()
             numbers[INDEX] = NOWHERE
         except Exception as error:
+            index = getattr(call, "index", index)
             place, forwards = self.state.flows.place, self.state.compute.forwards
             found = as_stall(error, self._publisher)
             if found is error:
@@ -211,6 +223,26 @@ class Interpreter:
             if found is error:
                 raise
             raise found from error
+
+
+def _merged(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the same with the posts of receives at one place as one call."""
+    found: list[Entry] = []
+    for place, some in groupby(entries, key=lambda entry: (entry[0], getattr(entry[2], "posts", False))):
+        alike = list(some)
+        found += [(place[0], alike[0][1], _all_posts(alike))] if place[1] else alike
+    return found
+
+
+def _all_posts(entries: Sequence[Entry]) -> Call:
+    """Return what posts receives one after the other; its `index` is that of the one that it has come to."""
+    posts = [(index, call) for _, index, call in entries]
+
+    def run() -> None:
+        for run.index, post in posts:  # type: ignore[attr-defined]
+            post()
+
+    return run
 
 
 @dataclass(frozen=True, eq=False)

@@ -141,6 +141,7 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
         cell.value = bound.tensors
         cell.works = (bound.posts[0](),) if is_one else [post() for post in bound.posts]
 
+    run.posts = True  # type: ignore[attr-defined]
     bind(state.shape)
     return run
 

@@ -225,7 +225,8 @@ class PlanRunner:
         watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run, is_part=is_part)
         shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else nullcontext()
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
-        with self._model.masks.guarding(), shared, watched:
+        masks, before = self._model.masks, self._model.masks.read_generators()
+        with shared, watched:
             alone = trains and last and calls is None and not self._samples_before
             if self._graphs and alone and not interpreter.records(self.steps.in_run):
                 self._graphs.run(step, self.steps.total + 1, watch)
@@ -234,6 +235,7 @@ class PlanRunner:
                 interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
+        masks.alarms += bool(before) and before != masks.read_generators()
         if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step()) is not None:
             # after the first steps, the same way on all holders of the same stages
             agree("what overlapping stages exchange", noted, self._groups.holders)
@@ -314,7 +316,7 @@ class PlanRunner:
         gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
         device, asks = self._transport.device, (options.wants_stop, self.losses.is_doubted, model.prover.later.look)
-        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, *asks)
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, *asks, is_read=flows.clips)
         cells, saved = Cells(waits), dict[Value, Saved]()
         resident = lambda: resident_tensors(model.stages, self._state.weights, current.batch)  # noqa: E731
         compute = ComputeState(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,10 @@ class Start(NamedTuple):
         gradient = torch.full_like(loss, times if scale == 1 else scale)
         if scale != 1 != times:
             gradient.mul_(times)  # rounded as the gradient of a product is
-        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, gradient))
+        return start_of(((*self.roots, edge_of(loss)), self.numbers, (*self.ones, gradient)))
+
+
+start_of: Callable[[tuple[Any, ...]], Start] = partial(tuple.__new__, Start)
 
 
 class Saved(NamedTuple):
@@ -108,6 +112,10 @@ class Saved(NamedTuple):
     start: Start
     reruns: list[Rerun]
     unit: Unit | None = None
+
+
+saved_of: Callable[[tuple[Any, ...]], Saved] = partial(tuple.__new__, Saved)
+"""Makes what a forward keeps out of all that it is, at once; as `start_of` does."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
-from ..comm.device import is_at_hand
+from ..comm.device import is_at_hand, numbers_of
 from ..stage.mean_losses import Counted
 from ..state.passengers import ROOM, Room
 
@@ -46,26 +46,29 @@ class Figures:
         rest: auxiliary losses and the last numbers: a list, or the device's tensor; known as `sums` are.
     """
 
-    __slots__ = ("_is_read", "num_rows", "num_units", "rest", "sums", "table", "work")
+    __slots__ = ("_is_read", "_numbers", "num_rows", "num_units", "rest", "sums", "table", "work")
 
     sums: Tensor
     rest: list[Any] | Tensor
 
-    def __init__(self, table: Tensor, num_rows: int, num_units: int, work: Work) -> None:
+    def __init__(
+        self, table: Tensor, num_rows: int, num_units: int, work: Work, numbers: memoryview[float] | None = None
+    ) -> None:
         self.table, self.num_rows, self.num_units, self.work = table, num_rows, num_units, work
-        self._is_read = False
+        self._is_read, self._numbers = False, numbers
 
     def read(self) -> Figures:
         """Wait until they are known, and add them up, once; return them."""
         if not self._is_read:
             self._is_read = True
             self.work.wait()
-            self.rest = rest = self.table[self.num_rows * self.num_units :]
-            if is_at_hand(self.table.device):
-                self.rest = rest.tolist()
+            begin, numbers = self.num_rows * self.num_units, self._numbers
+            if numbers is None and is_at_hand(self.table.device):
+                numbers = numbers_of(self.table)
+            self.rest = self.table[begin:] if numbers is None else numbers[begin:].tolist()
             self.sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
-            if isinstance(self.rest, Tensor) or any(self.rest[:-3]):
-                self.sums[0].add_(rest[:-3].sum())
+            if numbers is None or any(self.rest[:-3]):
+                self.sums[0].add_(self.table[begin:-3].sum())
         return self
 
 
@@ -87,6 +90,7 @@ class Tally:
         metrics, of_metrics: one such list per metric, and one of its weights: 0 is that of the loss.
         passengers: gives the figures that are to ride along with the last gradients; None: they do not.
         auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
+        is_read: whether figures of a step that reduces gradients are read before it ends.
         wants_stop: says whether this rank was asked to stop after the step.
         is_doubted: says whether what the loss of this rank goes by has changed.
         look: looks behind each forward whether something has changed that may not within a step; None: nothing may.
@@ -103,19 +107,23 @@ class Tally:
         wants_stop: Callable[[], bool] = lambda: False,
         is_doubted: Callable[[], bool | Tensor] = lambda: False,
         look: Callable[[], None] | None = None,
+        *,
+        is_read: bool = False,
     ) -> None:
-        self.look = look
+        self.look, self._is_read = look, is_read
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 3
         self._wants_stop, self._is_doubted = wants_stop, is_doubted
         self._num_computed = self._num_summed = 0
+        self._times: list[float] = []
+        self._kept: tuple[Tensor, memoryview[float], memoryview[float]] | None = None
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *metrics, self.auxiliary = self._columns
         self.metrics, self.of_metrics = metrics[:num_metrics], metrics[num_metrics:]
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
         self._rides = self._room is not None
-        self.passengers = self._collect if self._room is not None else None
+        self.passengers = (lambda: self._collect()[0]) if self._room is not None else None
         unknown = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
         self._unknown = Figures(unknown, self._num_rows, num_units, DoneWork())
         self.begin()
@@ -123,6 +131,7 @@ class Tally:
     def begin(self, *, alone: bool = False) -> None:
         """Start a step, whose figures nobody knows yet; `alone`: no gradients are reduced that they could ride with."""
         self._rides = self._room is not None and not alone
+        self._keeps = self._is_read and not alone
         self.figures = self._unknown
 
     def add_loss(self, unit: int, found: object) -> tuple[Tensor, float]:
@@ -133,16 +142,16 @@ class Tally:
         loss, weight, times, is_sum = found if isinstance(found, Counted) else _stated(found)
         self._num_computed += 1
         self._num_summed += is_sum
-        mine = loss.detach()
-        self.losses.append((unit, mine if times == 1 else mine * times))
+        self.losses.append((unit, loss.detach()))
+        self._times.append(times)
         self.weights.append((unit, weight))
         return loss, times
 
     def reduce(self, group: Group) -> None:
         """Begin to sum what was collected over the ranks of a group, unless that rides along with gradients."""
         if not self._rides:
-            table = self._collect()
-            self.figures = Figures(table, self._num_rows, self.num_units, group.all_reduce(table))
+            table, numbers = self._collect()
+            self.figures = Figures(table, self._num_rows, self.num_units, group.all_reduce(table), numbers)
 
     def replay(self, table: Tensor) -> None:
         """Take over the figures of a step that was replayed, (figures,), float64; they are this step's alone."""
@@ -164,26 +173,41 @@ class Tally:
         finally:
             self._wants_stop, self._is_doubted = asked
 
-    def _collect(self) -> Tensor:
-        """Return what was collected, each figure at its place, float64; collect anew."""
-        table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+    def _collect(self) -> tuple[Tensor, memoryview[float] | None]:
+        """Return what was collected, each figure at its place, float64, and where the host sees it; collect anew."""
+        numbers: memoryview[float] | None = None
+        if not (here := is_at_hand(self._device)) or not self._keeps or self._kept is None:
+            table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+            if here:
+                numbers = numbers_of(table)
+                self._kept = (table, numbers, numbers_of(table.clone())) if self._keeps else self._kept
+        else:
+            table, numbers, zeros = self._kept
+            numbers[:] = zeros
+        if {*self._times} - {1}:
+            self.losses[:] = _counted(self.losses, self._times)
+        self._times.clear()
         for row, column in enumerate(self._columns):
             if column:
-                _fill(table[row * self.num_units :], column, self._places_of)
+                begin = row * self.num_units
+                if numbers is None:
+                    _fill(table[begin:], column, self._places_of)
+                else:
+                    for place, x in column:
+                        numbers[begin + place] = x.item() if isinstance(x, Tensor) else x
                 column.clear()
-        if self._num_computed:
-            table[-1:].fill_(self._num_computed)  # a number that is assigned would be copied from the host
-            self._num_computed = 0
-        if self._num_summed:
-            table[-3:-2].fill_(self._num_summed)
-            self._num_summed = 0
         doubt = self._is_doubted()
         asked = self._wants_stop() + (0 if isinstance(doubt, Tensor) else DOUBT * doubt)
-        if asked:
-            table[-2:-1].fill_(asked)
+        last = {-3: self._num_summed, -2: asked, -1: self._num_computed}
+        self._num_computed = self._num_summed = 0
+        for place, number in last.items():
+            if number and numbers is not None:
+                numbers[place] = number
+            elif number:
+                table[place : place + 1 or None].fill_(number)  # one that is assigned would be copied from the host
         if isinstance(doubt, Tensor):
             table[-2:-1].add_(doubt * DOUBT)
-        return table
+        return table, numbers
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[Figures] = ()) -> Tensor:
         """Return the total loss weight of this batch and earlier ones, 0-dimensional, waiting until it is known.
@@ -272,13 +296,18 @@ def _stated(found: object) -> Counted:
     return Counted(loss, weight.detach() if isinstance(weight, Tensor) else float(weight))
 
 
+def _counted(column: Column, times: Sequence[float]) -> Column:
+    """Return losses, each as many times as it counts; all at once where they count alike."""
+    losses = [loss for _, loss in column if isinstance(loss, Tensor)]
+    if len(losses) < len(column) or len({*times}) > 1 or len({loss.dtype for loss in losses}) > 1:
+        return [(unit, loss if often == 1 else loss * often) for (unit, loss), often in zip(column, times, strict=True)]
+    many = torch.stack(losses).mul_(times[0])
+    each = many.tolist() if is_at_hand(many.device) else many.unbind()
+    return [(unit, loss) for (unit, _), loss in zip(column, each, strict=True)]
+
+
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:
     """Put figures where they belong; a number is written there, not copied, which would wait for a GPU."""
-    if is_at_hand(row.device):
-        on_host = row.numpy()
-        for place, x in column:
-            on_host[place] = x.item() if isinstance(x, Tensor) else x
-        return
     tensors = [(place, x) for place, x in column if isinstance(x, Tensor)]
     if tensors:
         values = [x for _, x in tensors]

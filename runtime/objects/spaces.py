@@ -232,6 +232,12 @@ def is_hooked(module: nn.Module) -> bool:
     return any(vars(module)[key] for key in HOOKS)
 
 
+def forward_hooks(thing: nn.Module) -> list[dict[int, Any]]:
+    """Return where hooks are that see what modules are given: those of a module and all in it, and of all modules."""
+    own = [vars(module)[key] for module in thing.modules() for key in HOOKS[:2]]
+    return [*own, *[vars(global_hooks)[key] for key in HOOKS_OF_ALL[:2]]]
+
+
 def hooks_on(*weights: Tensor) -> list[Any]:
     """Return the hooks on weights: they are given whole gradients."""
     held = filter(None, chain.from_iterable(map(_OF_GRADIENT, weights)))

@@ -7,9 +7,9 @@ stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by what blocks cost, 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import accumulate
-from operator import is_
+from itertools import accumulate, chain
 from threading import Thread, current_thread
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -55,7 +55,9 @@ class Stage(nn.Module):
         self.partial = partial
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self._frozen = {name: p for name, p in self.named_parameters() if not p.requires_grad}
-        self._approved: list[tuple[Mapping[str, object], tuple[object, ...]]] = []
+        self._held: list[dict[str, Any]] = []
+        self._approved: list[Any] = []
+        self._known: list[int] = []
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight".
@@ -69,19 +71,14 @@ class Stage(nn.Module):
 
         It was frozen when the stage was made, or was put in a known one's place since.
         """
-        if (self._frozen and any(p.requires_grad for p in self._frozen.values())) or self._has_changed():
+        held = self._held
+        now = [*map(len, held), *map(id, chain.from_iterable(map(dict.values, held)))]  # cheap, for every step
+        if not held or now != self._known or (self._frozen and any(p.requires_grad for p in self._frozen.values())):
             self._look_through(known)
-            held = [found for module in self.modules() for found in (module._parameters, module._modules)]
-            self._approved = [(found, tuple(found.values())) for found in held if found]
-
-    def _has_changed(self) -> bool:
-        """Whether a module or a parameter is another one than when all were looked through; cheap, for every step."""
-        if not self._approved:
-            return True
-        for found, before in self._approved:
-            if len(found) != len(before) or not all(map(is_, found.values(), before)):
-                return True
-        return False
+            both = [found for module in self.modules() for found in (module._parameters, module._modules)]
+            self._held = held = [found for found in both if found]
+            self._approved = [*chain.from_iterable(map(dict.values, held))]
+            self._known = [*map(len, held), *map(id, self._approved)]
 
     def _look_through(self, known: Container[nn.Parameter]) -> None:
         for name, parameter in self.named_parameters():

@@ -63,6 +63,8 @@ class Counted(NamedTuple):
     is_sum: bool = False
 
 
+_counted: Callable[[tuple[Any, ...]], Counted] = partial(tuple.__new__, Counted)
+
 Found = Any
 """What a loss function gives: a loss, or (sum, weight)."""
 
@@ -213,7 +215,7 @@ class WeighedLoss:
         given = [] if self.is_known or self.is_alone else [(t, t._version) for t in tensors_of((output, targets))]
         with self.watched:
             found = self.function(output, targets)
-        if any(tensor._version != version for tensor, version in given):
+        if given and any(tensor._version != version for tensor, version in given):
             raise MisfitError(IN_PLACE)
         is_number = isinstance(found, Tensor) and not found.dim()
         if (
@@ -283,10 +285,10 @@ class WeighedLoss:
             self._require_even(even, output, targets, samples)
         if rule.over in _BY_SAMPLES:
             share = samples / usual
-            return Counted(found, share if rule.by_slices else share / slices, share)
+            return _counted((found, share if rule.by_slices else share / slices, share, False))
         weight = self._weight_by(rule, output, targets, samples)
         if rule.over is Over.TOKENS:
-            return Counted(found, weight, float(weight))
+            return _counted((found, weight, float(weight), False))
         if rule.is_clamped:
             weight = _clamped(torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
@@ -296,8 +298,8 @@ class WeighedLoss:
     def _weight_by(self, rule: LossWeight, output: Any, targets: Any, samples: int) -> Tensor | float:
         """Return what a microbatch weighs by a rule for means that are not over samples."""
         if rule.over is Over.TOKENS:
-            length = next(t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE)
-            return float(samples * length)
+            lengths = [t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE]
+            return float(samples * lengths[0])
         return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
 
     def _require_even(self, even: EvenWeights, output: Any, targets: Any, samples: int) -> None:

@@ -23,7 +23,7 @@ from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
 from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
 from ..blocks.untouched import as_leaves, detached
 from ..comm import Group
-from ..objects.spaces import is_of_torch
+from ..objects.spaces import forward_hooks, is_of_torch
 from ..parallel.dropout import Masks
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
 from .stage_draws import UNIT, Extras, Outputs, Run, StageDraws
@@ -236,6 +236,11 @@ class StageForward:
         """Whether no code of users runs in it, which may ask whether what it is given is a leaf."""
         return all(map(is_of_torch, self.blocks.values()))
 
+    @cached_property
+    def hooks(self) -> list[dict[int, Any]]:
+        """Where hooks are, now or later, that are given what its modules are."""
+        return [hooks for block in self.blocks.values() for hooks in forward_hooks(block)]
+
     def without_weights(self, outputs: Sequence[Tensor]) -> Outputs:
         """Return what leaves a stage, copied where it is a weight or a buffer, which may change or be freed by then."""
         tensors = (t for module in self.blocks.values() for t in (*module.parameters(), *module.buffers()))
@@ -276,9 +281,18 @@ def apart(made: Tensor, taken: Outputs) -> Tensor:
 
     That memory may be a receive buffer, which serves again while what was made is still being sent.
     """
+    return outside(made, spans_of(taken))
+
+
+def spans_of(taken: Outputs) -> Sequence[tuple[int, int]]:
+    """Return where the memory of tensors begins and ends."""
+    return [(begin := tensor.data_ptr(), begin + tensor.nbytes) for tensor in taken if tensor is not None]
+
+
+def outside(made: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return what was made, copied where it lies in such memory."""
     place = made.data_ptr()
-    for tensor in taken:
-        begin = 0 if tensor is None else tensor.data_ptr()
-        if tensor is not None and begin <= place < begin + tensor.nbytes:
+    for begin, end in spans:
+        if begin <= place < end:
             return made.clone()
     return made

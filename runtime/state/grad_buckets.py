@@ -109,7 +109,7 @@ class GradBucket:
         stats: MemoryStats | None = None,
     ) -> None:
         self.plan_bucket, self.stage, self.parameters = plan_bucket, plan_bucket.stage, tuple(parameters)
-        self.comes_summed = comes_summed(parameters[0])
+        self._all, self.comes_summed = frozenset(parameters), comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
         dtype, device = torch.float32 if is_low(local[0].dtype) else local[0].dtype, local[0].device
         self._is_sharded, self._layout = layout is not None, layout or FlatLayout.sharded(local, multiple=1)
@@ -174,7 +174,7 @@ class GradBucket:
             return
         for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             came = self._versions is not None and view._version != self._versions[number]
-            if parameter in self.blank and not came:
+            if not came and parameter in self.blank:
                 view.fill_(NO_GRADIENT)
                 self.may_lack = True
         self.blank.clear()
@@ -212,7 +212,7 @@ class GradBucket:
 
     def clear(self, *, afresh: bool = False) -> None:
         """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
-        self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
+        self.blank, self.missing, self.ready = set(self._all), set(self._all), False
         self.may_lack = self.reshards
         self._versions = None
         if self.reshards:

@@ -14,6 +14,7 @@ looked at, beside the norm; only where it is -0.0 on some rank are all of them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import ReduceOp, Work
-from ..comm.device import is_at_hand
+from ..comm.device import is_at_hand, numbers_of
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import IN_CACHE, GradBucket, GradBuckets, as_real, is_untouched
@@ -62,6 +63,7 @@ class GradNorm:
         ]
         self._reduced = [share for comes_summed, share in shares if not comes_summed]
         self._summed = [share for comes_summed, share in shares if comes_summed]
+        self._row: tuple[Tensor, memoryview[float]] | None = None
 
     def _counted(self, bucket: GradBucket) -> list[Tensor]:
         """Return what of a bucket this rank counts: the whole shard where it can."""
@@ -76,7 +78,8 @@ class GradNorm:
         """Divide the sums of gradients, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
 
         Return the square of the 2-norm of the whole model's gradient, and the sums of `beside`, to be waited for: the
-        numbers of a tensor (1 + beside + row,), float64; each of `beside` is 0-dimensional, `row` (n,), float64.
+        numbers of a tensor (1 + beside + row,), float64, until the next step divides; each of `beside` is
+        0-dimensional, `row` (n,), float64.
         """
         is_here = is_at_hand(self._device)
         square = _divide(self._reduced, weight, is_here=is_here)
@@ -89,7 +92,11 @@ class GradNorm:
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
         if is_here:
             here = [float(square), *map(float, beside), *(() if row is None else row.tolist())]
-            figures = torch.tensor(here, dtype=torch.float64)
+            if self._row is None or len(self._row[1]) != len(here):
+                figures = torch.empty(len(here), dtype=torch.float64)
+                self._row = figures, numbers_of(figures)
+            figures, numbers = self._row
+            numbers[:] = array("d", here)
         else:
             there = [torch.as_tensor(n).to(self._device, torch.float64, non_blocking=True) for n in (square, *beside)]
             figures = torch.cat([torch.stack(there), *(() if row is None else (row,))])

@@ -43,6 +43,7 @@ class Announcer:
         self._num_texts = 0
         self._under_way: list[Work] = []
         self._said: tuple[list[int], Tensor] = [], self._heard
+        self._told: tuple[list[int], tuple[list[int], str]] = [], ([], "")
 
     def refuse(self, error: MisfitError | UsageError) -> bool:
         """Tell the others why there is no step, instead of `announce`; return whether the source goes on.
@@ -66,7 +67,10 @@ class Announcer:
         if self._speaks:
             self._send(numbers, _FINE, text)
             return list(numbers), text
-        kind, number, length, *said = self._hear(self._heard)
+        heard = self._hear(self._heard)
+        if heard == self._told[0]:
+            return self._told[1]
+        kind, number, length, *said = heard
         if length:
             text = bytes(self._hear(self._heard.new_zeros(length))).decode()
         else:
@@ -75,7 +79,8 @@ class Announcer:
             raise _REFUSALS[kind](text)
         if text not in self._texts:
             self._remember(text)
-        return said, text
+        self._told = [] if length else heard, (said, text)
+        return self._told[1]
 
     def _send(self, numbers: Sequence[int], kind: int, text: str) -> None:
         while self._under_way:

@@ -200,7 +200,7 @@ class Shape:
     def is_same(self) -> bool:
         """Whether no hook of a user's came or went, and no module."""
         weights = self._weights
-        held = chain(self._hooks, filter(None, map(_OF_GRADIENT, weights)), filter(None, map(_OF_SUM, weights)))
+        held = filter(None, chain(self._hooks, map(_OF_GRADIENT, weights), map(_OF_SUM, weights)))
         now = sum(map(sum, held)), list(chain.from_iterable(map(dict.values, self._inner)))
         if now == self._seen:
             return True

@@ -6,7 +6,7 @@ saved ──▶ autograd ──▶ ∂input ──▶ cells: the stage before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.values import Kind
 
 from ...autograd.run_backward import run_backward
-from ...stage.stage_forward import Outputs, apart
+from ...stage.stage_forward import outside, spans_of
 from ..busy_clock import NoClock
 from ..rank_state import ComputeState
 from .forward import bind_fwd, parts_of, unless_empty
@@ -155,9 +155,14 @@ def _backward(
     if flows.is_last_of_inputs(instruction):
         conclude = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
     note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
+    comes = all(cells.of(value).receive is not None for value in taken)
+    known, spans = None, spans_of(())
 
     def run(around: AbstractContextManager[object] | None) -> None:
+        nonlocal known, spans
         gradients = () if take is None else take()
+        if gradients is not known:
+            known, spans = gradients if comes else None, spans_of(gradients)
         if arrive is not None:
             arrive()
         note(now())
@@ -176,7 +181,7 @@ def _backward(
                     boundaries.note(stage, given)
             if conclude is not None and stage not in reached:
                 conclude()
-            give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
+            give(tuple([_gradient_of(t, spans) if place in wanted else None for place, t in enumerate(given)]))
         if forget is not None:
             forget()
         note(now())
@@ -193,7 +198,7 @@ def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
     return partial(state.stores.__delitem__, (instruction.stage, microbatch))
 
 
-def _gradient_of(given: Tensor, taken: Outputs) -> Tensor:
-    """Return the gradient of a stage's input: zeros where the outputs do not depend on it."""
-    gradient = given.grad
-    return torch.zeros_like(given) if gradient is None else apart(gradient, taken)
+def _gradient_of(given: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the gradient of a stage's input, outside of such memory: zeros where the outputs do not depend on it."""
+    gradient, given.grad = given.grad, None
+    return torch.zeros_like(given) if gradient is None else outside(gradient, spans)

@@ -25,14 +25,15 @@ from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
 from ...blocks.blocks import TARGETS, Parcel
-from ...blocks.trees import DIFFERENTIABLE, TreeSpec, laid_out, map_tensors
+from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.untouched import tensors_of_training
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
 from ...stage.stage_forward import UNIT, Extras, Outputs, apart
 from ...steps.explain import called
 from ..cells import Cell, Parts
-from ..rank_state import ONLY, ComputeState, Saved, Start
+from ..rank_state import ONLY, ComputeState, Start, saved_of, start_of
+from .leaves import leaves_maker
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def _bind_training(
     with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
     saved, losses, whole, plain = state.saved, state.tally.auxiliary, forward.whole, forward.plain
     look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
-    moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
+    moves, leaves = host.moves(kept), leaves_maker(state, instruction, kept)
     place, neighbours, stage = _place_of_loss(state, instruction), _neighbours(state, instruction), instruction.stage
     skips, weighed = _taken_skips(state, instruction), partial(_weigh_other, state, unit)
     shows_leaves = not moves and forward.is_of_torch
@@ -106,7 +107,7 @@ def _bind_training(
         if shape is not None and stage in shape.cargo.strides:
             given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
         if take is not None:
-            given = tuple(map(leaf, given))
+            given = leaves(given)
         reruns: list[Rerun] = []
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
         want_unit = draws.may_draw or draws.alarms != draws.masks.alarms
@@ -134,7 +135,7 @@ def _bind_training(
             auxiliary = weighed(auxiliary)
             start = start.with_loss(auxiliary, state.scale.value)
             losses.append((place, auxiliary.detach()))
-        saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
+        saved[kept] = saved_of((given, start, reruns, extras.get(UNIT) if extras else None))
         note(now())
         if activations is not None:
             host.leave(kept, activations, given if take is not None else ())
@@ -151,28 +152,6 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
     made = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP)
     own = [value for value in made if value.kind is Kind.OUTPUT or value.number not in taken]
     return [state.cells.of(value) for value in own if not state.flows.is_sent(value)]
-
-
-def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
-    """Return what makes an input a leaf of the forward's graph, which gets a gradient if it can.
-
-    It is an object of its own: tensors that others come into later are never given to code twice, which may go by what
-    it was given before (`mask is self.mask`).
-    Where activations go to the host it is a copy of what another rank has sent: the buffer serves other messages. What
-    is taken of a skip may be in such a buffer too, when an earlier stage of this rank has handed it on.
-    """
-    differentiable = DIFFERENTIABLE
-    stage, constant = instruction.stage, state.boundaries.constant
-    if not state.host.moves(kept):
-        return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t.detach()
-    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
-    in_buffer = any(value.kind is Kind.SKIP or state.cells.of(value).receive is not None for value in taken)
-
-    def own_leaf(tensor: Tensor) -> Tensor:
-        leaf = tensor.detach().clone() if in_buffer else tensor.detach()
-        return leaf.requires_grad_(stage not in constant) if leaf.dtype in differentiable else leaf
-
-    return own_leaf
 
 
 def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
@@ -314,6 +293,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     give = state.cells.row_giver(parts_of(state, made, parcel))
     only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
     known, agreed = None, state.shape.cargo.outputs_of(stage)
+    spec = agreed.output.tensors[0] if only_one else None
 
     def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.of(output) for output in outputs]
@@ -325,18 +305,18 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
             )
 
     def hand_on(outputs: Outputs) -> Start:
-        nonlocal known, agreed
+        nonlocal known, agreed, spec
         output, shape = outputs[0], current.units.shapes[unit]
         if shape is not known:
             assert shape is not None
             known, agreed = shape, shape.cargo.outputs_of(stage)
+            spec = agreed.output.tensors[0] if only_one else None
             left = shape.cargo.strides.get(stage + 1, [None])[0]
             if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (left is not None):
                 _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
-        spec = agreed.output.tensors[0]
-        if only_one and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
+        if spec and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
             cell.value = (output.detach(),)
-            return Start((edge_of(output),), ONLY) if output.requires_grad else NOWHERE
+            return start_of(((edge_of(output),), ONLY, ())) if output.requires_grad else NOWHERE
         check(outputs, agreed)
         give(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)

@@ -71,8 +71,9 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         return figures
 
     def conclude(figures: Tensor) -> None:
-        found = outcome.norm = figures[0].sqrt_()
-        length, suspects, asked, *sums = figures.tolist()
+        found = outcome.norm = figures[0].sqrt()
+        square, suspects, asked, *sums = figures.tolist()
+        length = math.sqrt(square) if square >= 0 else square
         marks.require_equal(sums)
         if asked >= DOUBT:
             state.settle_loss(accumulates=reducer.accumulates, again=True)

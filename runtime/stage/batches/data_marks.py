@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ class DataMarks:
         self._slots = -(-len(members) // self._turns)
         self._compares = max(map(len, self._members)) > 1
         self._nothing = torch.zeros(self._slots * _WIDTH, dtype=torch.float64, device=device)
-        self._latest: tuple[list[Number], Tensor] = [], self._nothing
+        self._latest: tuple[list[Number], Tensor, list[Mark | None]] = [], self._nothing, []
         self._marks: list[Mark | None] | None = None
         self._taken: list[Mark | None] = []
         self._turn = self._noted = 0
@@ -122,6 +123,8 @@ class DataMarks:
         self._taken = marks or []
         if turn != self._turn or marks is None:
             return self._nothing
+        if self._latest[2] and all(map(is_, marks, self._latest[2])):
+            return self._latest[1]
         row: list[Number] = [0] * (self._slots * _WIDTH)
         for kind, mark in enumerate(marks):
             if mark is not None:
@@ -137,7 +140,7 @@ class DataMarks:
         for at in elsewhere:
             table[at] = row[at]
         if not elsewhere:
-            self._latest = row, table
+            self._latest = row, table, marks
         return table
 
     def require_equal(self, sums: Sequence[float]) -> None:

@@ -28,6 +28,7 @@ _SCATTERED = 256
 _BITS = 64
 _ODD = 0x9E3779B97F4A7C15
 _AT_ONCE = 64
+_OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
 def structure_of(tree: Tree, tensors: Sequence[Tensor]) -> str:
@@ -61,11 +62,12 @@ def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor]:
 
     Of one that has numbers to be looked at.
     """
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.numel() * tensor.itemsize <= _WHOLE_BYTES:
-        return [tensor.contiguous().view(-1)]
+    if tensor.nbytes <= _WHOLE_BYTES:
+        return [(tensor if tensor.is_contiguous() else tensor.contiguous()).view(-1)]
     return [_scattered(tensor), _neighbours(tensor, _WHOLE_BYTES // tensor.itemsize, turn).contiguous().view(-1)]
 
 
@@ -158,10 +160,13 @@ def _digest(numbers: Tensor) -> Number:
     """Return the sum over the bits of some numbers, (n,), in one piece of memory."""
     if numbers.device.type != "cpu":
         return digest_on_device(numbers)
-    raw = numbers.view(torch.uint8).numpy()
-    whole = raw.size & ~7
-    words = raw[:whole].view(np.int64)
-    rest = int.from_bytes(raw[whole:].tobytes(), "little") * _ODD if whole < raw.size else 0
+    raw = numbers.numpy() if numbers.dtype in _OF_NUMPY else numbers.view(torch.uint8).numpy()
+    rest = 0
+    if raw.nbytes % 8:
+        raw = raw.view(np.uint8)
+        whole = raw.size & ~7
+        raw, rest = raw[:whole], int.from_bytes(raw[whole:].tobytes(), "little") * _ODD
+    words = raw.view(np.int64)
     found: int = (int((words ^ (words >> 29)).dot(_weights()[: words.size])) + rest) & (2**_BITS - 1)
     return found
 

@@ -170,6 +170,7 @@ class BatchCutter:
         self._device, self._dtype, self._rank = device, dtype, rank
         self._needs_inputs, self._needs_targets = inputs, targets
         self._latest: _Cut | None = None
+        self._of_nothing: dict[tuple[int, int], Batch] = {}
 
     def __call__(
         self,
@@ -191,7 +192,11 @@ class BatchCutter:
         """
         spec, count = plan.schedule, microbatches or plan.schedule.microbatches
         if not extras and not self._needs_inputs and not self._needs_targets:
-            return Batch((), (), [{}] * spec.num_units, count)
+            found = self._of_nothing.get((count, spec.num_units))
+            if found is None:
+                found = Batch((), (), [{}] * spec.num_units, count, kind=(count, False, False))
+            self._of_nothing[count, spec.num_units] = found
+            return found
         kind = count, self._needs_inputs and _kind(inputs), self._needs_targets and _kind(targets)
         is_plain, latest = not extras and spec.slices == 1 and None not in kind, self._latest
         if is_plain and latest is not None and latest.kind == kind and latest.plan is plan:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Carry, Engine, run_local
+from quintsched.runtime import Carry, Engine, Transport, run_local
 
 given: dict[int, list[Tensor]] = {}
 """By stage: the masks that its block was given, kept, so that no number of an object comes twice."""
@@ -46,3 +46,39 @@ def test_no_object_is_given_twice() -> None:
     run_local(3, train)
     assert len(given[2]) >= 4 * 3
     assert all(len({*map(id, masks)}) == len(masks) for masks in given.values())
+
+
+def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with_them() -> None:
+    """Stages of torch alone are given the same leaves in each step, but where code of users sees them."""
+    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=4), [nn.Linear(3, 3), nn.Linear(3, 3)]
+    x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
+    seen: list[Tensor] = []
+    gradients: list[Tensor] = []
+
+    def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0])
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(gradients.append)
+
+    def train(transport: Transport) -> list[float]:
+        mine = deepcopy(blocks)
+        engine = Engine(plan, mine, nn.functional.mse_loss, torch.optim.SGD, transport=transport)
+        losses = [engine.step(x, y).loss.item() for _ in range(3)]
+        if transport.rank == 1:
+            handle = mine[1].register_forward_pre_hook(see)
+        losses += [engine.step(x, y).loss.item() for _ in range(2)]
+        if transport.rank == 1:
+            handle.remove()
+        return losses + [engine.step(x, y).loss.item() for _ in range(2)]
+
+    found, _ = run_local(2, train)
+    assert len({*map(id, seen)}) == len(seen) >= 2 * 4
+    assert len(gradients) == 2 * 4
+    whole = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(whole.parameters())
+    for loss in found:
+        mean = nn.functional.mse_loss(whole(x), y)
+        assert abs(mean.item() - loss) < 1e-6
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()

@@ -11,6 +11,7 @@ import torch
 
 from quintsched.runtime.comm import Transport, Work, run_local
 from quintsched.runtime.interpreter.tally import Tally
+from quintsched.runtime.stage.mean_losses import Counted
 
 CPU = torch.device("cpu")
 
@@ -81,3 +82,21 @@ def test_neither_order_nor_place_of_figures_changes_a_bit() -> None:
     for size, order in product((1, 2, 5), (1, -1)):
         found.update(run_local(size, partial(run, size=size, order=order)))
     assert len(found) == 1
+
+
+def test_figures_of_a_step_stay_when_the_next_one_has_the_same_table() -> None:
+    def run(transport: Transport) -> list[list[float]]:
+        tally, group, found = Tally(0, 2, 1, CPU, is_read=True), transport.make_group([(0,)]), []
+        for step in range(3):
+            tally.begin()
+            for unit in range(2 - step % 2):
+                tally.add_loss(unit, Counted(torch.tensor(0.1 + step + unit), 2.0, 3.0))
+            tally.reduce(group)
+            tally.weight(wait_for)
+            found.append(tally.figures)
+        assert found[0].table is found[2].table
+        return [[*figures.read().sums.tolist(), figures.rest[-1]] for figures in found]
+
+    once = [torch.tensor(number) * 3.0 for number in (0.1, 1.1, 1.1, 2.1, 3.1)]
+    a, b, c, d, e = [loss.item() for loss in once]
+    assert run_local(1, run) == [[[a + b, 4.0, 2], [c, 2.0, 1], [d + e, 4.0, 2]]]
