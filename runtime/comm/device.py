@@ -199,7 +199,7 @@ GENERATORS = threading.RLock()
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
     """Return the state of torch's global random generators: that of the CPU, and a device's."""
     with GENERATORS:
-        host = torch.get_rng_state()
+        host = torch.default_generator.get_state()
         return (host, torch.get_device_module(device).get_rng_state(device)) if device.type in _LIBRARIES else (host,)
 
 

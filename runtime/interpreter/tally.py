@@ -11,6 +11,7 @@ pieces of the model and of microbatches, whatever the schedule and wherever the 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from ..comm.device import is_at_hand, numbers_of
 from ..stage.mean_losses import Counted
 from ..state.passengers import ROOM, Room
 
+_CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20
 """What a rank adds to how many were asked to stop whose loss has changed: more than there are ranks."""
 
@@ -185,7 +187,7 @@ class Tally:
             table, numbers, zeros = self._kept
             numbers[:] = zeros
         if {*self._times} - {1}:
-            self.losses[:] = _counted(self.losses, self._times)
+            self.losses[:] = _counted(self.losses, self._times, here=here)
         self._times.clear()
         for row, column in enumerate(self._columns):
             if column:
@@ -296,14 +298,18 @@ def _stated(found: object) -> Counted:
     return Counted(loss, weight.detach() if isinstance(weight, Tensor) else float(weight))
 
 
-def _counted(column: Column, times: Sequence[float]) -> Column:
-    """Return losses, each as many times as it counts; all at once where they count alike."""
-    losses = [loss for _, loss in column if isinstance(loss, Tensor)]
-    if len(losses) < len(column) or len({*times}) > 1 or len({loss.dtype for loss in losses}) > 1:
+def _counted(column: Column, times: Sequence[float], *, here: bool) -> Column:
+    """Return losses, each as many times as it counts: where the host has them, it multiplies and rounds as torch does.
+
+    The product of two numbers of 24 bits is exact in one of 53, so that it is rounded once.
+    """
+    kinds = {loss.dtype if isinstance(loss, Tensor) else None for _, loss in column}
+    code = _CODES.get(kinds.pop()) if here and len(kinds) == 1 else None
+    if code is None:
         return [(unit, loss if often == 1 else loss * often) for (unit, loss), often in zip(column, times, strict=True)]
-    many = torch.stack(losses).mul_(times[0])
-    each = many.tolist() if is_at_hand(many.device) else many.unbind()
-    return [(unit, loss) for (unit, _), loss in zip(column, each, strict=True)]
+    rounded = zip(column, array(code, times), strict=True)
+    products = array(code, [float(loss) * often for (_, loss), often in rounded])
+    return [(unit, product) for (unit, _), product in zip(column, products, strict=True)]
 
 
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:

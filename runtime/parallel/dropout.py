@@ -32,12 +32,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import string_at
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,6 +51,7 @@ from .column_row import ColumnRowPair
 
 WORD = 0xFFFF_FFFF
 _MOST_ALARMS = 3
+_NBYTES = attrgetter("nbytes")
 BY_SAMPLES = -1
 """The dimension of heads that are with samples in the first."""
 
@@ -104,7 +106,8 @@ class Masks:
         """
         if self.alarms >= _MOST_ALARMS:
             return []
-        return [*map(np.ndarray.tobytes, map(Tensor.numpy, generator_states(self.device)))]
+        states = generator_states(self.device)
+        return [*map(string_at, map(Tensor.data_ptr, states), map(_NBYTES, states))]
 
     @contextmanager
     def of(self, unit: Unit) -> Iterator[None]:

@@ -298,6 +298,8 @@ class WeighedLoss:
     def _weight_by(self, rule: LossWeight, output: Any, targets: Any, samples: int) -> Tensor | float:
         """Return what a microbatch weighs by a rule for means that are not over samples."""
         if rule.over is Over.TOKENS:
+            if isinstance(output, Tensor) and output.dim() > 1 and output.dtype in DIFFERENTIABLE:
+                return float(samples * output.shape[1])
             lengths = [t.shape[1] for t in tensors_of(output) if t.dim() > 1 and t.dtype in DIFFERENTIABLE]
             return float(samples * lengths[0])
         return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
