@@ -58,7 +58,7 @@ UNLINEAR = (
 )
 LATE = (
     "in an evaluation the loss, found to be {}, or a metric is not what it was found to be: of several microbatches "
-    "together it has another value than theirs make up; return (sum, weight)"
+    "together it has another value than theirs make up, or some rank refuses it in its own words; return (sum, weight)"
 )
 _MEANT = (
     ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
@@ -85,6 +85,8 @@ class RunLosses:
             is_captured=options.settings.cuda_graph,
         )
         self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
+        for weighed in self.metrics.values():
+            weighed.misuses = self.loss.misuses
         self.earlier: list[Figures] = []
         self.first = FirstLosses(is_meant=options.settings.loss_over == "microbatch")
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
@@ -224,7 +226,8 @@ class RunLosses:
             self._look()
         if self._trains:
             self.blocks.end()
-        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.blocks.since or self.first.refusal)
+        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.loss.misuses)
+        self._has_doubt |= bool(self.blocks.since or self.first.refusal)
         if (later := self._model.prover.later).followed:
             self._of_pairs = self._of_pairs or later.why_changed()
         if self._model.common is not None:
@@ -269,8 +272,10 @@ class RunLosses:
 
     def why_late(self) -> str:
         """Return what is wrong with an evaluation in which some rank has a doubt, in words; "": nothing may be."""
-        if self._of_pairs:
-            return self._of_pairs
+        if why := next(iter(self.loss.misuses or ()), "") or self.first.refusal or self._of_pairs:
+            return why
+        if self.loss.is_uneven:
+            return NO_WEIGHT.format(self.loss.refusal) + _MEANT
         return "" if self.loss.is_alone else LATE.format(self.loss.rule) + _MEANT
 
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
@@ -357,7 +362,7 @@ class RunLosses:
         loss, its = self.loss, self.loss.examined
         is_known = loss.rule is not None and (not its or not loss.is_settled or loss.was_called)
         rule = json.dumps(asdict(loss.rule) | {"of_each": loss.of_each}) if loss.rule and is_known else ""
-        of_any = [self._of_pairs]
+        of_any = [*(loss.misuses or ())[:1], self._of_pairs]
         of_any += [self.first.refusal, LEARNED if loss.is_learned else "", *(reads.refusal for _, reads in self._reads)]
         since = next((f"since {one.since} has changed, " for one in its if one.since), "")
         return {

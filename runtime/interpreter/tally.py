@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
 from ..comm.device import is_at_hand, numbers_of
 from ..stage.mean_losses import Counted
@@ -136,12 +134,9 @@ class Tally:
         self._keeps = self._is_read and not alone
         self.figures = self._unknown
 
-    def add_loss(self, unit: int, found: object) -> tuple[Tensor, float]:
-        """Collect what a loss function gave for a unit; return its loss, and how many times that counts.
-
-        Raises `MisfitError` for what is no loss.
-        """
-        loss, weight, times, is_sum = found if isinstance(found, Counted) else _stated(found)
+    def add_loss(self, unit: int, found: Counted) -> tuple[Tensor, float]:
+        """Collect what a loss function gave for a unit; return its loss, and how many times that counts."""
+        loss, weight, times, is_sum = found
         self._num_computed += 1
         self._num_summed += is_sum
         self.losses.append((unit, loss.detach()))
@@ -285,17 +280,6 @@ class StepResult:
         count = len(self._metrics)
         weights = [torch.where(own == 0, weight, own) for own in found[count:]]
         return dict(zip(self._metrics, map(torch.div, found[:count], weights), strict=True))
-
-
-def _stated(found: object) -> Counted:
-    """Return the loss and the weight that a loss function gave; raises `MisfitError` for anything else."""
-    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 0)
-    is_weight = (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
-    if loss is found or not isinstance(loss, Tensor) or loss.dim() or not is_weight:
-        named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        named += "" if is_weight else f" whose second thing, a {type(weight).__name__}, is no weight"
-        raise MisfitError(f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}")
-    return Counted(loss, weight.detach() if isinstance(weight, Tensor) else float(weight))
 
 
 def _counted(column: Column, times: Sequence[float], *, here: bool) -> Column:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ..blocks.sum_of_means import SumOfMeans
-from ..blocks.trees import DIFFERENTIABLE, map_tensors, tensors_of
+from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
 from ..examine.functions_kept import FunctionKept, versions_kept
 from ..examine.losses.examination import LossExamination
@@ -94,6 +95,8 @@ class WeighedLoss:
         is_settled: whether all ranks have agreed on what it is over.
         watched: the context that the user's function runs in.
         apart: where outputs have tensors that belong to no sample, whatever their rows.
+        misuses: why this rank refuses what it gave, in words, which all ranks hear when they settle the step; None:
+            it is refused at once.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class WeighedLoss:
         self.watched: AbstractContextManager[Any] = nullcontext()
         self._refusal, self.is_known = "", over is not None
         self.supposed, self.has_supposed = Over.SAMPLES, False
-        self.apart = frozenset[str]()
+        self.apart, self.misuses = frozenset[str](), None if is_captured else list[str]()
 
     @property
     def refusal(self) -> str:
@@ -194,8 +197,8 @@ class WeighedLoss:
         over = self.supposed if self._weight is None else self._weight.over
         return loss if over in SUMS else loss * (samples / usual)
 
-    def __call__(self, output: Any, targets: Any, samples: int = 1, usual: int = 1, slices: int = 1) -> Found:
-        """Return the loss of a microbatch, as it counts, or its sum and weight.
+    def __call__(self, output: Any, targets: Any, samples: int = 1, usual: int = 1, slices: int = 1) -> Counted:
+        """Return the loss of a microbatch, as it counts; raises `MisfitError` for what is none.
 
         `samples` is how many it has; one of `usual` weighs 1 where the loss counts by samples. Each sequence is cut
         into as many `slices`.
@@ -228,7 +231,14 @@ class WeighedLoss:
             self._find(found, output, targets, samples)
         if self._weight is not None and isinstance(found, tuple) != (self._weight.over is Over.STATED):
             self._require_kind(found)
-        return self._weigh(found, output, targets, samples, usual, slices) if is_number else found
+        return self._weigh(found, output, targets, samples, usual, slices) if is_number else _stated(found)
+
+    def defer(self, error: MisfitError, output: Any) -> Counted:
+        """Note why a microbatch's loss is refused, and return what counts for nothing; raise it where that is to be."""
+        note_misuse(error, self.misuses)
+        nothing = sum((t.sum() * 0 for t in tensors_of(output) if t.requires_grad), torch.zeros(()))
+        is_sum = self._weight is not None and self._weight.over is Over.SUM
+        return Counted(nothing, 0.0 if is_sum else 1.0, is_sum=is_sum)
 
     def _require_kind(self, found: Found) -> None:
         """Raise `MisfitError` for a tuple that was a number before, or the other way round."""
@@ -276,8 +286,8 @@ class WeighedLoss:
             if self._weight.is_guarded:
                 self._guard(output)
 
-    def _weigh(self, found: Tensor, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Found:
-        """Return the sum and the weight of a loss."""
+    def _weigh(self, found: Tensor, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Counted:
+        """Return a loss as it counts."""
         rule = self._weight or LossWeight(Over.SAMPLES)
         if rule.over is Over.SUM:
             return Counted(found, 0.0, is_sum=True)
@@ -293,7 +303,7 @@ class WeighedLoss:
             weight = _clamped(torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
         wide = found.to(torch.promote_types(found.dtype, torch.float32))
-        return torch.where(is_nothing, 0.0, wide * weight), weight
+        return Counted(torch.where(is_nothing, 0.0, wide * weight), weight)
 
     def _weight_by(self, rule: LossWeight, output: Any, targets: Any, samples: int) -> Tensor | float:
         """Return what a microbatch weighs by a rule for means that are not over samples."""
@@ -305,17 +315,30 @@ class WeighedLoss:
         return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
 
     def _require_even(self, even: EvenWeights, output: Any, targets: Any, samples: int) -> None:
-        """Refuse a microbatch whose samples do not weigh as those of others, before weights change on all ranks.
-
-        Raises `MisfitError` in an evaluation.
-        """
+        """Refuse a microbatch whose samples do not weigh as those of others, before weights change on all ranks."""
         if self.is_alone:
             return
         why = even.doubt(self._weight_by(even.rule, output, targets, samples), samples)
         self._refusal = self._refusal or why
         self.is_uneven = self.is_uneven or bool(why)
-        if why and self.is_settled and not torch.is_grad_enabled():
-            raise MisfitError(NO_WEIGHT.format(why))
+
+
+def note_misuse(error: MisfitError, misuses: list[str] | None) -> None:
+    """Note why a rank refuses something, or raise it where nothing is noted."""
+    if misuses is None:
+        raise error
+    misuses.append(str(error))
+
+
+def _stated(found: object) -> Counted:
+    """Return the sum and the weight that a loss function gave; raises `MisfitError` for anything else."""
+    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 0)
+    is_weight = (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
+    if loss is found or not isinstance(loss, Tensor) or loss.dim() or not is_weight:
+        named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        named += "" if is_weight else f" whose second thing, a {type(weight).__name__}, is no weight"
+        raise MisfitError(f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}")
+    return Counted(loss, weight.detach() if isinstance(weight, Tensor) else float(weight))
 
 
 def _term(

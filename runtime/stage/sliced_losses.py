@@ -72,7 +72,7 @@ class FirstLosses:
         is_meant: whether the loss of each microbatch is, whatever it is.
 
     Attributes:
-        refusal: which block has begun to in a training since, in words; "": none.
+        refusal: which block has begun to since, in words; "": none.
     """
 
     def __init__(self, *, is_meant: bool) -> None:
@@ -84,11 +84,9 @@ class FirstLosses:
         self._first[mode] = {number for number, parcel in enumerate(parcels) if parcel.has_loss}
 
     def require_first(self, mode: str, number: int, block: nn.Module) -> None:
-        """Note that a block gives a loss; raises `MisfitError` in an evaluation for one that did not in the first."""
+        """Note that a block gives a loss, which it may not have done in the first step."""
         if number not in self._first[mode] and not self._is_meant:
             self.refusal = _BEGUN.format(number, type(block).__name__)
-            if mode != "train":
-                raise MisfitError(self.refusal)
 
 
 def for_slices(plan: Plan, loss_fn: Callable[..., Any]) -> tuple[Callable[[Any], Any] | None, Callable[..., Any]]:

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintsched.errors import MisfitError
+
 from ..examine.losses.examined import Examined
 from ..examine.losses.loss_weights import Over, named
+from .mean_losses import note_misuse
 
 
 class WeighedMetric:
@@ -20,18 +23,25 @@ class WeighedMetric:
         function: the user's.
         examined: what is known of it.
         watched: the context that the user's function runs in.
+        misuses: why this rank refuses what it was given, see `WeighedLoss`.
     """
 
     def __init__(self, name: str, metric: Callable[..., Any]) -> None:
         self._name, self.function = name, metric
         self.examined = Examined(metric, f"metric {name!r}", is_loss=False)
         self.watched: AbstractContextManager[Any] = nullcontext()
+        self.misuses: list[str] | None = None
 
     @property
     def refusal(self) -> str:
         """Why it is none of these, in words; "": it is."""
         why = self.examined.refusal
         return why and f"metric {self._name!r} is not that of the batch: {why}; let it return (sum, weight)"
+
+    def defer(self, error: MisfitError, output: Any) -> tuple[Any, Any]:
+        """Note why a microbatch's metric is refused, and return nothing; raise it where that is to be."""
+        note_misuse(error, self.misuses)
+        return 0.0, 0
 
     def __call__(self, output: Any, targets: Any, samples: int = 1) -> tuple[Any, Any]:
         """Return the sum and the weight of a microbatch; a weight of 0 is that of its loss."""

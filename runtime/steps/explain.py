@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quintsched.errors import CodeError, QuintschedError
+from quintsched.errors import CodeError, MisfitError, QuintschedError
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 from quintsched.ir.mesh import Mesh
@@ -52,11 +52,15 @@ def called(
 ) -> Any:
     """Return what a function of the user's gives for a unit's outputs and targets; raises `CodeError` for its errors.
 
+    What this package refuses of it waits until all ranks settle the step.
+
     `more` is what the function takes beside them.
     """
     samples = len(units.samples[unit])
     try:
         return function(output, targets, samples=samples, **more)
+    except MisfitError as error:
+        return function.defer(error, output)
     except QuintschedError:
         raise
     except Exception as error:

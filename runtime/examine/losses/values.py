@@ -97,14 +97,20 @@ def compare_values(
 def _called(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], unit: Unit
 ) -> tuple[Tensor, Tensor | float]:
-    """Return what a function gives of a unit as a mean, or a sum where it says so, and its weight."""
+    """Return what a function gives of a unit as a mean, or a sum where it says so, and its weight.
+
+    Raises `ValueError` where it gives something else than before.
+    """
     output, targets = unit.built()
     with torch.no_grad():
         found = function(output, targets)
-    if rule.over is Over.STATED:
-        total, weight = found
-        return torch.as_tensor(total).double(), weight
-    value = torch.as_tensor(found).detach().double()
+    is_pair = isinstance(found, tuple)
+    value, weight = map(torch.as_tensor, found if is_pair else (found, 0))
+    if is_pair != (rule.over is Over.STATED) or value.dim() or weight.dim():
+        raise ValueError("neither a number nor (sum, weight)")
+    value = value.detach().double()
+    if is_pair:
+        return value, found[1]
     if rule.over in (Over.SUM, Over.SAMPLES, Over.TOKENS):
         return value, unit.samples
     return value, rule.of_targets(named(targets), tables)

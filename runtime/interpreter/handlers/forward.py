@@ -341,7 +341,7 @@ def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, target
     found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
     loss, times = tally.add_loss(unit, found)
     if state.flows.trains and not loss.requires_grad:
-        _tell_without_graph(unit)
+        _tell_without_graph(state, unit, output)
     if state.metrics:
         with torch.no_grad():
             for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, state.metrics.items(), strict=True):
@@ -351,13 +351,15 @@ def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, target
     return NOWHERE.with_loss(loss, state.scale.value, times)
 
 
-def _tell_without_graph(unit: int) -> None:
-    """Say of a loss that it trains nothing; raise `MisfitError` where gradients were left switched off."""
+def _tell_without_graph(state: ComputeState, unit: int, output: Any) -> None:
+    """Say of a loss that it trains nothing; it is refused where gradients were left switched off."""
     if not torch.is_grad_enabled():
-        raise MisfitError(
+        words = (
             f"gradients are switched off where the loss of microbatch {unit} is found, so that it trains nothing: a "
             "block or the loss function has left them so; switch by a context, `with torch.no_grad(): …`"
         )
+        state.loss_fn.defer(MisfitError(words), output)
+        return
     _logger.warning(
         "the loss of microbatch %d has no graph, as after `detach()` or `item()`, so that it trains nothing", unit
     )
