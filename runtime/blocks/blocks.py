@@ -91,6 +91,8 @@ class Parcel:
     """What tensors are behind it besides numbers, in words: those of its output, by number, extras and riders."""
     strides: Mapping[int | str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     """Of those tensors that the block was given which do not lie in memory in order."""
+    apart: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
+    """Which of its `specs` are known to be of no sample, whatever their rows."""
 
     @property
     def width(self) -> int:

@@ -55,7 +55,7 @@ class ParcelFinder:
 
     def __init__(self, model: RankModel, pipeline: Group, gathered: Gathered) -> None:
         self._model, self._trial = model, Trial(model, pipeline, gathered)
-        self._outputs, self.apart = set[Tree](), frozenset[str]()
+        self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
 
     def find(self, spec: UnitSpec, batch: Batch, unit: int, *, is_first: bool) -> tuple[list[Parcel], bool]:
         """Return what every block leaves for the next, of a unit, and whether that took data; raises `MisfitError`.
@@ -74,24 +74,30 @@ class ParcelFinder:
                     "one shape: pad sequences to one length, and give as many samples in every step"
                 ) from error
             parcels = self._trial.run(spec, batch, unit)
-        output = parcels[-1].output
-        if len(output.tensors) > 1 and output.tree not in self._outputs:  # of outputs that are built alike, once
-            self._outputs.add(output.tree)
-            self._find_apart(spec, _twice(batch, unit, spec.num_samples) if needs_data else None, output)
+        if any(len(parcel.specs) > 1 for parcel in (parcels if needs_data else parcels[-1:])):
+            parcels = self._with_apart(spec, parcels, _twice(batch, unit, spec.num_samples) if needs_data else None)
         return parcels, needs_data
 
     def _trace(self, spec: UnitSpec) -> list[Parcel]:
         model = self._model
         return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
 
-    def _find_apart(self, spec: UnitSpec, batch: Batch | None, output: TreeSpec) -> None:
-        """Find out which tensors of an output belong to no sample; `batch`: twice as many, where that takes data."""
-        try:
-            found = (self._trace(spec.twice()) if batch is None else self._trial.run(spec.twice(), batch, 0))[-1].output
-        except MisfitError:  # of blocks that take no other number
-            return
-        rows = zip(output.tree.paths, output.twice(spec.num_samples).tensors, found.tensors, strict=False)
-        self.apart |= {path for path, twice, its in rows if twice.shape[:1] != its.shape[:1]}
+    def _with_apart(self, spec: UnitSpec, parcels: list[Parcel], batch: Batch | None) -> list[Parcel]:
+        """Return parcels that say which of their tensors belong to no sample: of such that are built alike, once.
+
+        `batch` is twice as many samples, where these take data.
+        """
+        structure = tuple(parcel.output.tree for parcel in parcels)
+        if structure not in self._known:
+            try:
+                found = self._trace(spec.twice()) if batch is None else self._trial.run(spec.twice(), batch, 0)
+            except MisfitError:  # of blocks that take no other number
+                found = []
+            self._known[structure] = [_apart(*pair, spec.num_samples) for pair in zip(parcels, found, strict=False)]
+        known, output = self._known[structure], parcels[-1].output
+        if known:
+            self.apart |= {path for place, path in enumerate(output.tree.paths) if place in known[-1]}
+        return [replace(parcel, apart=its) for parcel, its in zip(parcels, known, strict=True)] if known else parcels
 
 
 class Trial:
@@ -178,6 +184,13 @@ class Trial:
         if slices > 1 and spec.mode == "train":
             extras["past"] = Past(Store(), 0, slices, samples.shape[1])
         return extras
+
+
+def _apart(parcel: Parcel, of_twice: Parcel, samples: int) -> frozenset[int]:
+    """Return which specs of a parcel have not twice as many rows where there are twice as many samples."""
+    wanted = TreeSpec(parcel.output.tree, parcel.specs).twice(samples).tensors
+    pairs = enumerate(zip(wanted, of_twice.specs, strict=False))
+    return frozenset(place for place, (twice, its) in pairs if twice.shape[:1] != its.shape[:1])
 
 
 def _twice(batch: Batch, unit: int, samples: int) -> Batch:

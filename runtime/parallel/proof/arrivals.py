@@ -210,12 +210,11 @@ class Arrivals:
         return [self._lengthened(parcel) for parcel in parcels]
 
     def _lengthened(self, parcel: Parcel) -> Parcel:
-        def longer(left: TreeSpec) -> TreeSpec:
-            left = lengthened(left, self._units.spec.samples.shape[1:2], self._cuts)
-            return TreeSpec(left.tree, tuple(map(self._of_samples, left.tensors)))
-
-        riders = ((name, longer(TreeSpec.plain(spec)).tensors[0]) for name, spec in parcel.riders)
-        return replace(parcel, output=longer(parcel.output), riders=tuple(riders))
+        row = TreeSpec(parcel.output.tree, parcel.specs)
+        row = lengthened(row, self._units.spec.samples.shape[1:2], self._cuts)
+        longer = [s if k in parcel.apart else self._of_samples(s) for k, s in enumerate(row.tensors)]
+        output = TreeSpec(row.tree, tuple(longer[: parcel.width]))
+        return replace(parcel, output=output, riders=tuple(zip(parcel.names, longer[parcel.width :], strict=True)))
 
     def _tree_spec(self, unit: TreeSpec) -> TreeSpec:
         return TreeSpec(unit.tree, tuple(map(self._spec, unit.tensors)))

@@ -132,11 +132,13 @@ def test_routers_of_this_package_and_targets_that_count():
 
 
 class Beside(nn.Linear):
-    def __init__(self, rows):
+    def __init__(self, rows, *, asks):
         super().__init__(WIDTH, WIDTH)
-        self.beside = nn.Parameter(torch.ones(rows, WIDTH))
+        self.asks, self.beside = asks, nn.Parameter(torch.ones(rows, WIDTH))
 
     def forward(self, x):
+        if self.asks and bool(x.isnan().any()):
+            raise ValueError
         return Carry(super().forward(x), beside=self.beside * 2)
 
 
@@ -147,12 +149,13 @@ class Penalty(nn.Linear):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [2, SAMPLES, 2 * SAMPLES])
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-def test_rows_of_what_belongs_to_no_sample_are_not_taken_for_samples(mesh, rows):
+def test_rows_of_what_belongs_to_no_sample_are_not_taken_for_samples(mesh, asks, rows):
     plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2)
 
     def work(transport):
-        blocks = [lambda: Beside(rows), lambda: Penalty(WIDTH, WIDTH)]
+        blocks = [lambda: Beside(rows, asks=asks), lambda: Penalty(WIDTH, WIDTH)]
         engine = Engine(plan, blocks, pair, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
         with pytest.raises(MisfitError, match="it goes by what it is given that belongs to no sample"):
             engine.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
