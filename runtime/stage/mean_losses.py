@@ -220,7 +220,7 @@ class WeighedLoss:
             found = self.function(output, targets)
         if given and any(tensor._version != version for tensor, version in given):
             raise MisfitError(IN_PLACE)
-        is_number = isinstance(found, Tensor) and not found.dim()
+        is_number = isinstance(found, Tensor) and not found.dim() and not found.is_complex()
         if (
             not is_number
             and isinstance(found, tuple)
@@ -334,10 +334,12 @@ def _stated(found: object) -> Counted:
     """Return the sum and the weight that a loss function gave; raises `MisfitError` for anything else."""
     loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 0)
     is_weight = (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
-    if loss is found or not isinstance(loss, Tensor) or loss.dim() or not is_weight:
+    if loss is found or not isinstance(loss, Tensor) or loss.dim() or loss.is_complex() or not is_weight:
         named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
         named += "" if is_weight else f" whose second thing, a {type(weight).__name__}, is no weight"
-        raise MisfitError(f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}")
+        raise MisfitError(
+            f"the loss function must give a real tensor of no dimensions, or (sum, weight); it gave {named}"
+        )
     return Counted(loss, weight.detach() if isinstance(weight, Tensor) else float(weight))
 
 

@@ -157,6 +157,7 @@ def test_a_block_whose_result_nobody_can_take_is_named(wrong: str, number: int) 
     ("loss", "words"),
     [
         (lambda output, target: (output - target).square().sum(1), r"it gave float32 \(2,\)"),
+        (lambda output, target: (output - target).sum() + 0j, "it gave complex64"),
         (lambda output, target: 1.0, "it gave a float"),
         (lambda output, target: None, "it gave a NoneType"),
         (lambda output, target: (output.sum(), 1.0, 2.0), "it gave a tuple"),
@@ -165,7 +166,7 @@ def test_a_block_whose_result_nobody_can_take_is_named(wrong: str, number: int) 
 def test_a_loss_function_that_gives_something_else_is_refused(loss: LossFn, words: str) -> None:
     engine = Engine(alone(2), [linear], loss, sgd)
     inputs, targets = (tensor.float() for tensor in batch(4))
-    with pytest.raises(qs.MisfitError, match=f"the loss function must give a tensor of no dimensions.*{words}"):
+    with pytest.raises(qs.MisfitError, match=f"the loss function must give a real tensor of no dimensions.*{words}"):
         engine.step(inputs, targets)
 
 

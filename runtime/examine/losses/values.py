@@ -106,7 +106,7 @@ def _called(
         found = function(output, targets)
     is_pair = isinstance(found, tuple)
     value, weight = map(torch.as_tensor, found if is_pair else (found, 0))
-    if is_pair != (rule.over is Over.STATED) or value.dim() or weight.dim():
+    if is_pair != (rule.over is Over.STATED) or value.dim() or value.is_complex() or weight.dim():
         raise ValueError("neither a number nor (sum, weight)")
     value = value.detach().double()
     if is_pair:

@@ -94,6 +94,7 @@ ODD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "in place": (in_place, "changes its targets or its output in place"),
     "a pair": (lambda o, t: (squares(o, t).sum(), o.numel()), "has given|has found"),
     "nothing": (lambda *_: None, "it gave a NoneType"),
+    "a complex number": (lambda o, t: squares(o, t).mean() + 0j, "it gave complex128"),
     "a row": (lambda o, t: squares(o, t).mean(1), "it gave float64"),
     "a wide weight": (lambda o, t: (squares(o, t).sum(), torch.ones(3)), "is no weight|has given"),
     "switched off": (without_gradients, "gradients are switched off"),
