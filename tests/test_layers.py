@@ -119,7 +119,7 @@ BUDGET = {
     "watch": 1830,
     "objects": 1261,
     "blocks": 1295,
-    "state": 1226,
+    "state": 1236,
     "launch": 1140,
     "optim": 927,
     "steps": 1030,

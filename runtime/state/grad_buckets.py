@@ -86,6 +86,7 @@ class GradBucket:
         missing: parameters whose gradient the last backward has yet to bring.
         notes_arrivals: whether it is noted which gradients are complete: in a stage's last backward.
         ready: whether the bucket may be launched.
+        is_open: whether backwards bring gradients for it, as they do in a step; those of a loop's own are the loop's.
         may_lack: whether some parameter's gradient in the shard may be one that never came, in this step.
         reshards: whether full gradients are resident only from a backward to their reduction.
         firsts: where in the shard what it has of each parameter begins, of those that it has something of.
@@ -144,6 +145,7 @@ class GradBucket:
 
         `Module.to` and the like give gradients other memory.
         """
+        self.is_open = True
         if not self.reshards and [*map(Tensor.data_ptr, self.views)] != self._addresses:
             for view, own in zip(self.views, self._layout.views(self.flat), strict=True):
                 view.data = own.data
@@ -213,7 +215,7 @@ class GradBucket:
     def clear(self, *, afresh: bool = False) -> None:
         """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
         self.blank, self.missing, self.ready = set(self._all), set(self._all), False
-        self.may_lack = self.reshards
+        self.may_lack, self.is_open = self.reshards, False
         self._versions = None
         if self.reshards:
             self.shard.fill_(NO_GRADIENT)

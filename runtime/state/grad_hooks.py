@@ -99,7 +99,8 @@ def _take_in(bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
 
     The sum may be that of an engine which is no longer in use, while another one trains the same weights.
     """
-    if parameter.grad is None or getattr(parameter, "_quintsched_sum", None) is not view:
+    is_ours = bucket.is_open and getattr(parameter, "_quintsched_sum", None) is view
+    if parameter.grad is None or not is_ours:
         return
     gradient = local_gradient(parameter)
     bucket.allocate_full()

@@ -104,6 +104,14 @@ class WeightBucket:
                 parameter.data = parameter.new_full((), torch.nan).expand_as(parameter)
             self._storage.free()
 
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Let full weights, which are resident, have the numbers of parameters that were given other memory."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+                parameter.data = view
+
     def _show(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
@@ -214,6 +222,11 @@ class ShardedWeights:
         """Let shards have what was changed in the full weights, which are resident."""
         for bucket in (bucket for buckets in self._of_stage.values() for bucket in buckets):
             bucket.shard.copy_(bucket.layout.shard(bucket.full))
+
+    def take_in(self) -> None:
+        """Let shards have what was put in the place of full weights, which are resident: `parameter.data = tensor`."""
+        for bucket in (bucket for buckets in self._of_stage.values() for bucket in buckets):
+            bucket.take_in()
 
     def gather_again(self) -> None:
         """Make weights full again after somebody wrote to the shards (collective over replicas)."""

@@ -158,6 +158,7 @@ class EngineWeights:
                 "of it, and nobody can tell whether the change goes by the whole; change it in `with "
                 "engine.gathered(write=True):`, where weights are whole, or by engine.set_weights({name: tensor})"
             )
+        weights.take_in()
 
 
 def _guard(training: TrainingState) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -199,3 +200,39 @@ def test_modules_may_be_moved_between_steps_which_gives_gradients_other_memory(
         return found
 
     assert losses(moves=True) == losses(moves=False)
+
+
+def test_a_backward_of_the_loop_between_steps_is_the_loop_s_alone() -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    twin = copy.deepcopy(layers[0])
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=2), layers, nn.functional.mse_loss, sgd)
+    for _ in range(2):
+        engine.step(torch.ones(4, 4), torch.zeros(4, 4))
+        twin.load_state_dict(layers[0].state_dict())
+        for layer in (layers[0], twin):
+            layer.zero_grad()
+            layer(torch.ones(2, 4)).square().sum().backward()
+        assert torch.equal(layers[0].weight.grad, twin.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_weights_may_be_given_other_memory_between_steps(zero: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+
+    def weights(mesh: str, zero: int) -> dict[str, Tensor]:
+        def run(transport: Transport) -> dict[str, Tensor]:
+            own = copy.deepcopy(model)
+            engine = Engine(plan, list(own), nn.functional.mse_loss, sgd, transport=transport)
+            for _ in range(3):
+                x = torch.eye(4, dtype=torch.float64).chunk(engine.num_replicas)[engine.replica]
+                engine.step(x, x + 1)
+                halved = nn.utils.parameters_to_vector(own.parameters()).detach() / 2
+                nn.utils.vector_to_parameters(halved, own.parameters())
+            return engine.full_weights()
+
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=1, zero=zero)
+        return run_local(plan.mesh.size, run)[0]
+
+    alone = weights("dp=1", 0)
+    for name, weight in weights("dp=2", zero).items():
+        assert torch.allclose(weight, alone[name], atol=1e-12), name
