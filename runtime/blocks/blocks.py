@@ -61,6 +61,7 @@ class State:
         is_named: whether it belongs to no module.
         owner, key: of what holds it, in a snapshot of the block, and its name there.
         is_new: whether there was none before, or None.
+        holds: whether it may be a tensor that the forward was given: neither a number nor a buffer written in place.
     """
 
     name: str
@@ -69,6 +70,7 @@ class State:
     owner: str = ""
     key: str | int = ""
     is_new: bool = False
+    holds: bool = False
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,7 @@ def changed_by(before: Snapshot) -> Iterator[State]:
             owner=owner,
             key=key,
             is_new=change.was is None,
+            holds=not isinstance(change.now, PLAIN),
         )
 
 

@@ -36,6 +36,7 @@ class Cargo:
         nbytes: the bytes of the largest value that goes from stage to stage.
         width: the most tensors of a value.
         strides: of what arrives at a stage, where some of it does not lie in memory in order, as messages do.
+        keeping: the stages whose forwards keep objects, such as a message, whose memory is used again.
     """
 
     def __init__(self, plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
@@ -59,6 +60,8 @@ class Cargo:
             if blocks.start and blocks and parcels[blocks.start].strides:
                 row = self.of_stage(stage)[blocks.start - 1]
                 self.strides[stage] = list(map(parcels[blocks.start].strides.get, (*range(row.width), *row.names)))
+        kept = [any(state.holds for state in parcel.state) for parcel in parcels]
+        self.keeping = frozenset(stage for stage, blocks in enumerate(cuts) if any(kept[b] for b in blocks))
         behind_source = (parcels[cuts[plan.skips[name][0]].stop - 1] for name in self._skips)
         self._specs = [dict(parcel.riders)[name] for name, parcel in zip(self._skips, behind_source, strict=True)]
 

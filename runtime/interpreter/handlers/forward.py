@@ -31,6 +31,7 @@ from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
 from ...stage.stage_forward import UNIT, Extras, Outputs, apart
 from ...steps.explain import called
+from ...steps.units import UnitShape
 from ..cells import Cell, Parts
 from ..rank_state import ONLY, ComputeState, Start, saved_of, start_of
 from .leaves import leaves_maker
@@ -115,8 +116,7 @@ def _bind_training(
             extras = with_unit(extras)
         versions = skips and skips.versions(given)
         activations = host.activations(stores.get(store)) if moves else None
-        # Views are no leaves, as in one process; and where leaves lose their memory, blocks may keep theirs.
-        seen = given if take is None or shows_leaves else tuple([one.view_as(one) for one in given])
+        seen = given if take is None or shows_leaves else _shown(given, shape, stage)
         if activations is None and plain is not None and not want_unit:
             outputs, auxiliary = plain(seen, extras)
             start = finish(outputs)
@@ -141,6 +141,16 @@ def _bind_training(
             host.leave(kept, activations, given if take is not None else ())
 
     return run
+
+
+def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
+    """Return what users' blocks are shown of leaves: copies where they may keep them, as messages come there again.
+
+    Else views: these are no leaves, as in one process, and where leaves lose their memory, blocks may keep theirs.
+    """
+    if shape is not None and stage in shape.cargo.keeping:
+        return tuple([one.clone() for one in given])
+    return tuple([one.view_as(one) for one in given])
 
 
 def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
@@ -175,9 +185,12 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
             finish((output,))
 
     def run() -> None:
-        given = current.batch.inputs[unit] if take is None else tuple([t.detach() for t in take()])
+        given = current.batch.inputs[unit] if take is None else take()
         note(now())
         shape = current.units.shapes[unit]
+        if take is not None:
+            copies = shape is not None and stage in shape.cargo.keeping
+            given = tuple([t.detach().clone() if copies else t.detach() for t in given])
         if shape is not None and stage in shape.cargo.strides:
             given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
         versions = skips and skips.versions(given)

@@ -80,3 +80,5 @@ class Cycled(Layer):
 def test_an_iterator_that_a_block_holds_is_refused(held):
     with pytest.raises(MisfitError, match=r"block 0 \(Cycled\) goes by .*held\['delta'\], a .*keep the items"):
         engine_of([Cycled(held), nn.Linear(4, 4)])
+    with pytest.raises(MisfitError, match=r"loss_fn goes by .*held.*, a .*keep the items"):
+        engine_of([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: mse(output, targets) * next(held))

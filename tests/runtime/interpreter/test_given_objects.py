@@ -82,3 +82,33 @@ def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with
         optimizer.zero_grad()
         mean.backward()
         optimizer.step()
+
+
+class Bank(nn.Linear):
+    """Attends to all inputs that it has had."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.bank: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = torch.cat([*self.bank, x.detach()])
+        self.bank.append(x.detach())
+        return super().forward(x) + torch.softmax(x @ keys.t(), -1) @ keys
+
+
+def test_what_a_stage_keeps_of_its_input_stays() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Bank()).double()
+    x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def losses(mesh: str) -> list[float]:
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+        def train(transport: Transport) -> list[float]:
+            mine = deepcopy(model)
+            engine = Engine(plan, list(mine), nn.functional.mse_loss, torch.optim.SGD, transport=transport)
+            return [float(engine.step(x * step, y).loss) for step in range(1, 5)]
+
+        return run_local(plan.mesh.size, train)[-1]
+
+    assert losses("pp=2") == losses("dp=1")
