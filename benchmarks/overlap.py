@@ -42,7 +42,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, connect, run_local
 from quintsched.runtime.comm.autograd_collectives import all_to_all
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.parallel.expert.moe import MoE
 from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.trace.measured import Trace

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .saving.pretrained.load_pretrained import LoadedWeights
     from .settings.job import JobConfig, load_job
     from .splitting.split import Split, split
-    from .train.drained import drained
+    from .train.feed import drained
     from .train.trainer import Trainer
 
 _HOMES = {
@@ -68,7 +68,7 @@ _HOMES = {
     ),
     "splitting.split": ("Split", "split"),
     "blocks.sum_of_means": ("SumOfMeans",),
-    "train.drained": ("drained",),
+    "train.feed": ("drained",),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),
 }

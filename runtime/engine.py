@@ -50,8 +50,7 @@ from .requirements import (
 from .saving.averages import Averages
 from .saving.pretrained.tensor_names import ModelNames
 from .saving.rank_tensors import RankTensors
-from .saving.verbs.engine_saves import EngineSaves
-from .saving.verbs.engine_state import EngineState
+from .saving.verbs.engine_saves import EngineSaves, EngineState
 from .saving.verbs.engine_weights import EngineWeights
 from .settings.run_settings import RunSettings, taking_settings
 from .splitting.split import Split

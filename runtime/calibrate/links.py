@@ -9,25 +9,52 @@
 Sums, and messages where losses are concerned, come after a little training, less what that takes: ranks that have
 computed do not come together at the same moment, as they do in a loop of sums, and who waits on a core that others
 use meanwhile finds its caches empty.
+
+Processes that say something to each other over gloo or NCCL, and end with the call whatever happens.
+
+run_processes(work, 4, …)   ──▶  work(transport 0, …)   work(transport 1, …)   …   ──▶  what each returned
+
+How many cores this process may use.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import accumulate, cycle, islice
-from typing import NamedTuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional
 
+from quintsched.errors import StallError
 from quintsched.strategies.descriptions.hardware import Curve
 
-from ..comm import Group, ReduceOp, Transport, Work
-from ..comm.clock import settled_s
-from ..comm.device import is_accelerator, num_devices
-from .cores import count_cores
-from .processes import run_processes
-from .timing import call_s
+from ..comm import Group, ReduceOp, Transport, Work, connect
+from ..comm.clock import now_s, settled_s
+from ..comm.device import is_accelerator, library_of, num_devices, use_device
+from ..watch.rendezvous.addresses import choose_interfaces
+from .operations import call_s
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Where Linux says how much of the cores a container may use: microseconds of work per period, and the period."""
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use: those it may run on, or fewer where a container has a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = QUOTA.read_text().split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
 
 PARTIES = (2, 4, 8)
 """How many ranks share a sum."""
@@ -216,3 +243,53 @@ def _curve(seconds: Sequence[float]) -> Curve:
     undisturbed = list(accumulate(reversed(seconds), min))[::-1]
     sizes = tuple(float(size) for size in SIZES)
     return Curve(sizes=sizes, rates=tuple(size / taken for size, taken in zip(sizes, undisturbed, strict=True)))
+
+
+def run_processes(
+    work: Callable[[Transport], Any], num_processes: int, device: torch.device, timeout_s: float
+) -> list[Any]:
+    """Return `work(transport)` of fresh processes, by rank; what it returns travels as JSON.
+
+    `work` is a function of a module, by whose name the processes find it. Each uses one thread, as the ranks of a run.
+    Raises what a process raised, and `StallError` after `timeout_s`; no process outlives the call.
+    """
+    with TemporaryDirectory() as folder:
+        context = start_processes(
+            _enter,
+            args=(work, num_processes, folder, device.type, timeout_s),
+            nprocs=num_processes,
+            join=False,
+            daemon=True,
+            start_method="spawn",
+        )
+        deadline = now_s() + timeout_s
+        try:
+            while not context.join(timeout=max(0.0, deadline - now_s())):
+                if now_s() > deadline:
+                    raise StallError(f"{num_processes} processes that measure links took longer than {timeout_s:g} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def _enter(
+    rank: int, work: Callable[[Transport], Any], num_processes: int, folder: str, kind: str, timeout_s: float
+) -> None:
+    torch.set_num_threads(1)
+    library = library_of(use_device(torch.device(kind), rank))
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(num_processes)
+    choose_interfaces()
+    dist.init_process_group(
+        library,
+        f"file://{folder}/store",
+        timeout=timedelta(seconds=timeout_s),
+        rank=rank,
+        world_size=num_processes,
+    )
+    transport = connect(library, timeout_s)
+    Path(folder, f"{rank}.json").write_text(json.dumps(work(transport)))
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()

@@ -16,8 +16,7 @@ from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measure
 
 from ..comm.device import find_accelerator, is_accelerator, memory_bytes
 from . import operations
-from .cores import count_cores
-from .links import Links, measure_links
+from .links import Links, count_cores, measure_links
 
 
 def calibrate(device: torch.device) -> Hardware:

@@ -8,8 +8,7 @@ wires.
 
 from ..settings.run_settings import Rules
 from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
-from .local.echo_group import EchoGroup
-from .local.transport import LocalTransport, run_local
+from .local.transport import EchoGroup, LocalTransport, run_local
 from .local.world import LocalWorld
 from .torch_backends import connect
 from .torch_groups import as_group

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
+from ..watch.cell import NOTHING, WaitCell, collective_code
 from ..watch.publisher import Publisher
-from ..watch.waiting import NOTHING, WaitCell, collective_code
 from .checked.frame import NO_LABEL, Label, Stamp, describe_spec
 from .host_link import HostLink, host_link
 

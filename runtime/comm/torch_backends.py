@@ -34,8 +34,7 @@ from quintsched.plan import Plan
 from ..settings.run_settings import Rules
 from ..watch.publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
-from ..watch.rendezvous.attempt import Attempt, meet
-from ..watch.rendezvous.store import HUB, launchers_keys, open_store, require_addresses
+from ..watch.rendezvous.store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
 from ..watch.start import WatchOptions, find_watch, start_watch
 from .base import Group, SelfGroup, Transport, Work
 from .checked.frame import NO_LABEL, Label, describe_spec
@@ -47,8 +46,7 @@ from .device import (
     require_queues,
     synchronize,
 )
-from .failures import raise_stall, run_bounded, stall_errors
-from .torch_groups import TorchGroup, TorchWork
+from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
 
 _CLOSE_TIMEOUT_S = 10.0
 BEGIN_WAITS_S = 10.0

@@ -1,23 +1,109 @@
 """Collectives and messages of torch.distributed, as works whose errors say what was under way.
 
 TorchGroup.all_reduce ─▶ dist.all_reduce(…, async_op=True) ─▶ a Work ─▶ wait: done, or a StallError with the verdict
+
+Collectives compared before they begin: gloo adds up whatever meets, also where ranks issue them in other orders.
+
+    rank 0   all_reduce sum float32 (4,)   ─┐
+    rank 1   all_gather float32 (4,)       ─┴▶ one all-gather of what each is about to do ─▶ MisfitError on both
+
+This waits for all members before each collective, so it is for those who look for a fault (`runtime.verify`).
+
+What a rank does about peers that fail: say which wait failed, and whose fault it was.
+
+torch's messages name neither rank nor operation, and the rank that complains is rarely the one that failed. So a rank
+whose wait failed asks the watch (`watch`), which knows what became of all; without one it names what it waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintsched.errors import MisfitError, StallError
+from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
+from quintsched.stalls.words import NOBODY
+
+from ..watch.cell import NOTHING, WaitCell
 from ..watch.publisher import Publisher
-from ..watch.waiting import NOTHING, WaitCell
 from .base import Group, ReduceOp, SelfGroup, Work, describe
-from .checked.collectives import SameCollectives
 from .device import current_device
-from .failures import raise_stall
+
+Answer = TypeVar("Answer")
+
+_NOT_A_STALL = re.compile(
+    r"scalar type|unsupported|not supported|no backend type|invalid (argument|usage)", re.IGNORECASE
+)
+
+
+@contextmanager
+def stall_errors(what: str, publisher: Publisher | None = None) -> Iterator[None]:
+    """Turn what torch raises when a peer is gone or late into a StallError that says `what` was under way."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_stall(error, what, publisher)
+
+
+def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = None) -> NoReturn:
+    """Raise what torch raised as a StallError that says `what` was under way; as it is, if no peer is to blame.
+
+    None is for what a signal's handler raises in a wait, as torch's does for a DataLoader worker that died.
+    """
+    if _NOT_A_STALL.search(str(error)) or came_from_handler(error):
+        raise error
+    said = f"{what}: a peer died or does not answer ({_first_line(error)})"
+    verdict = publisher.explain(said) if publisher else None
+    if verdict is None or not verdict.message:
+        raise StallError(said) from error
+    named_nobody = verdict.message.startswith(NOBODY)
+    stall = StallError(f"{verdict.message}\n{said}" if named_nobody else verdict.message)
+    stall.was_told = verdict.was_told
+    raise stall from error
+
+
+def as_stall(error: Exception, publisher: Publisher) -> Exception:
+    """Return the verdict for an error of a user's own collective that failed since a peer is gone; any other as it is.
+
+    So that a rank which only lost a peer does not complain of its user's code.
+    """
+    if is_own(error) or lost_peer(error):
+        return error
+    verdict = publisher.explain(headline(error), in_code=True)
+    if verdict is None or not verdict.message or verdict.message.startswith(NOBODY):
+        return error
+    stall = StallError(verdict.message)
+    stall.was_told = verdict.was_told
+    return stall
+
+
+def run_bounded(call: Callable[[], Answer], timeout_s: float) -> Answer | None:
+    """Return `call()`, or None where it fails or takes longer than `timeout_s`; never hangs, never raises."""
+    answers: list[Answer] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except (RuntimeError, ValueError, AssertionError):
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answers[0] if answers else None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 
@@ -155,3 +241,58 @@ class _CollectiveWork(TorchWork):
         cell.memory[cell.at] = self._code
         super().wait()
         cell.memory[cell.at] = NOTHING
+
+
+_WORDS_BYTES = 192
+_MOST_SHOWN = 8
+
+Gather = Callable[[Tensor, Tensor], None]
+"""Fills (size × n) with the members' (n), and returns when that is done."""
+
+
+class SameCollectives:
+    """Compares what the members of a group are about to do.
+
+    Args:
+        ranks: the members.
+        index: which of them this is.
+        device: where their tensors live.
+        gather: gathers bytes.
+    """
+
+    def __init__(self, ranks: Sequence[int], index: int, device: torch.device, gather: Gather) -> None:
+        self._ranks, self._index, self._device, self._gather = ranks, index, device, gather
+        self._number = 0
+
+    def require(self, words: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
+        """Raise `MisfitError` on all members unless all say the same, and send what the others expect (collective)."""
+        self._number += 1
+        told = f"{self._number}: {words}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES, b"\0")
+        rows = torch.tensor([*sent, *received], dtype=torch.int64).view(torch.uint8)
+        mine = torch.cat([torch.frombuffer(bytearray(told), dtype=torch.uint8), rows]).to(self._device)
+        said = self._exchange(mine[:_WORDS_BYTES])
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in said]
+        if len(set(texts)) > 1:
+            each = [f"rank {rank} {text}" for rank, text in zip(self._ranks, texts, strict=True)]
+            more = [f"and {len(each) - _MOST_SHOWN} more"] if len(each) > _MOST_SHOWN else []
+            listed = "; ".join([*each[:_MOST_SHOWN], *more])
+            raise MisfitError(f"ranks {list(self._ranks)} do not begin the same collective, by number: {listed}")
+        if sent:
+            self._require_rows(self._exchange(mine[_WORDS_BYTES:]))
+
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
+        gathered = mine.new_empty(len(self._ranks) * len(mine))
+        self._gather(gathered, mine.contiguous())
+        return list(gathered.cpu().split(len(mine)))
+
+    def _require_rows(self, said: Sequence[Tensor]) -> None:
+        size = len(self._ranks)
+        tables = [row.view(torch.int64).tolist() for row in said]
+        for source, table in enumerate(tables):
+            for target in range(size):
+                sends, expects = table[target], tables[target][size + source]
+                if sends != expects:
+                    raise MisfitError(
+                        f"all_to_all {self._number} of ranks {list(self._ranks)}: rank {self._ranks[source]} sends "
+                        f"{sends} rows to rank {self._ranks[target]}, which expects {expects}"
+                    )

@@ -8,9 +8,8 @@ Every rank computes the same batches from (seed, epoch) alone, so ranks that nee
 of a data set, `Loaders` are a user's own. Imports `job`.
 """
 
-from .dataset import IGNORED_TARGET, Dataset, DataSpec, Normalization, Split, gather_batch
+from .dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
 from .loaders import Loaders
-from .sampler import PADDING, BatchSampler
 from .sources import knows_replica, load_dataset
 
 __all__ = [

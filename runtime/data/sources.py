@@ -1,23 +1,45 @@
-"""Where data sets come from: scikit-learn's digits, a directory of IDX files, text, or a user's function."""
+"""Where data sets come from: scikit-learn's digits, a directory of IDX files, text, or a user's function.
+
+The IDX format of MNIST and its siblings, gzipped or not, read strictly.
+
+    00 00 08 03 │ images │ rows │ columns │ one byte per pixel …          big-endian 32-bit numbers
+    00 00 08 01 │ labels │ one byte per label …
+
+Source: http://yann.lecun.com/exdb/mnist (the section "file formats").
+
+Text, byte by byte: a file, or the source of Python's standard library, which is always there.
+
+    bytes      │ d e f · f ( x ) : │ …            windows of `sequence` = 4, one next to the other:
+    inputs     │ d e f · │ f ( x ) │              every byte of a split but its first is predicted once
+    targets    │ e f · f │ ( x ) : │
+
+The last tenth of the bytes is for validation. Windows are views of the bytes; a batch alone is copied.
+"""
 
 from __future__ import annotations
 
+import gzip
+import math
+import struct
+import sys
+import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import Field
 
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.user_code import call_object, load_object, names_file
 
 from ..objects.user_code import arguments_of
 from ..settings.job import DataConfig
-from ..settings.strict_settings import read_settings
-from .dataset import Dataset, Normalization, Split
-from .idx import read_image_label_pair
+from ..settings.run_settings import Settings, read_settings
+from .dataset import BatchSampler, Dataset, Normalization, Split
 from .loaders import Loaders
-from .sampler import BatchSampler
-from .text import TextOptions, load_text
 
 BUILT_IN = ("digits", "mnist", "text")
 
@@ -107,3 +129,153 @@ def _load_digits() -> Dataset:
         for rows in np.split(order, [len(order) * 4 // 5])
     )
     return Dataset(name="digits", train=train, validation=validation, num_classes=10)
+
+
+GZIP_MAGIC = b"\x1f\x8b"
+UNSIGNED_BYTE = 8
+READ_SIZE = 1 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def read_image_label_pair(folder: Path, images: str, labels: str) -> tuple[Bytes, Bytes]:
+    """Return the images (N, rows, columns) and their labels (N,), uint8, of two files of `folder`.
+
+    `images` and `labels` are names such as "train-images-idx3-ubyte"; see `find_idx` for the spellings.
+    Raises InputError that names the file for each fault, UsageError where a file is missing.
+    """
+    images_path, labels_path = find_idx(folder, images), find_idx(folder, labels)
+    pixels, classes = read_idx(images_path, dims=3), read_idx(labels_path, dims=1)
+    if len(pixels) != len(classes):
+        raise InputError(f"{labels_path}: {len(classes)} labels, but {images_path.name} holds {len(pixels)} images")
+    return pixels, classes
+
+
+def find_idx(folder: Path, name: str) -> Path:
+    """Return the file `name` of `folder`, gzipped or not, also in the spelling "train-images.idx3-ubyte".
+
+    Raises UsageError that says what was looked for.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such directory; it should hold the IDX files {name}[.gz] and so on")
+    dotted = name.replace("-idx", ".idx")
+    candidates = [name, f"{name}.gz", dotted, f"{dotted}.gz"]
+    for candidate in candidates:
+        if (folder / candidate).is_file():
+            return folder / candidate
+    raise UsageError(f"{folder}: none of these files is there: {', '.join(candidates)}")
+
+
+def read_idx(path: Path, dims: int) -> Bytes:
+    """Return the uint8 array with `dims` dimensions that an IDX file holds, gzipped or not.
+
+    Raises InputError for a broken file, UsageError for one that cannot be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            zipped = file.peek(2)[:2] == GZIP_MAGIC
+            stream = gzip.GzipFile(fileobj=file) if zipped else file
+            return _parse(path, stream, dims)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: the gzip data is broken or cut short: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _parse(path: Path, stream: BinaryIO | gzip.GzipFile, dims: int) -> Bytes:
+    """Return the array in `stream`; the shape its header claims is believed only when the bytes are there."""
+    header_size = 4 + 4 * dims
+    header = stream.read(header_size)
+    magic = bytes([0, 0, UNSIGNED_BYTE, dims])
+    if header[:4] != magic[: len(header)] or not header:
+        raise InputError(f"{path}: starts with {header[:4].hex(' ') or 'nothing'}, not with IDX's {magic.hex(' ')}")
+    if len(header) < header_size:
+        raise InputError(f"{path}: ends after {len(header)} bytes, within its header of {header_size} bytes")
+    shape = struct.unpack(f">{dims}I", header[4:])
+    if 0 in shape:
+        raise InputError(f"{path}: holds nothing, its header says {_sizes(shape)}")
+    content = _read_up_to(stream, math.prod(shape))
+    if len(content) != math.prod(shape):
+        found = "more" if len(content) > math.prod(shape) else f"only {len(content)} bytes"
+        raise InputError(f"{path}: its header says {_sizes(shape)} = {math.prod(shape)} bytes, but it holds {found}")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+
+def _read_up_to(stream: BinaryIO | gzip.GzipFile, size: int) -> bytearray:
+    """Read to the end of `stream`, but stop soon after `size` bytes: neither a header nor a bomb fills the memory."""
+    content = bytearray()
+    while len(content) <= size and (block := stream.read(min(READ_SIZE, size - len(content) + 1))):
+        content += block
+    return content
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(size) for size in shape)
+
+
+BYTE_VALUES = 256
+STANDARD_LIBRARY_BYTES = 4_000_000
+"""How much of the standard library is read at most."""
+
+
+class TextOptions(Settings):
+    """How text is cut into samples."""
+
+    sequence: int = Field(default=128, ge=1)
+    """Bytes per sample."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """How much of the text is used, from its beginning; none: all of a file, 4 MB of the standard library."""
+
+
+def load_text(path: Path | None, options: TextOptions) -> Dataset:
+    """Return the windows of a file's bytes, or of the standard library's without a path.
+
+    Raises UsageError for a file that cannot be read, InputError for a text that is too short for `sequence`.
+    """
+    name = "the standard library" if path is None else str(path)
+    text = _standard_library(options.max_bytes or STANDARD_LIBRARY_BYTES) if path is None else _map_file(path)
+    text = text[: options.max_bytes]
+    start = len(text) - len(text) // 10
+    train, validation = text[:start], text[start:]
+    if len(validation) <= options.sequence:
+        raise InputError(
+            f"{name}: of its {len(text)} bytes, the last {len(validation)} are for validation, too few for a window of "
+            f"{options.sequence} + 1; set data.options.sequence to a smaller size"
+        )
+    return Dataset(
+        name="text",
+        train=_windows(train, options.sequence),
+        validation=_windows(validation, options.sequence),
+        num_classes=BYTE_VALUES,
+    )
+
+
+def _windows(text: Bytes, sequence: int) -> Split:
+    windows = np.lib.stride_tricks.sliding_window_view(text, sequence + 1)[::sequence]
+    return Split(inputs=windows[:, :-1], targets=windows[:, 1:], has_ids=True)
+
+
+def _map_file(path: Path) -> Bytes:
+    """Return a file's bytes without reading them: the ranks of a machine use one copy, the system's."""
+    try:
+        if not path.stat().st_size:
+            raise InputError(f"{path}: holds nothing")
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise UsageError(f"data.path: {path}: cannot be read: {error.strerror or error}") from None
+
+
+def _standard_library(max_bytes: int) -> Bytes:
+    """Return the source of the top-level modules, one after the other by name.
+
+    Only what every Python of a version has: not its packages' tests, nor what a distribution adds.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for name in sorted(sys.stdlib_module_names):
+        file = folder / f"{name}.py"
+        if len(text) < max_bytes and file.is_file():
+            text += file.read_bytes()
+    if not text:
+        raise UsageError(f"data.path: this Python has no source of its standard library in {folder}; give a text file")
+    return np.frombuffer(bytes(text[:max_bytes]), dtype=np.uint8)

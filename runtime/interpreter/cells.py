@@ -17,8 +17,7 @@ from quintsched.ir.values import Kind, Value
 from ..blocks.trees import TensorSpec
 from ..comm import Work
 from ..stage.stage_forward import Outputs
-from ..watch.cell import NOWHERE
-from ..watch.waiting import NOTHING, WaitCell
+from ..watch.cell import NOTHING, NOWHERE, WaitCell
 from .data_flow import activation_of
 from .recorder import Recorder
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
-from ..comm.failures import as_stall
+from ..comm.torch_groups import as_stall
 from ..stage.batches.microbatches import Batch
 from ..steps.explain import explained
 from ..steps.units import Units

@@ -27,7 +27,7 @@ from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots
 from ..comm.checked.frame import Label
 from ..stage.cargo import Cargo
 from ..steps.units import UnitShape
-from ..watch.waiting import receive_code, send_code
+from ..watch.cell import receive_code, send_code
 from .data_flow import ProgramFlow, activation_of
 from .rank_state import BoundReceive, MessageState
 

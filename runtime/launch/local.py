@@ -23,14 +23,19 @@ from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.files.terminal import write_error, write_line
 
 from ..settings.job import overrides_of
-from ..watch.rendezvous.addresses import LOOPBACK, listen, require_interfaces
-from ..watch.rendezvous.master import own_address, read_master, require_elsewhere
+from ..watch.rendezvous.addresses import (
+    LOOPBACK,
+    listen,
+    own_address,
+    read_master,
+    require_elsewhere,
+    require_interfaces,
+)
 from . import worker
-from .elastic import Worlds, for_processes, smaller_worlds
-from .machines import DIED, Machines
 from .rank_processes import Place, Ranks, taking_signals
 from .request import LaunchRequest, read_request
-from .supervise import note_end, supervise, wait_for_machines, watching
+from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
+from .to_plan import Worlds, for_processes, smaller_worlds
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -16,8 +16,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from ..settings.job import JobConfig, load_job, overrides_of
-from ..settings.run_settings import Start
-from ..settings.strict_settings import Settings
+from ..settings.run_settings import Settings, Start
 
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 

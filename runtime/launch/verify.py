@@ -53,8 +53,8 @@ def verify(request: VerifyRequest) -> Comparison:
     job, plan, _ = worker.prepare(request, alone=True)
     if job.runtime.transport == "local" or plan.mesh.size == 1:
         return verify_here(job, plan, request.steps)
-    from .elastic import Worlds
     from .local import start_ranks
+    from .to_plan import Worlds
 
     with tempfile.TemporaryDirectory() as folder:
         of_ranks = request.model_copy(update={"into": folder})

@@ -22,10 +22,9 @@ from ..blocks.blocks import Blocks, seeded
 from ..data import DataSpec
 from ..objects.user_code import arguments_of
 from ..settings.job import ModelConfig
-from ..settings.strict_settings import Settings, read_settings
+from ..settings.run_settings import Settings, read_settings
 from ..splitting.split import Split, split
-from .gpt import GPTOptions, gpt, gpt_sizes, gpt_tied
-from .moe_gpt import MoEGPTOptions, moe_gpt, moe_gpt_sizes
+from .gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from .vit import ViTOptions, vit, vit_sizes
 
 Builder: TypeAlias = Callable[[], nn.Module]

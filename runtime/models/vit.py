@@ -23,7 +23,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.strategies.descriptions.model import Images, Model
 
 from ..data import DataSpec
-from ..settings.strict_settings import Settings
+from ..settings.run_settings import Settings
 
 SMALL_IMAGE = 16
 """Images with a side below this many pixels get patches of 2, others of 4."""

@@ -33,8 +33,7 @@ from ..settings.run_settings import ZeroSplit
 from ..stage.rank_model import RankModel
 from .chained import chained
 from .gathered_steps import GatheredMatrix, Stepper
-from .given import Builder
-from .remake import holds_tensors, parameters_of, rebound
+from .given import Builder, holds_tensors, parameters_of, rebound
 
 _logger = logging.getLogger("quintsched.runtime")
 

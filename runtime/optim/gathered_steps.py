@@ -6,13 +6,20 @@
 
 An optimizer whose update of a number depends on its whole parameter (Muon, Adafactor, LAMB) gets the same numbers so as
 in one process. It takes the memory of its matrices and of their state on every rank of tp.
+
+The norm of all gradients, for an optimizer that clips by it and has some of the parameters.
+
+    rank 0    [ p0 p1 ] + [ r ]        r has one number, whose gradient is √(norm² - |∂p0|² - |∂p1|²)
+    rank 1    [ p2 ]    + [ r ]        so that the optimizer finds the norm over p0 p1 p2 on both
+
+The engine knows the norm before it steps, so nobody sends anything for it. `r` is a parameter only within a step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -26,10 +33,9 @@ from ..comm import Group
 from ..examine.optimizers import coupling_of_class, hooks_of
 from ..parallel.tensor.shard import Shard, gather_full, take_shard
 from .chained import parts_of
+from .given import nested_in, parameters_of
 from .kept import flat_of
 from .own_state import OwnState, words_of
-from .remake import parameters_of
-from .rest_of_norm import rest_of_norm
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -198,3 +204,22 @@ class _RefusedDraws(TorchDispatchMode):
                 "optimizer that draws none"
             )
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def rest_of_norm(optimizer: Optimizer, norm: Tensor) -> Iterator[None]:
+    """A context in which the gradients of an optimizer's parameters, and of one more, have this 2-norm."""
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    squares = [torch.linalg.vector_norm(gradient).to(norm.dtype).square() for gradient in gradients]
+    here = torch.stack(squares).sum() if squares else torch.zeros_like(norm)
+    group = next(group for group in optimizer.param_groups if group["params"])
+    like: nn.Parameter = group["params"][0]
+    rest = nn.Parameter(like.new_zeros([1] * like.dim()))
+    rest.grad = torch.full_like(rest, 1.0) * (norm.square() - here).clamp(min=0).sqrt().to(rest.real.dtype)
+    group["params"].append(rest)
+    try:
+        yield
+    finally:
+        group["params"].pop()
+        for one in (optimizer, *nested_in(optimizer)):
+            one.state.pop(rest, None)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.plain_values import TEXT, NotPlainError, pack, quoted, unpack, unquoted
-from .remake import parameters_of
+from .given import parameters_of
 
 BESIDE = "engine.optimizer."
 """How the names of all this begin."""

@@ -29,8 +29,7 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group
 from ..comm.device import SeededGenerators, generator_states
-from .column_row import ColumnRowPair
-from .dropout import Masks, Unit, words
+from .dropout import ColumnRowPair, Masks, Unit, words
 from .expert.moe import mixtures
 
 FACTORIES = frozenset({"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"})

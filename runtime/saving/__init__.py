@@ -1,7 +1,7 @@
 """Saving and loading: the state of a training, for any mesh, and weights for others.
 
-`placement` says where a rank's part of a tensor lies, whatever the format; `rank_tensors` are what it has,
-`saved_state` what was saved (`stored_tensors`, `state_layout`), and `load_state` lets an engine go on from it.
-`gather` makes full tensors, `write_tensors` files; `dcp` is PyTorch's distributed format, `pretrained` transformers'.
+`placement` says where a rank's part of a tensor lies, whatever the format; `rank_tensors` are what it has, and gather,
+`saved_state` what was saved (`stored_tensors`), and `load_state` lets an engine go on from it. `write_tensors` makes
+files; `dcp` is PyTorch's distributed format, `pretrained` transformers'.
 Imports `state`, `optim`, `stage`, `models`, `parallel`, `blocks`, `comm`, `job`.
 """

@@ -26,10 +26,9 @@ from ..optim.own_state import BESIDE as OPTIMIZERS
 from ..state.state_dict import MARK, same
 from ..state.training_state import KeptState
 from .averages import DECAY
-from .placement import Placement
+from .placement import Placement, StateLayout
 from .rank_tensors import HeldTensor, RankTensors, state_placement
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
-from .state_layout import StateLayout
 
 _BESIDE = (MODULES, OPTIMIZERS)
 

@@ -24,8 +24,7 @@ from quintsched.errors import InputError, MisfitError
 from ..blocks.number_types import require_kind
 from ..optim.loss_scale import SCALE
 from ..state.state_dict import STATES, require_states, same
-from .placement import Box, Placement, Range
-from .state_layout import LAYOUT, RUN, StateLayout
+from .placement import LAYOUT, RUN, Box, Placement, Range, StateLayout
 from .stored_tensors import MappedFile, StoredTensor, of_memory
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."

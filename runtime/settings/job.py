@@ -25,8 +25,7 @@ from quintsched.files.atomic import read_whole
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, Entry, entries
 
-from .run_settings import Mark, Names, RunSettings, StrictRules, TransportName, fields_in
-from .strict_settings import Settings, read_settings
+from .run_settings import Mark, Names, RunSettings, Settings, StrictRules, TransportName, fields_in, read_settings
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 Sizes = Annotated[
@@ -82,7 +81,7 @@ class DataConfig(Settings):
     """The section `data`: what it is trained on."""
 
     name: Annotated[str, Mark.CODE] = "digits"
-    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.text`), or a user's
+    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.sources`), or a user's
     function: "my_file.py:load"."""
     path: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
     """A directory with MNIST's four IDX files, gzipped or not, which wins over "digits"; for "text", a file, which wins
@@ -254,7 +253,7 @@ class LogConfig(Settings):
         Field(strict=False),
         Mark.OF_A_MACHINE,
     ] = ()
-    """Who else takes the figures, each by name or as {name: wandb, options: {project: mine}}; see `sinks`."""
+    """Who else takes the figures, each by name or as {name: wandb, options: {project: mine}}; see `train.reporter`."""
 
 
 class JobConfig(Settings):

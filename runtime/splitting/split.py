@@ -36,8 +36,7 @@ from .flow import Flow
 from .origin import Origin
 from .proof import require_equal, require_equal_loss
 from .split_blocks import TARGET_NAMES, layer_block, segment
-from .structure import find_layers, named_layers
-from .ties import apart, untie
+from .structure import apart, find_layers, named_layers, untie
 from .traced import segments
 from .tracing import Untraceable
 from .weightless_model import Frame

@@ -28,7 +28,7 @@ from .adapters import routers
 from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
 from .origin import Origin, as_meta, computable
-from .ties import shallow_copy
+from .structure import shallow_copy
 from .weightless_model import Frame, needed
 
 

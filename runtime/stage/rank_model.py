@@ -36,9 +36,8 @@ from ..examine.late_state import LateState
 from ..examine.weights_elsewhere import WeightsElsewhere
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
-from ..parallel.expert.load import ExpertLoad
+from ..parallel.expert.load import ExpertLoad, expert_report
 from ..parallel.expert.moe import MoE, leave_uncompiled, mixtures
-from ..parallel.expert.report import expert_report
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
 from ..parallel.synced_norm import SyncedNorms

@@ -29,23 +29,18 @@ from ..engine import Engine
 from ..interpreter.tally import StepResult
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
-from ..saving.checkpoints.checkpoints import OpenCheckpoints
-from ..saving.checkpoints.job_checkpoints import checkpoints_of, remembered_costs
+from ..saving.checkpoints.checkpoints import OpenCheckpoints, checkpoints_of, remembered_costs
 from ..settings.job import JobConfig
 from ..settings.run_settings import Start
 from ..splitting.split import Split
-from ..train.sinks import require_sinks
 from ..verification.block_facts import ModelFacts
 from ..verification.recording import Recording
 from .feed import open_feed, parts_of
-from .figures import Sums, Window, figures_in_words
-from .losses import accuracy_of, loss_of
+from .losses import Sums, Window, accuracy_of, figures_in_words, loss_of
 from .optimizer import build_optimizer, learning_rate_factor
-from .reporter import Record, Reporter
-from .resuming import Scale, StepSamples, go_on_from
-from .sinks import Sink, Sinks
+from .reporter import Record, Reporter, Sink, Sinks, require_sinks
+from .resuming import Progress, Scale, StepSamples, go_on_from
 from .trace_window import TracedSteps, traced_steps
-from .training_progress import Progress
 
 
 class Trainer:

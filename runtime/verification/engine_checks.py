@@ -1,17 +1,27 @@
-"""What looks at an engine's steps from outside: comparisons with one process, recordings, bytes that are saved."""
+"""What looks at an engine's steps from outside: comparisons with one process, recordings, bytes that are saved.
+
+A step of an engine beside the same step of a whole model, by a loop as one writes it by hand.
+
+for each microbatch:  loss, weight = loss_fn(model(inputs, **extras), targets);  loss.backward()
+gradients / total weight, clipped     ──▶ the same names as the engine's ──▶ `comparison`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, nearest
 from quintsched.plan import Plan
 
+from ..blocks.trees import map_tensors, tensors_of
 from ..comm import Group
 from ..comm.control import first_said, share_texts
 from ..interpreter.activation_memory import SavedBytes
@@ -24,8 +34,7 @@ from ..stage.rank_model import RankModel
 from ..state.master_weights import Masters
 from .block_facts import ModelFacts, find_facts
 from .comparison import Comparison, compare, from_words, joined, to_words
-from .recording import BEFORE, Recording, StepObserver
-from .whole_model import WholeModel, share_of
+from .recording import BEFORE, Kind, Made, Recording, StepObserver
 
 MOST_TOLD = 50
 """How many differences of each rank `verify` gives."""
@@ -116,3 +125,119 @@ class EngineChecks:
             result = self.runner.run(step, step.interpreter.watched(observer))
         observer.end(result)
         return result
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model of the user's own that an engine is compared with.
+
+    Args:
+        model: in the state in which the engine is; it is copied.
+        names: the engine's names of weights, to the model's own.
+        loss_fn, clip: as the engine's.
+        microbatches: into how many a whole batch is cut: those of all replicas.
+    """
+
+    model: nn.Module
+    names: Mapping[str, str]
+    loss_fn: Callable[[Any, Any], Any]
+    clip: float | None
+    microbatches: int
+
+    def refusal(self) -> str:
+        """Return why the model cannot be compared, as it draws or lacks weights of the engine's; "" where it can."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+                return (
+                    f"the reference draws by itself in {name!r}, and would draw something else than the engine; set "
+                    "the probabilities of its dropouts, and of those of the engine's blocks, to 0"
+                )
+        known = dict(self.model.named_parameters(remove_duplicate=False))
+        for ours, own in self.names.items():
+            if own not in known:
+                return (
+                    f"the reference has no weight {own!r}, which is {ours!r} in the engine{nearest(own, list(known))}"
+                )
+        return ""
+
+    def record(self, inputs: Any, targets: Any, extras: Mapping[str, Any], dtype: torch.dtype | None) -> Recording:
+        """Return what a step on a whole batch makes, computed as `dtype` (None: as the model is)."""
+        model = copy.deepcopy(self.model).train(self.model.training)
+        if dtype is not None:
+            model, inputs, extras = model.to(dtype), _cast(inputs, dtype), _cast(dict(extras), dtype)
+        model.zero_grad()
+        recording = Recording(0, {})
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._note("weight", BEFORE, parameters, recording, lambda p: p.detach())
+        total, weights = 0.0, 0.0
+        cut = [self._cut(tree) for tree in (inputs, targets, dict(extras))]
+        for unit, (given, wanted, beside) in enumerate(zip(*cut, strict=True)):
+            with _watching(model, recording, unit):
+                output = model(given, **beside)
+            loss, weight = self._weighed(output, wanted)
+            loss.backward()
+            total, weights = total + loss.item(), weights + weight
+        norm = self._finish(model, weights)
+        self._note("gradient", 0, parameters, recording, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        recording.figures.append({"loss": total / weights, "grad_norm": norm})
+        return recording
+
+    def _cut(self, tree: Any) -> list[Any]:
+        rows = next((tensor.shape[0] for tensor in tensors_of(tree)), 0)
+        if rows % self.microbatches:
+            raise MisfitError(f"a batch of {rows} samples does not divide into {self.microbatches} microbatches")
+        return [share_of(tree, number, self.microbatches) for number in range(self.microbatches)]
+
+    def _weighed(self, output: Any, targets: Any) -> tuple[Tensor, float]:
+        found = self.loss_fn(output, targets)
+        if isinstance(found, tuple):
+            return found[0], float(found[1])
+        return found, 1.0
+
+    def _finish(self, model: nn.Module, weight: float) -> float:
+        """Make of summed gradients those of the batch, and return their norm before it is clipped."""
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(weight)
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        if self.clip is not None and norm + 1e-6 > self.clip:
+            for gradient in gradients:
+                gradient.mul_(self.clip / (norm + 1e-6))
+        return norm
+
+    def _note(
+        self,
+        kind: Kind,
+        step: int,
+        parameters: Mapping[str, nn.Parameter],
+        recording: Recording,
+        of: Callable[[nn.Parameter], Tensor],
+    ) -> None:
+        for ours, own in self.names.items():
+            tensor = of(parameters[own]).detach().clone()
+            recording.made.append(Made(step, kind, ours, tensor, offsets=(0,) * tensor.dim()))
+
+
+def share_of(tree: Any, part: int, parts: int) -> Any:
+    """Return the samples of a batch that are one of as many equal parts: a replica's, a microbatch's."""
+
+    def share(tensor: Tensor) -> Tensor:
+        size = tensor.shape[0] // parts
+        return tensor[part * size : (part + 1) * size]
+
+    return map_tensors(share, tree)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
+@contextmanager
+def _watching(model: nn.Module, recording: Recording, unit: int) -> Iterator[None]:
+    """A context in which the blocks of a sequential model show what they give; those of others are not known."""
+    children = model.named_children() if isinstance(model, nn.Sequential) else ()
+    with ExitStack() as stack:
+        for name, block in children:
+            note = partial(recording.note_output, 0, name, unit)
+            stack.callback(block.register_forward_hook(lambda block, given, output, note=note: note(output)).remove)
+        yield

@@ -28,13 +28,11 @@ from quintsched.files.terminal import write_error
 from quintsched.stalls.states import Fate
 
 from .cell import CellReader, place_of
-from .frames import FrameError
-from .hub_connection import ADDRESS, KEY, Connection, Listener
-from .judge import SETTLE_S, Judge, Ruling, is_silent
+from .hub_connection import ADDRESS, KEY, Connection, FrameError, Listener
+from .judge import SETTLE_S, Judge, Member, Ruling, is_silent
 from .process import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
 from .rendezvous.addresses import LOOPBACK
-from .roster import Member
 from .verdict import Plans, Verdict, make_verdict, own_errors
 from .wall_time import now_s
 

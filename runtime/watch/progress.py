@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from quintsched.stalls.states import Phase
 
-from .cell import Place
-from .waiting import NOTHING, UNKNOWN
+from .cell import NOTHING, UNKNOWN, Place
 
 FLOOR_S = 10.0
 """No shorter stand is a stall, unless a limit is given."""

@@ -14,8 +14,25 @@ from weakref import ref
 
 from quintsched.stalls.states import Phase
 
-from .cell import ENTERED, GIVEN, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, ROOM, RUN, SENT, SENT_AT, STEP, WAIT, Cell
-from .waiting import NOTHING, WORLD_CODE, WaitCell
+from .cell import (
+    ENTERED,
+    GIVEN,
+    INDEX,
+    NOTHING,
+    NOWHERE,
+    PHASE,
+    PHASES,
+    PROGRAM,
+    ROOM,
+    RUN,
+    SENT,
+    SENT_AT,
+    STEP,
+    WAIT,
+    WORLD_CODE,
+    Cell,
+    WaitCell,
+)
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan

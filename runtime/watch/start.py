@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quintsched.stalls.own_errors import came_from_handler
 
 from .cell import Cell
-from .frames import FrameError
-from .hub_connection import ADDRESS, KEY
+from .hub_connection import ADDRESS, KEY, FrameError
 from .process import HeldTerm
 from .progress import Patience
 from .publisher import Publisher

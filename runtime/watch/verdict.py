@@ -20,8 +20,8 @@ from quintsched.stalls.unplanned import find_without_plan
 from quintsched.stalls.verdict import find_culprit
 
 from .cell import NOWHERE
+from .judge import Member
 from .progress import WALKS
-from .roster import Member
 
 REPORT_S, LATE_REPORT_S = 0.3, 3.0
 """How long the verdict waits for the report, and how long its end does."""

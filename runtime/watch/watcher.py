@@ -26,8 +26,18 @@ from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, i
 
 from . import wall_time
 from .cell import Cell
-from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
-from .hub_connection import CHUNK, keep_alive
+from .hub_connection import (
+    CHUNK,
+    FrameError,
+    FrameReader,
+    answer,
+    challenge,
+    is_answer,
+    json_frame,
+    keep_alive,
+    message_of,
+    plan_frame,
+)
 from .judge import RESTING
 from .process import HeldTerm, launcher, machine, process_of, run_in_children
 

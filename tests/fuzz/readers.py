@@ -26,9 +26,8 @@ from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
 from quintsched.runtime.parallel.tensor.shard import Shard
 from quintsched.runtime.saving.checkpoints.manifest import DcpManifest, make_manifest, parse_manifest, seal
-from quintsched.runtime.saving.placement import Placement
+from quintsched.runtime.saving.placement import Placement, StateLayout
 from quintsched.runtime.saving.saved_state import SavedState
-from quintsched.runtime.saving.state_layout import StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
 from quintsched.runtime.settings.job import load_job
 from quintsched.simulation.costs import Costs

@@ -31,8 +31,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
 from quintsched.runtime.models.vit import ViTOptions, vit
 
 from .toys import difference

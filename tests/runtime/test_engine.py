@@ -17,7 +17,7 @@ from quintsched.runtime.blocks.costs import estimate_costs, measure_costs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 
 from .toys import Task, difference, sgd, share, tiny_vit

@@ -1,5 +1,5 @@
-"""Messages and collectives that say what they are, where a wire would take anything for anything.
+"""Messages that say what they are, where a wire would take anything for anything.
 
-`frame` is what stands behind a message, `framed` sends and receives with it, `collectives` compares before one begins.
+`frame` is what stands behind a message, `framed` sends and receives with it.
 Imports `comm.base`.
 """

@@ -5,6 +5,8 @@
 
 What a send waits for, and whether tags matter, is up to the world's rules: "mailbox" is the most lenient, "nccl" is as
 strict as NCCL, so that what would hang or go wrong there does so here, and says why.
+
+A group of one member that runs as if there were others, where shapes and calls matter, and no numbers of theirs.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ...settings.run_settings import Rules
-from ...watch.rendezvous.attempt import Attempt
-from ...watch.waiting import NOTHING, WaitCell
+from ...watch.cell import NOTHING, WaitCell
+from ...watch.rendezvous.store import Attempt
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from ..checked.frame import Label
 from ..host_link import HostLink, TimedLink
 from .rendezvous import Collective, Distribute
-from .wire import WireTimes
-from .world import Awaited, LocalWorld
+from .world import Awaited, LocalWorld, WireTimes
 
 Result = TypeVar("Result")
 
@@ -238,3 +239,18 @@ def run_local(
     rank, error = world.failure
     error.add_note(f"on rank {rank} of {world_size}")
     raise error
+
+
+class EchoGroup(SelfGroup):
+    """A group whose other members are not there: it has its own tensors for theirs, and its own part of a sum."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        Group.__init__(self, tuple(range(size)), 0, device)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        output.view(self.size, *tensor.shape).copy_(tensor)
+        return DoneWork()
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor.view(self.size, *output.shape)[0])
+        return DoneWork()

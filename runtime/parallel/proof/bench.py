@@ -19,16 +19,14 @@ from ...comm import EchoGroup, Group
 from ...comm.control import greatest
 from ..dropout import Masks, key_dropouts
 from ..tensor.apply import apply_tensor_parallel
-from ..tensor.choice import Choice
 from ..tensor.cuts import Cut
-from ..tensor.rules import Rules, find_cuts
+from ..tensor.rules import Choice, Rules, find_cuts
 from ..tensor.shard import shard_of
 from .arrivals import Arrival, Given
+from .feature_owners import WeightReads
 from .features_apart import DRAWS, draws_of_python, why_joined
 from .reads.drawn_parts import NotedMasks, Shapes, note_draws, undisturbed
-from .reads.weight_reads import WeightReads
-from .tokens.gathered import Gathered
-from .tokens.tokens_apart import why_tokens_meet
+from .tokens.tokens_apart import Gathered, why_tokens_meet
 from .trial import OF_WEIGHT, Difference, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
 from .twins import SEED, Blueprint
 from .ways import Way, alone, everywhere, replicated

@@ -5,13 +5,18 @@
 
 Numbers agree at the points that are tried; which features meet in a function holds at all points. Each memory with
 features has a shadow, a byte for each number: 0, or 1 + the rank. Views share memory, and so the shadow.
+
+Which layers' weights a block gives to functions itself: of one that is cut, a rank would give its shard alone.
+
+self.fc1(x)                      the layer's own forward, which knows how it is cut
+self.fc1.weight.abs().max()      a shard's, so that the layer is kept whole
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
@@ -28,8 +33,8 @@ from ..draws import BY_DEVICE, KEYED
 from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms
 from ..tensor.shard import Shard
+from .marks.labels import Shadows, key_of
 from .marks.owner_rules import HOST, Joined, Unknown, goes_by_data, owners_of_results
-from .marks.shadows import Shadows, key_of
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
@@ -145,26 +150,22 @@ class FeatureOwners(TorchDispatchMode):
     @contextmanager
     def through_pairs(self, cuts: Sequence[Cut], size: int) -> Iterator[None]:
         """A context in which columns give features to ranks, and rows and norms of the whole width take them."""
-        handles = []
-        for scope in {id(cut.pair): cut.pair for cut in cuts if cut.is_paired and cut.pair is not None}.values():
-            for module in scope.modules():
-                if module is not scope and (module._backward_hooks or module._backward_pre_hooks):
-                    raise Joined(f"has a hook on the gradient of {type(module).__name__}, which may be a rank's alone")
-            handles.append(scope.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(scope.register_forward_hook(self._leave))
-        for cut in cuts:
-            if cut.is_paired and cut.split is TensorSplit.COLUMN:
-                layout = _layout(cut, size)
-                handles.append(cut.layer.register_forward_hook(self._giving(layout)))
-            elif cut.is_paired and cut.split is TensorSplit.ROW:
-                handles += self._taking(cut.layer, _contiguous(sizes_of(cut.layer)[0], size), None)
-        for module, width in wide_norms(cuts):
-            handles += self._taking(module, _contiguous(width, size), width)
-        try:
+        with ExitStack() as hooks:
+            for scope in {id(cut.pair): cut.pair for cut in cuts if cut.is_paired and cut.pair is not None}.values():
+                for module in scope.modules():
+                    if module is not scope and (module._backward_hooks or module._backward_pre_hooks):
+                        kind = type(module).__name__
+                        raise Joined(f"has a hook on the gradient of {kind}, which may be a rank's alone")
+                hooks.enter_context(scope.register_forward_pre_hook(self._enter, with_kwargs=True))
+                hooks.enter_context(scope.register_forward_hook(self._leave))
+            for cut in cuts:
+                if cut.is_paired and cut.split is TensorSplit.COLUMN:
+                    hooks.enter_context(cut.layer.register_forward_hook(self._giving(_layout(cut, size))))
+                elif cut.is_paired and cut.split is TensorSplit.ROW:
+                    self._take(hooks, cut.layer, _contiguous(sizes_of(cut.layer)[0], size), None)
+            for module, width in wide_norms(cuts):
+                self._take(hooks, module, _contiguous(width, size), width)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.reads and any(type(leaf) in (int, float) for leaf in tree_leaves((args, kwargs))):
@@ -182,7 +183,7 @@ class FeatureOwners(TorchDispatchMode):
 
         return give
 
-    def _taking(self, module: nn.Module, layout: Tensor, width: int | None) -> list[Any]:
+    def _take(self, hooks: ExitStack, module: nn.Module, layout: Tensor, width: int | None) -> None:
         """Let a module take features that lie in order; one of so large a `width` also gives them so."""
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -200,7 +201,8 @@ class FeatureOwners(TorchDispatchMode):
                     self.note(result, layout.to(result.device))
                 self._known -= 1
 
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(behind)]
+        hooks.enter_context(module.register_forward_pre_hook(before))
+        hooks.enter_context(module.register_forward_hook(behind))
 
     def require_none(self, result: object) -> None:
         """Raise `Joined` where features leave the block as they are cut."""
@@ -276,3 +278,56 @@ def _contiguous(total: int, size: int) -> Tensor:
 def line() -> str:
     """Return the line of a user's code, or of a library of models, that runs now."""
     return "".join(f" in line {line} of {Path(file).name}" for file, line in place()[:1])
+
+
+_ALIKE = {
+    "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+    "is_quantized", "is_floating_point", "is_complex", "get_device", "element_size", "itemsize",
+    "dim", "ndim", "shape", "size", "numel", "nelement", "__len__", "__hash__",
+}  # fmt: skip
+"""What may be asked of a shard, too: sizes are those of a run that is compared."""
+
+
+class WeightReads(TorchFunctionMode):
+    """Within it, the functions are noted that are given weights of layers outside of the layers' own forwards.
+
+    Args:
+        layers: by name.
+
+    Attributes:
+        found: the name of a layer to the first function that is given its weights, in words: "gives …".
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._layers = layers
+        self._paths = {id(parameter): path for path, layer in layers.items() for parameter in layer.parameters()}
+        self._inside = 0
+        self.found: dict[str, str] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which forwards are run, of which those of the layers are their own business."""
+        with ExitStack() as hooks:
+            for layer in self._layers.values():
+                hooks.enter_context(layer.register_forward_pre_hook(self._enter))
+                hooks.enter_context(layer.register_forward_hook(self._leave, always_call=True))
+            with self:
+                yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside += 1
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._inside -= 1
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+        if not self._inside and name not in _ALIKE:
+            for leaf in tree_leaves((args, kwargs)):
+                if (path := self._paths.get(id(leaf))) is not None:
+                    self.found.setdefault(path, f"gives the weights of {path!r} to {name}{line()}")
+        return func(*args, **(kwargs or {}))

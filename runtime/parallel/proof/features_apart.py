@@ -26,10 +26,9 @@ from ...objects.plain_code import asking_elsewhere
 from ...objects.steering import SteeringState
 from ..tensor.cuts import Cut
 from .arrivals import Arrival, Given
-from .feature_owners import FeatureOwners, HostReads, NothingDropped, Place
+from .feature_owners import FeatureOwners, HostReads, NothingDropped, Place, WeightReads
 from .marks.owner_rules import Joined
 from .reads.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
-from .reads.weight_reads import WeightReads
 from .trial import outputs_of
 from .twins import SEED, Blueprint
 

@@ -29,8 +29,8 @@ from ...objects.host_values import bytes_of, state_of
 from ...objects.spaces import Cells, attributes_of
 from ...objects.user_code import is_of_framework, is_of_library, is_ours
 from ..dropout import KeyedDropout
-from ..tensor.choice import Choice
 from ..tensor.cuts import Cut, has_hooked_weights
+from ..tensor.rules import Choice
 from .bench import Kind
 from .ways import renumbered
 

@@ -30,18 +30,16 @@ from ...settings.run_settings import Proofs
 from ...settings.tensor_rules import TensorSplit
 from ..context.context import ContextParallel
 from ..dropout import Masks
-from ..tensor.choice import Choice
-from ..tensor.consistency import CutLayers
 from ..tensor.cuts import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
-from ..tensor.rules import is_built_in
+from ..tensor.rules import Choice, is_built_in
+from ..tensor.shard import CutLayers
 from .arrivals import SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .bench import Bench, Finding, Kind
-from .bench_here import BenchHere
 from .chooser import Chooser, share
 from .kinds import Content, choice_for, kind_of, kinds_apart
-from .later_steps import Called, Followed, LaterSteps
+from .later_steps import BenchHere, Called, Followed, LaterSteps
 from .trial import Figures, Setting
 from .twins import Blueprint
 from .ways import Way, alone, everywhere, paired_ways, replicated

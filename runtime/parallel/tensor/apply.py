@@ -23,15 +23,13 @@ from quintsched.errors import MisfitError
 from ...comm import Group, as_group
 from ...settings.tensor_rules import TensorSplit
 from ..dropout import KeyedDropout
-from ..expert.moe import mixtures
-from ..expert.tensor_boundary import TensorBoundary
+from ..expert.moe import TensorBoundary, mixtures
 from .column_linear import Entry
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
-from .consistency import require_same, watch_gradient
 from .cuts import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
 from .pairs import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .rules import Rules, find_cuts, require_pairs
-from .shard import Shard, gather_full, shard_of, take_shard
+from .shard import Shard, gather_full, require_same, shard_of, take_shard, watch_gradient
 
 __all__ = [
     "ColumnParallelLinear",

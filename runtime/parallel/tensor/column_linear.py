@@ -40,7 +40,7 @@ from ...comm.autograd_collectives import (
     reduce_from_group,
     reduce_scatter,
 )
-from ..column_row import ColumnRowPair
+from ..dropout import ColumnRowPair
 
 Entry = Literal["copy", "gather", "none"]
 """How the input of a column layer comes from the ranks around; see the module."""

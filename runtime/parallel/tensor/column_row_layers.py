@@ -23,11 +23,10 @@ from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
 from ...settings.tensor_rules import Parts
-from ..column_row import ColumnRowPair
+from ..dropout import ColumnRowPair
 from .column_linear import Entry, column_product
-from .consistency import require_same
 from .cuts import is_conv1d, sizes_of
-from .shard import Shard, gather_blocks, mark_shard, take_shard
+from .shard import Shard, gather_blocks, mark_shard, require_same, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
 """How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its slice of the tokens; or
@@ -82,7 +81,7 @@ class ColumnParallelLinear(ShardedModule):
         group: the ranks over which it is cut.
         bias: whether there is one; it is cut like the output.
         parts: the output is so many fused blocks (3 for a fused QKV), or blocks of these proportions, and each rank
-            gets its shard of every one (see `fused`).
+            gets its shard of every one (see `shard`).
         gather_output: give back the full output (…, out) on all ranks.
         entry: how the input comes from the ranks around (see `column_product`).
         transposed: the weight is (in, out), as that of transformers' Conv1D.

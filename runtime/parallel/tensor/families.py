@@ -19,7 +19,7 @@ from torch import nn
 
 from ...settings.tensor_rules import Parts, TensorRule, TensorSplit
 from .cuts import Cut, Place, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
-from .fused import divides, require_even
+from .shard import divides, require_even
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group
 from ...settings.tensor_rules import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
-from .choice import Choice
 from .cuts import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, own_forward, sizes_of
-from .rules import Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
+from .rules import Choice, Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
 from .sequence import SequenceParallel, partial_weights, run_on_slices
 
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import all_gather
-from ..column_row import ColumnRowPair
-from ..dropout import KeyedDropout
+from ..dropout import ColumnRowPair, KeyedDropout
 from .column_row_layers import ColumnParallelLinear, RowParallelLinear
 from .cuts import Cut, sizes_of
 from .families import divided

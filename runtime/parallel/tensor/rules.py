@@ -13,12 +13,15 @@ Rules win over all that. Columns and rows that rules name in one parent feed eac
 alone gathers its output and a row alone takes the full input, so that what surrounds them need not know. "vocabulary"
 cuts an embedding by its ids, and a linear layer by its outputs, which at the end of the model stay cut for a loss that
 can do with them.
+
+How a block is cut where names alone do not decide: what a proof has chosen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -28,16 +31,8 @@ from quintsched.errors import MisfitError, UsageError, nearest
 
 from ...settings.tensor_rules import TensorRule, TensorSplit, read_rule
 from .cuts import REGISTERED, Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, own_forward, sizes_of
-from .families import (
-    FAMILIES,
-    families_in,
-    has_fewer_kv_heads,
-    head_counts,
-    heads_of,
-    pair_cuts,
-    require_heads,
-)
-from .fused import require_even
+from .families import FAMILIES, families_in, has_fewer_kv_heads, head_counts, heads_of, pair_cuts, require_heads
+from .shard import require_even
 
 RuleData = str | Mapping[str, object]
 """A rule as people write it: "column", or {"cut": "column", "parts": 3} (see `settings.tensor_rules`)."""
@@ -289,3 +284,22 @@ def _require_divisible(cut: Cut, size: int) -> None:
         TensorSplit.VOCABULARY: f"ids of {cut.path!r} (or pad the vocabulary)",
     }
     require_even(cut_width(cut), size, what[cut.split], cut.parts)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one block is cut over tp.
+
+    Attributes:
+        rules: beyond those of the user, by names in the whole model.
+        partial: names, in the block, of weights that are not cut and whose gradients are partial sums on the ranks.
+        slices: whether the block is given a slice of the tokens, where tokens are sliced.
+        gathers_before: whether tokens are then gathered where they enter the module of a pair's columns.
+        proved: first columns of pairs that were proved, by names in the whole model.
+    """
+
+    rules: Rules = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    slices: bool = True
+    gathers_before: bool = False
+    proved: frozenset[str] = frozenset()

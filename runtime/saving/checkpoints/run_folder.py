@@ -2,7 +2,7 @@
 
     DIR/step-00000120/                 a checkpoint: its files and manifest.json
     DIR/step-00000100/
-    DIR/run.lock                       held while a run saves here (`run_lock`)
+    DIR/run.lock                       held while a run saves here (`opening`)
 
     DIR/.saving-<launch>-<n>/          a save under way, or one that was killed ─▶ renamed when all of it is on the disk
     DIR/.removing-<launch>-<n>/        a checkpoint that goes: renamed first, so that no half of one is ever seen

@@ -29,15 +29,14 @@ from ...stage.build import cut, cut_as_planned
 from ...state.state_dict import STATES
 from ..checkpoints.checkpoints import LOADER, plan_digest
 from ..checkpoints.manifest import MANIFEST, Manifest, file_name, make_manifest
+from ..checkpoints.opening import new_run_folder
 from ..checkpoints.run_folder import step_folder
 from ..load_state import require_of_any_mesh
-from ..placement import Placement
-from ..pretrained.safetensors_folder import open_folder
+from ..placement import LAYOUT, Placement, StateLayout
 from ..replaced_folder import standing
 from ..saved_state import AVERAGE, MODEL, STATE, SavedState
-from ..state_layout import LAYOUT, StateLayout
+from ..stored_tensors import open_folder
 from ..write_tensors import WHAT, FileEntry, WrittenFile, in_file_order, write_tensors
-from .new_folder import new_run_folder
 
 ALL = 2**31
 """How many checkpoints stay: all."""

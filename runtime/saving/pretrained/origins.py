@@ -3,9 +3,19 @@
     ours, in blocks              the model's own (split)                        in a checkpoint of the base model alone
     3.self_attn.q_proj.weight    model.layers.2.self_attn.q_proj.weight         layers.2.self_attn.q_proj.weight
 
-A model that was split knows its own names; that of a built-in GPT are GPT-2's (`gpt2`); all others go by ours. Where
+A model that was split knows its own names; those of a built-in GPT are GPT-2's; all others go by ours. Where
 most names of a checkpoint are the model's but for a first part ("model.", "bert.", "transformer."), they are found
 without it, or with it.
+
+The built-in GPT in the shape of GPT-2, under the names of transformers' checkpoints.
+
+    ours                              GPT-2's
+    0          tokens.weight          transformer.wte.weight
+    1 … depth  attention.qkv.weight   transformer.h.{layer}.attn.c_attn.weight, transposed
+    depth + 1  head.weight            lm_head.weight, or transformer.wte.weight where it is tied
+
+The products of transformers' GPT-2 are "Conv1D": weights of (in, out). What shapes do not show (heads, activation,
+epsilon) is checked against the `config.json` that lies beside, and written there.
 """
 
 from __future__ import annotations
@@ -15,9 +25,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
 
 from quintsched.errors import InputError, MisfitError, nearest
+from quintsched.files.strictjson import describe_faults
 
+from ...models.gpt import Block, Embedding, Head
+from ...models.layers import Attention, Mlp
 from ..stored_tensors import StoredTensor
 
 MOST_NAMED = 5
@@ -134,3 +151,138 @@ def _listed(names: Sequence[str]) -> str:
     """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(map(repr, names[:MOST_NAMED])) + more
+
+
+NEEDS = "norm: layernorm, positions: learned, activation: gelu_tanh, and no kv_heads"
+HEAD = "lm_head.weight"
+TOKENS = "transformer.wte.weight"
+_LAYER = re.compile(r"(?:transformer\.)?h\.(\d+)\.")
+_APPROXIMATIONS = {"gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
+
+
+def _norm(ours: str, theirs: str) -> dict[str, Origin]:
+    return {f"{ours}.{kind}": Origin(f"transformer.{theirs}.{kind}") for kind in ("weight", "bias")}
+
+
+def _conv1d(ours: str, theirs: str) -> dict[str, Origin]:
+    return {
+        f"{ours}.weight": Origin(f"transformer.{theirs}.weight", transposed=True),
+        f"{ours}.bias": Origin(f"transformer.{theirs}.bias"),
+    }
+
+
+_FIRST = {
+    "tokens.weight": Origin(TOKENS),
+    "positions.weight": Origin("transformer.wpe.weight", is_cut_short=True),
+}
+_LAYERS = {
+    **_norm("norm1", "h.{layer}.ln_1"),
+    **_conv1d("attention.qkv", "h.{layer}.attn.c_attn"),
+    **_conv1d("attention.proj", "h.{layer}.attn.c_proj"),
+    **_norm("norm2", "h.{layer}.ln_2"),
+    **_conv1d("mlp.fc1", "h.{layer}.mlp.c_fc"),
+    **_conv1d("mlp.fc2", "h.{layer}.mlp.c_proj"),
+}
+_LAST = {**_norm("norm", "ln_f"), "head.weight": Origin(HEAD, otherwise=TOKENS)}
+
+
+def is_gpt(blocks: Sequence[nn.Module]) -> bool:
+    """Whether these are the blocks of a built-in GPT, of whatever options."""
+    kinds = [type(block) for block in blocks]
+    return len(kinds) > 1 and kinds == [Embedding, *[Block] * (len(kinds) - 2), Head]
+
+
+def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, Origin]:
+    """Return where the tensors of a GPT are found.
+
+    Raises `MisfitError` for one of other options than GPT-2's.
+    """
+    origins = {}
+    for number, block in enumerate(blocks):
+        table = _FIRST if number == 0 else _LAST if number == len(blocks) - 1 else _LAYERS
+        odd = sorted({name for name, _ in block.named_parameters(remove_duplicate=False)} ^ table.keys())
+        if odd:
+            where = "the checkpoint" if odd[0] in table else "the model"
+            raise MisfitError(
+                f"the model is no gpt2: only {where} has {odd[0]!r} in block {number}; gpt2 checkpoints need a gpt "
+                f"with {NEEDS}"
+            )
+        origins.update({f"{number}.{name}": origin.at(number - 1) for name, origin in table.items()})
+    return origins
+
+
+class _Config(BaseModel):
+    """What a GPT-2's `config.json` says that shapes do not; each default is that of the format."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    n_embd: int | None = Field(default=None, ge=1)
+    n_head: int | None = Field(default=None, ge=1)
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+
+
+def require_gpt2(blocks: Sequence[nn.Module], names: Collection[str], config: Mapping[str, Any]) -> None:
+    """Raise `MisfitError` for another depth, other heads, activation or epsilon, or attention scaled otherwise."""
+    matches = [match for name in names if (match := _LAYER.match(name))]
+    layers, depth = 1 + max((int(match[1]) for match in matches), default=-1), len(blocks) - 2
+    if layers != depth:
+        raise MisfitError(f"the checkpoint has {layers} layers, the model {depth}; set depth: {layers}")
+    try:
+        theirs = _Config.model_validate(config)
+    except ValidationError as error:
+        raise MisfitError(f"its config.json: {describe_faults(error)}") from None
+    if not theirs.scale_attn_weights or theirs.scale_attn_by_inverse_layer_idx:
+        raise MisfitError("the checkpoint's attention is not scaled by the width of a head alone")
+    for block in blocks:
+        _require_like(block, theirs)
+
+
+def _require_like(block: nn.Module, theirs: _Config) -> None:
+    activation, epsilon = theirs.activation_function, theirs.layer_norm_epsilon
+    head_dim = None if theirs.n_embd is None or theirs.n_head is None else theirs.n_embd // theirs.n_head
+    for module in block.modules():
+        if isinstance(module, Mlp) and module.approximate != _APPROXIMATIONS.get(activation):
+            ours = "gelu_tanh" if module.approximate == "tanh" else "gelu"
+            raise MisfitError(
+                f"the checkpoint's activation is {activation} (gelu_new where no config.json says otherwise), the "
+                f"model's is {ours}; gelu_new is called gelu_tanh here"
+            )
+        if isinstance(module, Attention) and head_dim not in (None, module.head_dim):
+            raise MisfitError(
+                f"the checkpoint has heads of width {head_dim}, the model {module.head_dim}; set heads: {theirs.n_head}"
+            )
+        if isinstance(module, nn.LayerNorm) and module.eps != epsilon:
+            raise MisfitError(f"the checkpoint's layer norms have the epsilon {epsilon}, the model's {module.eps}")
+
+
+def gpt2_config(blocks: Sequence[nn.Module], *, tied: bool, dtype: str) -> dict[str, Any]:
+    """Return the `config.json` of a GPT in GPT-2's shape: what transformers builds the same model from."""
+    embedding = blocks[0]
+    assert isinstance(embedding, Embedding)
+    assert embedding.positions is not None
+    modules = [module for block in blocks for module in block.modules()]
+    attention = next((module for module in modules if isinstance(module, Attention)), None)
+    mlp = next((module for module in modules if isinstance(module, Mlp)), None)
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": embedding.tokens.num_embeddings,
+        "n_positions": embedding.positions.num_embeddings,
+        "n_embd": embedding.tokens.embedding_dim,
+        "n_layer": len(blocks) - 2,
+        "tie_word_embeddings": tied,
+        "layer_norm_epsilon": next(module.eps for module in modules if isinstance(module, nn.LayerNorm)),
+        "embd_pdrop": embedding.dropout.p,
+        "resid_pdrop": embedding.dropout.p,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype,
+    }
+    if attention is not None and mlp is not None:
+        config["n_head"] = embedding.tokens.embedding_dim // attention.head_dim
+        config["n_inner"] = mlp.fc1.out_features
+        config["activation_function"] = "gelu_new" if mlp.approximate == "tanh" else "gelu"
+    return config

@@ -30,13 +30,11 @@ from quintsched.files.atomic import write_whole, writing
 from ...blocks.number_types import TYPES, name_of
 from ...comm import Group
 from ...comm.control import share_bytes
-from ..gather import gather_boxes
-from ..rank_tensors import HeldTensor, RankTensors
+from ..rank_tensors import HeldTensor, RankTensors, gather_boxes
 from ..replaced_folder import replace_folder
+from ..stored_tensors import CONFIG, INDEX, ONE_FILE
 from ..write_tensors import FileEntry, in_file_order, write_tensors
-from .gpt2 import gpt2_config
-from .origins import Origin
-from .safetensors_folder import CONFIG, INDEX, ONE_FILE
+from .origins import Origin, gpt2_config
 from .tensor_names import ModelNames
 
 WEIGHTS = "the weights"

@@ -13,8 +13,7 @@ from quintsched.errors import UsageError, nearest
 from ...blocks.blocks import Blocks
 from ...blocks.module_state import saved_tensors
 from ...stage.build import Stage
-from .gpt2 import gpt2_origins, is_gpt
-from .origins import Origin
+from .origins import Origin, gpt2_origins, is_gpt
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class ModelNames:
         own: our names to the model's own, where the blocks say (`split`).
         tied: names of ours that are one, by the name of each tie.
         config: the configuration of the library that the model is from, or None.
-        conversions: that library's rules for names of checkpoints (`conversions`).
+        conversions: that library's rules for names of checkpoints (`load_pretrained`).
         generation_config: that library's settings of generation, or None.
         aliases: all names that the model has for a tensor, by each of them, where there are several.
         optional: the model's names of tensors that keep their values where a checkpoint lacks them.

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quintsched.errors import MisfitError, StallError
-from quintsched.runtime.calibrate import cores, links, machine, operations
-from quintsched.runtime.calibrate.processes import run_processes
-from quintsched.runtime.calibrate.timing import call_s, curve_of
+from quintsched.runtime.calibrate import links, machine, operations
+from quintsched.runtime.calibrate.links import run_processes
+from quintsched.runtime.calibrate.operations import call_s, curve_of
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clock import now_s
 from quintsched.strategies.commands.calibrate import calibrate_first
@@ -45,7 +45,7 @@ def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
     found = machine.calibrate(CPU)
     measured = found.measured
     assert measured is not None
-    assert measured.cores == cores.count_cores() >= 1
+    assert measured.cores == links.count_cores() >= 1
     assert set(measured.matmul) == {"bf16", "fp16", "fp32", "fp64"} == set(measured.attention)
     assert measured.kernel_s is not None
     assert 1e-7 < measured.kernel_s < 1e-2
@@ -69,11 +69,11 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_a_quota_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(cores, "QUOTA", quota)
-    everything = cores.count_cores()
+    monkeypatch.setattr(links, "QUOTA", quota)
+    everything = links.count_cores()
     for content, number in (("max 100000", everything), ("100000 100000", 1), ("nonsense", everything)):
         quota.write_text(content)
-        assert cores.count_cores() == number
+        assert links.count_cores() == number
 
 
 def test_hardware_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import connect
-from quintsched.runtime.comm.checked.collectives import SameCollectives
+from quintsched.runtime.comm.torch_groups import SameCollectives
 
 from ..ranks import run_ranks
 from ..toys import sgd

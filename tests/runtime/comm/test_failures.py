@@ -7,10 +7,9 @@ import torch
 
 from quintsched.errors import CodeError, StallError
 from quintsched.runtime.comm import torch_groups
-from quintsched.runtime.comm.failures import as_stall
-from quintsched.runtime.comm.torch_groups import TorchGroup
+from quintsched.runtime.comm.torch_groups import TorchGroup, as_stall
+from quintsched.runtime.watch.cell import NOTHING
 from quintsched.runtime.watch.publisher import Publisher
-from quintsched.runtime.watch.waiting import NOTHING
 from quintsched.runtime.watch.watcher import Answer
 from quintsched.stalls.words import NOBODY
 

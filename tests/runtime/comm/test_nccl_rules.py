@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.ir.instructions import ShareMetrics, SyncTied
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Rules, Transport, Work, run_local
-from quintsched.runtime.comm.local.wire import Wire
+from quintsched.runtime.comm.local.world import Wire
 
 from ...planner.verify.judge import Judge
 from ...planner.verify.judge_hosts import Hosts

@@ -22,7 +22,7 @@ from quintsched.runtime.data import (
     gather_batch,
     load_dataset,
 )
-from quintsched.runtime.data.idx import read_idx
+from quintsched.runtime.data.sources import read_idx
 from quintsched.runtime.settings.job import DataConfig
 
 sizes = st.integers(1, 50)

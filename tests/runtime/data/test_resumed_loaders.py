@@ -26,8 +26,7 @@ from torch.utils.data import (
 )
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.data.generators import Generators
-from quintsched.runtime.data.loaders import OTHER_DATA, OTHER_GENERATORS, LoaderFeed
+from quintsched.runtime.data.loaders import OTHER_DATA, OTHER_GENERATORS, Generators, LoaderFeed
 from quintsched.runtime.data.marks import is_marked, mark_of, sample_of, scattered
 
 ROWS = 14

@@ -17,7 +17,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from tests.runtime.toys import ids_task, tiny_gpt
 
 from .captured import LENGTH, SAMPLES, STEPS, engine_of, require_same, tapes, trained, with_block

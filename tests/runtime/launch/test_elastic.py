@@ -13,8 +13,7 @@ import pytest
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.launch.elastic import Worlds, for_processes, smaller_worlds
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.to_plan import Worlds, for_processes, plan_of, smaller_worlds
 from quintsched.runtime.settings.job import JobConfig, load_job
 from quintsched.runtime.train.trainer import Trainer
 

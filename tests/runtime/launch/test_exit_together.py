@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.runtime.launch import exit_together
-from quintsched.runtime.launch.exit_together import leave_together
+from quintsched.runtime.launch import worker
+from quintsched.runtime.launch.worker import leave_together
 from quintsched.runtime.watch.hub import Hub
 
 ERROR = UsageError("model.py:3: the import failed: ValueError")
@@ -38,10 +38,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     words, store = list[str](), Store()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("QUINTSCHED_WATCH", raising=False)
-    monkeypatch.setattr(exit_together, "WAIT_S", 0.3)
-    monkeypatch.setattr(exit_together.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(exit_together, "_open_store", lambda: store)
-    monkeypatch.setattr(exit_together, "write_error", lambda error: words.append(str(error)))
+    monkeypatch.setattr(worker, "WAIT_S", 0.3)
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(worker, "_open_store", lambda: store)
+    monkeypatch.setattr(worker, "write_error", lambda error: words.append(str(error)))
     return words
 
 
@@ -62,7 +62,7 @@ def test_what_the_launcher_says_no_rank_says_as_well(
 ) -> None:
     late_s = 0.3 if len(ranks) == 1 else 20.0
     monkeypatch.setattr("quintsched.runtime.watch.judge.LATE_REFUSAL_S", late_s)
-    monkeypatch.setattr(exit_together, "HEARD_WAITS_S", late_s + 1.0)
+    monkeypatch.setattr(worker, "HEARD_WAITS_S", late_s + 1.0)
     hub = Hub(2, tell=lambda verdict: said.append(verdict.message))
     for name, value in hub.environment.items():
         monkeypatch.setenv(name, value)

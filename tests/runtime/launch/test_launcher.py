@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from quintsched.runtime.launch import local
-from quintsched.runtime.launch.elastic import Worlds
 from quintsched.runtime.launch.local import start_ranks
 from quintsched.runtime.launch.rank_processes import Ranks
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
+from quintsched.runtime.launch.to_plan import Worlds
 from quintsched.runtime.watch.hub import Hub
 from quintsched.runtime.watch.wall_time import now_s
 from quintsched.stalls.states import Fate
@@ -70,7 +70,7 @@ elif what != "fails":
 LAUNCHER = """
 import sys
 from quintsched.runtime.launch import local
-from quintsched.runtime.launch.elastic import Worlds
+from quintsched.runtime.launch.to_plan import Worlds
 
 local._serve = lambda listener: listener  # these ranks have no use for a store
 ranks, *rest = [{}]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Group, SelfGroup
-from quintsched.runtime.parallel.column_row import ColumnRowPair
-from quintsched.runtime.parallel.dropout import KeyedDropout, Masks, Unit, key_dropouts
+from quintsched.runtime.parallel.dropout import ColumnRowPair, KeyedDropout, Masks, Unit, key_dropouts
 
 from ..toys import sgd
 

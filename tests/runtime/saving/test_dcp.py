@@ -20,7 +20,7 @@ import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.saving.dcp_files import read_table
+from quintsched.runtime.saving.dcp import read_table
 
 from .test_safetensors import Split, batches, loss_of, plan_of
 

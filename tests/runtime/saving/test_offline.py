@@ -26,7 +26,7 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.saving import saved_state
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
-from quintsched.runtime.saving.checkpoints.run_lock import lock_folder
+from quintsched.runtime.saving.checkpoints.opening import lock_folder
 from quintsched.runtime.saving.offline import __main__ as offline
 from quintsched.runtime.saving.offline import reshard as resharding
 from quintsched.runtime.saving.write_tensors import hash_file

@@ -22,10 +22,9 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
+from quintsched.runtime.saving.placement import LAYOUT, StateLayout
 from quintsched.runtime.saving.saved_state import SavedPiece, SavedState
-from quintsched.runtime.saving.state_layout import LAYOUT, StateLayout
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..optim.optimizers import Shampoo, adafactor, muon

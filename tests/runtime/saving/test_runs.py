@@ -17,8 +17,8 @@ import pytest
 import quintsched as qs
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
+from quintsched.runtime.saving.checkpoints.opening import LOCK, lock_folder
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder
-from quintsched.runtime.saving.checkpoints.run_lock import LOCK, lock_folder
 
 from ..train.test_trainer import data_file, figures, fit, interrupt_after, job
 

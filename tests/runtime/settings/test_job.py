@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quintsched.errors import UsageError
 from quintsched.runtime.settings.job import JobConfig, load_job
-from quintsched.runtime.settings.strict_settings import Settings, read_settings
+from quintsched.runtime.settings.run_settings import Settings, read_settings
 
 Load: TypeAlias = Callable[..., JobConfig]
 Refuse: TypeAlias = Callable[..., str]

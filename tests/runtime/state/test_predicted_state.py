@@ -13,8 +13,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
 from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.parameters import total

@@ -13,7 +13,7 @@ from quintsched.runtime import Carry, Engine
 from quintsched.runtime.blocks.blocks import build_model, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..toys import CLASSES, sgd

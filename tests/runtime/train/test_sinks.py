@@ -16,8 +16,7 @@ from quintsched.runtime.comm import run_local
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job import JobConfig, SinkConfig
-from quintsched.runtime.train.reporter import Reporter
-from quintsched.runtime.train.sinks import Sinks, require_sinks
+from quintsched.runtime.train.reporter import Reporter, Sinks, require_sinks
 from quintsched.runtime.train.trainer import Trainer
 
 FILE = """
@@ -146,7 +145,7 @@ def test_what_is_not_there_is_said_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("quintsched.runtime.train.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("quintsched.runtime.train.reporter.find_spec", lambda name: None)
     (tmp_path / "mine.py").write_text(FILE)
     with pytest.raises(UsageError) as caught:
         require_sinks([SinkConfig(name=name, options=options)])

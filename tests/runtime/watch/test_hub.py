@@ -15,13 +15,11 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.watch import verdict
-from quintsched.runtime.watch.cell import INDEX, START, Cell, CellReader
-from quintsched.runtime.watch.frames import HEAD, JSON
+from quintsched.runtime.watch.cell import INDEX, START, WORLD_CODE, Cell, CellReader
 from quintsched.runtime.watch.hub import Hub
-from quintsched.runtime.watch.hub_connection import KEY
-from quintsched.runtime.watch.roster import Member
+from quintsched.runtime.watch.hub_connection import HEAD, JSON, KEY
+from quintsched.runtime.watch.judge import Member
 from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end, tell_refusal
-from quintsched.runtime.watch.waiting import WORLD_CODE
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate
 

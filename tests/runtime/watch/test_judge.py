@@ -2,11 +2,9 @@
 
 import pytest
 
-from quintsched.runtime.watch.cell import START, Place
-from quintsched.runtime.watch.judge import Judge, Ruling
+from quintsched.runtime.watch.cell import NOTHING, START, WORLD_CODE, Place
+from quintsched.runtime.watch.judge import Judge, Member, Ruling
 from quintsched.runtime.watch.progress import FLOOR_S, Patience, Progress
-from quintsched.runtime.watch.roster import Member
-from quintsched.runtime.watch.waiting import NOTHING, WORLD_CODE
 from quintsched.stalls.states import Fate
 
 STEP = Place(4, 7, 0, "step", NOTHING, 7, 14)

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quintsched.runtime.watch.cell import START, Place
+from quintsched.runtime.watch.cell import NOTHING, START, UNKNOWN, Place, receive_code
 from quintsched.runtime.watch.progress import FLOOR_S, Patience, Progress
-from quintsched.runtime.watch.waiting import NOTHING, UNKNOWN, receive_code
 
 TICK_S = 0.1
 WAITS = receive_code(1)

@@ -3,10 +3,9 @@
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.watch.cell import Place
-from quintsched.runtime.watch.roster import ErrorKind, Member
+from quintsched.runtime.watch.cell import NOTHING, WORLD_CODE, Place
+from quintsched.runtime.watch.judge import ErrorKind, Member
 from quintsched.runtime.watch.verdict import Plans, Verdict, make_verdict, own_errors
-from quintsched.runtime.watch.waiting import NOTHING, WORLD_CODE
 from quintsched.stalls.states import Fate
 
 NOW_S = 70_000.0

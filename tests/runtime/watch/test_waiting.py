@@ -10,7 +10,7 @@ from quintsched.ir.instructions import RecvGrad, SendAct
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.runtime.watch.waiting import (
+from quintsched.runtime.watch.cell import (
     NOTHING,
     UNKNOWN,
     WaitCell,

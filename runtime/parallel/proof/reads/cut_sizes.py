@@ -12,7 +12,7 @@ is the same, too; nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -136,17 +136,13 @@ class _Calls(TorchDispatchMode):
     @contextmanager
     def around(self, twin: nn.Module, apart: Mapping[str, Apart]) -> Iterator[None]:
         """A context in which what is called in modules of these names is their own business."""
-        handles = []
         modules = dict(twin.named_modules())
         self._labels = Labels(twin, trusts=self._trusts)
-        for name, its in apart.items():
-            handles.append(modules[name].register_forward_pre_hook(partial(self._enter, its), prepend=True))
-            handles.append(modules[name].register_forward_hook(partial(self._leave, its)))
-        try:
+        with ExitStack() as hooks:
+            for name, its in apart.items():
+                hooks.enter_context(modules[name].register_forward_pre_hook(partial(self._enter, its), prepend=True))
+                hooks.enter_context(modules[name].register_forward_hook(partial(self._leave, its)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, its: Apart, module: nn.Module, args: Any) -> None:
         x = args[0] if args else None

@@ -24,8 +24,7 @@ from ....comm import SelfGroup
 from ...context.context import Context, SequenceShard
 from ..feature_owners import FeatureOwners, Place, line
 from ..marks.owner_rules import MOVING, Joined, goes_by_data, name_of, require_one
-from .lookups import looked_up
-from .token_labels import TokenLabels, placed
+from .token_labels import TokenLabels, looked_up, placed
 
 MANY = 127
 """The owner of numbers that are made of several ranks' tokens."""

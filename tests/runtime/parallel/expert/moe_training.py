@@ -14,8 +14,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import gpt_tied
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import MoEGPTOptions, gpt_tied, moe_gpt
 from quintsched.runtime.parallel.expert.moe import mixtures
 from quintsched.runtime.train.losses import cross_entropy_sum
 

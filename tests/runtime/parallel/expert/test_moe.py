@@ -17,8 +17,8 @@ from quintsched.runtime.blocks.module_state import saved_tensors
 from quintsched.runtime.blocks.shapes import trace_shapes
 from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions
 from quintsched.runtime.parallel.expert.moe import expert_weights
 from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.grad_buckets import cut_buckets

@@ -15,7 +15,7 @@ from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.expert import moe
-from quintsched.runtime.parallel.expert.dispatch import Dispatch, counted
+from quintsched.runtime.parallel.expert.router import Dispatch, counted
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ...steps import changing

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quintsched as qs
 from quintsched.runtime import Engine, MoE, apply_expert_parallel
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ...toys import difference, sgd

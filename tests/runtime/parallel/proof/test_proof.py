@@ -20,8 +20,7 @@ from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, moe_gpt
 from quintsched.runtime.parallel.context.context import Context
 from quintsched.runtime.parallel.proof import bench
 from quintsched.runtime.parallel.proof.kinds import kind_of

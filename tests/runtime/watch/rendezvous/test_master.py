@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.runtime.watch.rendezvous import master
-from quintsched.runtime.watch.rendezvous.master import own_address, read_master, require_elsewhere
+from quintsched.runtime.watch.rendezvous import addresses
+from quintsched.runtime.watch.rendezvous.addresses import own_address, read_master, require_elsewhere
 from quintsched.runtime.watch.rendezvous.store import connect_to
 
 SAID = "--master it"
@@ -25,8 +25,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(master, "own_addresses", lambda: known["own"])
-    monkeypatch.setattr(master, "_is_here", lambda address: address.startswith("127.") or address in known["own"])
+    monkeypatch.setattr(addresses, "own_addresses", lambda: known["own"])
+    monkeypatch.setattr(addresses, "_is_here", lambda address: address.startswith("127.") or address in known["own"])
     return known
 
 
