@@ -254,8 +254,10 @@ def test_it_is_refused_in_the_first_step_that_does_not_use_it() -> None:
 
 @pytest.mark.parametrize("used_in", [0, 1, None])
 def test_all_calls_of_a_step_count(used_in: int | None) -> None:
+    start = pair()
+
     def run(transport: Transport) -> Tensor:
-        blocks = pair()
+        blocks = copy.deepcopy(start)
         engine = Engine(
             qs.compile("1f1b", mesh="pp=2", microbatches=2), blocks, F.cross_entropy, adam, transport=transport
         )
@@ -268,7 +270,7 @@ def test_all_calls_of_a_step_count(used_in: int | None) -> None:
         with pytest.raises(MisfitError, match=r"no gradient to \[1\]"):
             run_local(2, run)
         return
-    blocks = pair()
+    blocks = copy.deepcopy(start)
     loss = torch.zeros(())
     for call in range(2):
         blocks[-1].uses = call == used_in
