@@ -42,9 +42,7 @@ from .parallel.mesh_groups import make_groups
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
     require_capturable,
-    require_constant,
     require_runnable,
-    require_stages,
     require_usable,
 )
 from .saving.averages import Averages
@@ -180,9 +178,6 @@ class Engine(EngineState, RankView):
             block_costs=block_costs,
             cut_logits=cut_logits,
         )
-        require_stages(self.plan, model.stages)
-        if settings.cuda_graph:
-            require_constant(model.stages)
         builds = OptimizerBuilds(builder, model, self._groups.tensor, settings.zero_split)
         bucket_bytes = int(settings.bucket_mb * 1e6)
         self._state = TrainingState(

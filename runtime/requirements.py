@@ -9,18 +9,12 @@ import torch
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.ir.instructions import OffloadAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
 
-from .blocks.blocks import Blocks, some_take
-from .blocks.dtensor import is_sharded
 from .comm import Transport
-from .comm.device import draws_undone, graphs_of, is_accelerator
+from .comm.device import draws_undone, graphs_of
 from .objects.snapshot import Snapshot, require_undone
-from .parallel.dropout import KeyedDropout
-from .parallel.expert.moe import mixtures
-from .stage.build import Stage
 from .stage.sliced_losses import cuts_sequences
 
 
@@ -53,27 +47,8 @@ def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> Non
         raise MisfitError(f"cuda_graph wants a CUDA device, and this run is on {device.type}; leave it out there")
 
 
-def require_constant(stages: Mapping[int, Stage]) -> None:
-    """Raise `UsageError` for blocks that the host leads through each step, which no CUDA graph can hold."""
-    for stage in stages.values():
-        if any(isinstance(m, KeyedDropout) and m.p > 0 and m.training for m in stage.modules()):
-            raise UsageError(
-                "cuda_graph: blocks draw random numbers (dropout), which follow the number of the step; let them draw "
-                "none (a rate of 0), or run without cuda_graph"
-            )
-        for name, mixture in mixtures(stage).items():
-            if mixture.waits_for_routing:
-                raise UsageError(
-                    f"cuda_graph: the mixture of experts {name} asks the device how many tokens go to each expert; "
-                    "give each the same number: pad_to_capacity, with a capacity_factor"
-                )
-
-
 def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for blocks that are none, and for what is to be called and cannot be.
-
-    Raises `MisfitError` as `require_long_sight` does.
-    """
+    """Raise `UsageError` for blocks that are none, and for what is to be called and cannot be."""
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential | nn.ModuleList):
         raise UsageError(
             f"blocks is a whole {type(blocks).__name__}; give a list of its blocks, or cut it: "
@@ -96,7 +71,6 @@ def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, Any]) -> Non
         if not callable(function):
             raise UsageError(f"{name} is a {type(function).__name__}; it must be a function of (output, targets)")
     _require_nothing_to_train(blocks, functions)
-    require_long_sight(plan, blocks)
     _require_loss_of_slices(plan, functions["loss_fn"])
 
 
@@ -112,26 +86,6 @@ def _require_nothing_to_train(blocks: Any, functions: Mapping[str, object]) -> N
                 f"loss_fn, a {type(loss).__name__}, has weights to train ({name}), which no optimizer steps here: let "
                 "the last block find what they are for, or write loss_fn.requires_grad_(False)"
             )
-
-
-def require_long_sight(plan: Plan, blocks: Blocks) -> None:
-    """Raise `MisfitError` where sequences are cut and no block can look beyond its slice."""
-    cuts = {
-        "past": (f"{plan.schedule.name} cuts sequences into {plan.schedule.slices} slices", plan.schedule.slices),
-        "context": (f"mesh {plan.mesh} cuts sequences over cp", plan.mesh.axis_size("cp")),
-    }
-    for name, (what, count) in cuts.items():
-        if count > 1 and not some_take(name, blocks):
-            raise MisfitError(
-                f"{what}, but no block takes `{name}` in its forward: an attention would see only its slice"
-            )
-
-
-def require_stages(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where a rank's stages cannot do what the plan has them do."""
-    require_keyed_dropout(plan, stages)
-    require_blocks_to_recompute(plan, stages)
-    require_movable_activations(plan, stages)
 
 
 def _require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
@@ -155,54 +109,3 @@ def _require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
             "the loss shifts its targets by a token, but sequences are cut into slices (cp, slices), whose last tokens "
             "would be left out; shift targets before the step, targets[:, i] = ids[:, i + 1], and not in the loss"
         )
-
-
-def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` for draws that cannot be keyed: in experts, and in recurrent networks of an accelerator.
-
-    Its library draws these masks by a generator that it keeps for itself.
-    """
-    for stage in stages.values():
-        for number, block in stage.blocks.items():
-            _refuse_dropouts_of_experts(number, block)
-            if plan.mesh.size == 1:
-                continue
-            for name, module in block.named_modules():
-                drops = isinstance(module, nn.RNNBase) and module.dropout > 0
-                if drops and is_accelerator(next(module.parameters()).device):
-                    raise MisfitError(
-                        f"block {number} drops out by a {type(module).__name__} ({name or 'itself'}), whose masks "
-                        f"would not agree over mesh {plan.mesh}; put nn.Dropout between recurrent networks of one "
-                        "layer each, or set its probability to 0"
-                    )
-
-
-def _refuse_dropouts_of_experts(number: str, block: nn.Module) -> None:
-    for name, mixture in mixtures(block).items():
-        if any(isinstance(module, KeyedDropout) and module.p > 0 for module in mixture.experts.modules()):
-            raise MisfitError(
-                f"block {number} has a dropout within the experts of {name or 'itself'!r}, whose rows are no samples, "
-                "so that no mask belongs to them; drop out before or behind the mixture"
-            )
-
-
-def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where a stage has too few blocks for every k-th of them to be recomputed, but not none."""
-    for number, stage in stages.items():
-        every = plan.layout.recompute_every(number)
-        if every > len(stage.blocks) > 0:
-            raise MisfitError(
-                f"one of {every} blocks of stage {number} is to be recomputed, but it has {len(stage.blocks)}; "
-                f"set recompute to {len(stage.blocks)} at most, or to 1 for the whole stage"
-            )
-
-
-def require_movable_activations(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where activations go to the host's memory that PyTorch has sharded."""
-    moving = {i.stage for program in plan.programs for i in program if isinstance(i, OffloadAct)}
-    for number in moving.intersection(stages):
-        if is_sharded(stages[number]):
-            raise MisfitError(
-                f"PyTorch has sharded modules of stage {number}, whose activations cannot go to the host's memory and "
-                "back; compile the plan without offload"
-            )

@@ -248,11 +248,6 @@ def takes_targets(block: nn.Module) -> bool:
     return TARGETS in arguments_of(block.forward)
 
 
-def some_take(name: str, blocks: Blocks) -> bool:
-    """Whether any block has a parameter of this name: `past` (see `slices`), `context` (see `context_parallel`)."""
-    return any(name in arguments_of(on_meta(block).forward) for block in blocks)
-
-
 def split_result(result: Any) -> tuple[Any, dict[str, Tensor], Tensor | None]:
     """Return a block's output, what rides along from there, and the auxiliary loss that may be beside it.
 

@@ -15,7 +15,7 @@ same r₀ in k microbatches can be put one behind the other, whatever the s are:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,10 +60,6 @@ class SharedBuffers:
         stages: this rank's.
         plan: which has replicas, and says how often a stage runs in a step.
         replicas: the ranks that hold the same weights, and work on other samples or tokens.
-        sliced: block number → whether it is given this rank's slice of the tokens, over tp.
-
-    Raises:
-        MisfitError: norms that would see a part of what they average over, or twins of them.
     """
 
     def __init__(
@@ -72,9 +68,8 @@ class SharedBuffers:
         stages: Mapping[int, Stage],
         plan: Plan,
         replicas: Group,
-        sliced: Callable[[int], bool],
     ) -> None:
-        self._choice, self._replicas, self._sliced = choice, replicas, sliced
+        self._choice, self._replicas = choice, replicas
         self._microbatches = plan.schedule.microbatches
         self._norms = list(_averaging(stages))
         self._is_needed = replicas.size > 1
@@ -87,35 +82,6 @@ class SharedBuffers:
         self.are_shared = self._is_needed and bool(self._buffers)
         self._known: set[str] | None = None
         self.late: set[str] = set()
-        for name, norm in self._norms:
-            self._require_all_seen(name, norm, plan, stages)
-
-    def _require_all_seen(self, name: str, norm: _NormBase, plan: Plan, stages: Mapping[int, Stage]) -> None:
-        kind, mesh = type(norm).__name__, plan.mesh
-        if not norm.training:
-            return
-        if plan.schedule.slices > 1:
-            raise MisfitError(
-                f"{name} ({kind}) averages over all tokens, and {plan.schedule.name} gives it slices of sequences; "
-                "take a schedule without slices, or another norm"
-            )
-        if self._sliced(int(name.partition(".")[0])):
-            raise MisfitError(
-                f"{name} ({kind}) averages over all tokens, and sequence_parallel gives it a slice of them; run "
-                "without sequence_parallel, or with another norm"
-            )
-        if mesh.axis_size("cp") > 1 and not (self._choice == "sync" and isinstance(norm, _BatchNorm)):
-            raise MisfitError(
-                f"{name} ({kind}) averages over all tokens, and mesh {mesh} cuts sequences over cp; let batch norms "
-                "share their statistics: buffers='sync'"
-            )
-        if any(plan.layout.twins(stage) for stage in stages):
-            raise MisfitError(
-                f"{name} ({kind}) has running statistics, and {plan.schedule.name} runs two copies of its block on "
-                "other microbatches; take a schedule of one direction, or track_running_stats=False"
-            )
-        if self._choice == "refuse" and self._is_needed:
-            self._refuse(name, "changes in every forward, each replica by its own samples")
 
     @contextmanager
     def shared(self) -> Iterator[None]:

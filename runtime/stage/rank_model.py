@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from quintsched.errors import MisfitError
-from quintsched.ir.instructions import BwdInput, Overlap
+from quintsched.ir.instructions import BwdInput
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
@@ -32,7 +31,8 @@ from ..examine.eval_mode import eval_mode_warning
 from ..examine.followed import Copies, Source, sources_of
 from ..examine.in_common.common_state import CommonState
 from ..examine.in_common.shared_state import SharedState
-from ..examine.late_state import LateState
+from ..examine.microbatch_state import LateState
+from ..examine.refusals import Run, require_usable_blocks
 from ..examine.weights_elsewhere import WeightsElsewhere
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -139,7 +139,12 @@ class RankModel:
         for line in (shares if "; on all ranks alike" in shares else None, eval_mode_warning(self.outlines)):
             if line and self._transport.rank == 0:
                 _logger.warning("%s", line)
-        self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
+        self.target_stages = target_stages(self.cuts, self.outlines)
+        self._buffer_choice = synced_choice(options.buffers, self.outlines)
+        is_sliced, device = self.tensor.tokens.inside, self._transport.device
+        require_usable_blocks(
+            Run(self.plan, device, self.outlines, self.cuts, is_sliced, self._buffer_choice, options.cuda_graph)
+        )
 
     def _build(self, blocks: Blocks) -> None:
         options, device = self.options, self._transport.device
@@ -204,16 +209,11 @@ class RankModel:
 
     def _share_buffers(self) -> tuple[SyncedNorms | None, SharedBuffers]:
         """Return what lets batch norms share statistics over the replicas, if they do, and what shares buffers."""
-        groups, choice = self._groups, synced_choice(self.options.buffers, self.outlines)
+        groups, choice = self._groups, self._buffer_choice
         synced = None
         if choice == "sync" and groups.replicas.size > 1 and has_batch_norms(self.outlines):
-            if len(self.plan.columns.rows_where(Overlap)):
-                raise MisfitError(
-                    f"{self.plan.schedule.name} lets a forward and a backward overlap, in which batch norms cannot "
-                    "share their statistics; compile the plan without overlap, or with buffers='merge'"
-                )
             synced = SyncedNorms(self._transport.make_group(self.plan.mesh.groups(*REPLICA_AXES)))
-        shared = SharedBuffers(choice, self.stages, self.plan, groups.replicas, self.tensor.tokens.inside)
+        shared = SharedBuffers(choice, self.stages, self.plan, groups.replicas)
         return synced, shared
 
     def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:

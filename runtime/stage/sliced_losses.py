@@ -22,7 +22,6 @@ from quintsched.ir.layout import Layout
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, takes_targets
-from ..parallel.tensor.sequence import SequenceParallel
 
 _BEGUN = (
     "block {} ({}) returns a loss beside its output, and returned none in the first step, before which it is settled "
@@ -30,30 +29,10 @@ _BEGUN = (
 )
 
 
-def target_stages(
-    cuts: Sequence[range], blocks: Sequence[nn.Module], layout: Layout, tokens: SequenceParallel
-) -> set[int]:
-    """Return the stages whose blocks take targets.
-
-    Raises `MisfitError` where the plan has no loss on one of them, and for blocks that are given slices of the tokens.
-    """
-    taking = [number for number, block in enumerate(blocks) if takes_targets(block)]
-    stages = [stage for stage, numbers in enumerate(cuts) if any(number in numbers for number in taking)]
-    has_loss = {*layout.losses, *(route.stages[-1] for route in layout.routes)}
-    for stage in stages:
-        if stage not in has_loss:
-            wanted = ",".join(map(str, sorted({*stages, *has_loss}, key=layout.routes[0].stages.index)))
-            raise MisfitError(
-                f"a block of stage {stage} takes targets, but the plan has no loss there: compile it with --losses "
-                f"{wanted}"
-            )
-    for number in taking:
-        if tokens.inside(number):
-            raise MisfitError(
-                f"block {number} takes targets, and sequence parallelism gives it a slice of the tokens; run without "
-                "sequence_parallel"
-            )
-    return {*stages}
+def target_stages(cuts: Sequence[range], blocks: Sequence[nn.Module]) -> set[int]:
+    """Return the stages whose blocks take targets."""
+    taking = {number for number, block in enumerate(blocks) if takes_targets(block)}
+    return {stage for stage, numbers in enumerate(cuts) if taking.intersection(numbers)}
 
 
 def require_planned_losses(layout: Layout, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:

@@ -35,7 +35,7 @@ from .grad_reducer import GradReducer
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .state_dict import BesideTensors, named_masters, of_model
-from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
+from .zero_params import ShardedMasters, ShardedWeights, WeightBucket
 
 Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
 
@@ -130,7 +130,6 @@ class TrainingState:
         ]
         layouts, last = list[FlatLayout | None]([None] * len(cut)), None
         if self._zero.shards_optimizer:
-            require_shardable(plan, self._stages)
             weights = [self._shard(*bucket, plan.buckets_per_stage) for bucket in cut]
             layouts = [bucket.layout for bucket in weights]
             self.weights = ShardedWeights(weights, reshards=self._zero.shards_weights)

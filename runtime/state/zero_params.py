@@ -26,10 +26,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quintsched.errors import MisfitError
-from quintsched.plan import Plan
-
-from ..blocks.dtensor import is_sharded
 from ..blocks.number_types import is_low
 from ..comm import Group, Work
 from ..parallel.tensor.shard import mark_shard, shard_of
@@ -253,14 +249,3 @@ def wait_for(works: Iterable[Work]) -> None:
     """Wait, where nobody counts the time."""
     for work in works:
         work.wait()
-
-
-def require_shardable(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` for modules that PyTorch has sharded: their weights cannot be cut once more."""
-    for stage in stages.values():
-        for number, block in stage.blocks.items():
-            if is_sharded(block):
-                raise MisfitError(
-                    f"PyTorch has sharded block {number} (DTensor), whose weights ZeRO-{plan.zero.stage} cannot share "
-                    f"out over the replicas of mesh {plan.mesh} once more; compile the plan with zero=0"
-                )

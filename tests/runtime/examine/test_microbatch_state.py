@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import nn
 
-from quintsched.runtime.examine.late_state import LateState
+from quintsched.runtime.examine.microbatch_state import LateState
 
 RUNS = 0
 
