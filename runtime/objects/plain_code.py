@@ -57,7 +57,8 @@ _NOT_PLAIN = _names("breakpoint compile eval exec globals id input open")
 
 _TORCH = _names("""
     _C._autograd _C._fft _C._functions _C._functorch _C._linalg _C._nested _C._nn _C._sparse _C._special _decomp
-    _dynamo _functorch _higher_order_ops _jit_internal _library _lowrank _ops _prims _prims_common _refs
+    _dynamo _functorch _higher_order_ops _jit_internal _library _lowrank _meta_registrations _ops _prims
+    _prims_common _refs
     _subclasses _tensor _tensor_str _utils _VF _compile amp autograd autocast_mode compiler cuda.amp
     distributions fft func functional fx jit library linalg masked nested nn overrides profiler return_types
     sparse special storage types utils._contextlib utils._device utils._pytree utils._python_dispatch

@@ -118,6 +118,28 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
+class Averaging(nn.Module):
+    """Its forward writes to a layer's weights, by operations of which torch has the shapes in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.slow = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(0.1 * self.layers[0].weight)
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.slow(x)
+
+
+def test_what_torch_asks_of_itself_is_not_what_the_forward_asks():
+    with pytest.raises(MisfitError, match=r"changes the weight 'slow\.weight' between its layers") as refusal:
+        split(Averaging(), example=torch.ones(2, 3))
+    assert "_meta_registrations" not in str(refusal.value)
+
+
 def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
     """Where its result counts for nothing at the split, no comparison of gradients finds it."""
     with pytest.raises(MisfitError, match=r"applies Reversed.apply \(test_asks_elsewhere.py, line \d+\) between"):
