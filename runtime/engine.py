@@ -250,8 +250,7 @@ class Engine(EngineState, RankView):
         return count
 
     def _run(self, step: PreparedStep, *, last: bool = True) -> StepResult:
-        with self._model.running():
-            result = self._runner.run(step, last=last)
+        result = self._model.running(partial(self._runner.run, step, last=last))
         if last and not result.skipped and self._averages.all:
             self._averages.update()
         self._bad_steps.note(step, result, last=last)
@@ -318,8 +317,7 @@ class Engine(EngineState, RankView):
         """
         plan = self._plans.evaluation(microbatches)
         step = self._settle(plan, inputs, targets, extras, microbatches, needs_loss=not outputs)
-        with self._model.evaluating(), torch.no_grad():
-            return self._runner.run(step, wants_outputs=outputs)
+        return self._model.evaluating(partial(torch.no_grad()(self._runner.run), step, wants_outputs=outputs))
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

@@ -47,12 +47,8 @@ class Modes(NamedTuple):
     @classmethod
     def now(cls) -> Modes:
         """Return those in force here."""
-        casts = _NO_CASTS
-        if _casts():
-            casts = tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in _KINDS)
-        strict = _is_strict(), _only_warns()
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return _modes((grad, inference, casts, torch.get_default_dtype(), strict))
+        casts = _casts_now() if _is_any_cast() else _NO_CASTS
+        return _modes((_is_grad(), _is_inference(), casts, _default_dtype(), (_is_strict(), _only_warns())))
 
     def apart_from(self, around: Modes) -> Modes | None:
         """Return these without what is as around them; None where all is."""
@@ -108,7 +104,12 @@ class Modes(NamedTuple):
 
 _modes: Callable[[tuple[Any, ...]], Modes] = partial(tuple.__new__, Modes)
 _is_strict: Callable[[], bool] = torch._C._get_deterministic_algorithms
-_casts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_is_any_cast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_is_grad, _is_inference, _default_dtype = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch.get_default_dtype,
+)
 _only_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
 
 _WORDS = {
@@ -118,6 +119,10 @@ _WORDS = {
     "dtype": "the default dtype",
     "deterministic": "deterministic algorithms",
 }
+
+
+def _casts_now() -> tuple[tuple[str, torch.dtype | None], ...]:
+    return tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in _KINDS)
 
 
 class ModesLeftError(MisfitError):

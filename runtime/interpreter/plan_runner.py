@@ -10,7 +10,6 @@ program knows nothing of shapes: each step says of which its units are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +47,7 @@ from .host_copies import HostCopies
 from .interpreter import Call, Interpreter, PreparedStep
 from .p2p import outgrows
 from .rank_state import (
+    NO_CONTEXT,
     ComputeState,
     CurrentStep,
     MessageState,
@@ -223,8 +223,8 @@ class PlanRunner:
         self._begin(step, last=last, wants_outputs=wants_outputs)
         is_part = trains and (not last or bool(self.losses.earlier))
         watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run, is_part=is_part)
-        shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else nullcontext()
-        watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
+        shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else NO_CONTEXT
+        watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else NO_CONTEXT
         masks, before = self._model.masks, self._model.masks.read_generators()
         with shared, watched:
             alone = trains and last and calls is None and not self._samples_before
@@ -245,8 +245,9 @@ class PlanRunner:
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
         if trains:
-            so_far = self._samples_before + self._model.num_replicas * step.units.num_samples
-            self._samples_before = 0 if last else so_far
+            self._samples_before = (
+                0 if last else self._samples_before + self._model.num_replicas * step.units.num_samples
+            )
             if not last:
                 self._state.masters.note_versions()
         if trains and last and not outcome.empty:
@@ -270,8 +271,7 @@ class PlanRunner:
             stage.require_known_weights(self._state.gradients.reducer.known)
         self._latest, self._is_broken = interpreter, True
         current.number, current.units, current.last = number, step.units, last
-        current.samples_before = self._samples_before if trains else 0
-        current.outputs = {} if wants_outputs else None
+        current.samples_before, current.outputs = self._samples_before if trains else 0, {} if wants_outputs else None
         for layer in model.mixtures:
             layer.tokens_alike = step.units.alike
         if trains:

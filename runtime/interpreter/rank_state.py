@@ -12,6 +12,7 @@ Values go from one instruction to another through `Cells`; `CurrentStep` is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,6 +72,9 @@ class RunOptions:
         """What the user has written beside blocks, by names."""
         return {"the loss function": self.loss_fn, **{f"metric {name!r}": m for name, m in self.metrics.items()}}
 
+
+NO_CONTEXT = nullcontext()
+"""A context for what needs none, which may be entered again and again."""
 
 ONLY = (0,)
 """The numbers of a backward's outputs, where there is one."""
@@ -198,12 +202,12 @@ class MessageState:
 
 @dataclass
 class GradOutcome:
-    """What became of a step's gradient: its global norm, and whether the step is skipped since it is not finite.
+    """What became of a step's gradient: what gives its global norm, and whether the step is skipped as not finite.
 
     `empty` says that it is skipped since there were no samples; `stop_asked`, that a rank was asked to stop after it.
     """
 
-    norm: Tensor | None = None
+    norm: Callable[[], Tensor] | None = None
     skipped: bool = False
     empty: bool = False
     stop_asked: bool = False

@@ -42,13 +42,14 @@ class Figures:
     how many units were computed on last stages.
 
     Attributes:
-        sums: loss, weight, sums of metrics and their weights, never to be changed; known once they are `read`.
+        sums: loss, weight, sums of metrics and their weights, 0-dimensional each, never to be changed; known once they
+            are `read`.
         rest: auxiliary losses and the last numbers: a list, or the device's tensor; known as `sums` are.
     """
 
     __slots__ = ("_is_read", "_numbers", "num_rows", "num_units", "rest", "sums", "table", "work")
 
-    sums: Tensor
+    sums: Sequence[Tensor]
     rest: list[Any] | Tensor
 
     def __init__(
@@ -65,20 +66,20 @@ class Figures:
             begin, numbers = self.num_rows * self.num_units, self._numbers
             if numbers is None and is_at_hand(self.table.device):
                 numbers = numbers_of(self.table)
-            self.rest = self.table[begin:] if numbers is None else numbers[begin:].tolist()
-            self.sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
+            self.rest = self.table[begin:] if numbers is None else numbers.tolist()[begin:]
+            self.sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1).unbind()
             if numbers is None or any(self.rest[:-3]):
                 self.sums[0].add_(self.table[begin:-3].sum())
         return self
 
 
-def added(first: Figures, others: Sequence[Figures] = ()) -> Tensor:
+def added(first: Figures, others: Sequence[Figures] = ()) -> Sequence[Tensor]:
     """Return the sums of several batches that are one step: where their losses are sums, the loss weighs 1."""
     num_summed: Any = first.read().rest[-3]
     if not others and not isinstance(num_summed, Tensor) and not num_summed:
         return first.sums
-    total = sum((figures.read().sums for figures in others), start=first.sums.clone())
-    total[1].add_(sum((figures.rest[-3] for figures in others), start=num_summed) > 0)
+    total = [sum(more, start=mine) for mine, *more in zip(first.sums, *[f.read().sums for f in others], strict=True)]
+    total[1] = total[1] + (sum((figures.rest[-3] for figures in others), start=num_summed) > 0)
     return total
 
 
@@ -130,8 +131,7 @@ class Tally:
 
     def begin(self, *, alone: bool = False) -> None:
         """Start a step, whose figures nobody knows yet; `alone`: no gradients are reduced that they could ride with."""
-        self._rides = self._room is not None and not alone
-        self._keeps = self._is_read and not alone
+        self._rides, self._keeps = self._room is not None and not alone, self._is_read and not alone
         self.figures = self._unknown
 
     def add_loss(self, unit: int, found: Counted) -> tuple[Tensor, float]:
@@ -227,15 +227,15 @@ class Tally:
 class StepResult:
     """What a step gives on every rank. Reading a figure waits until it is reduced over the ranks.
 
-    `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
-    says that it was not finite, so that no rank stepped its optimizer; `empty`, that no replica had samples.
+    `skipped` says that the gradient was not finite, so that no rank stepped its optimizer; `empty`, that no replica had
+    samples.
     `outputs` are those of an evaluation that was asked for them, on the ranks of the last stage. `stop_asked` says that
     some rank was asked to stop after this step.
     """
 
     _figures: Figures
     _metrics: Sequence[str]
-    grad_norm: Tensor | None = None
+    _norm: Callable[[], Tensor] | None = None
     skipped: bool = False
     empty: bool = False
     outputs: Any = None
@@ -248,13 +248,18 @@ class StepResult:
         """Return the result of a step whose gradients were accumulated, over all its batches."""
         return replace(self, _earlier=tuple(result._figures for result in results))
 
-    def _sums(self) -> Tensor:
+    def _sums(self) -> Sequence[Tensor]:
         """Return all sums; raises `MisfitError` for those of an evaluation whose loss is refused, or a rank doubts."""
         if self._refusal:
             raise MisfitError(self._refusal)
         if self._if_doubted and self._figures.read().rest[-2] >= DOUBT:
             raise MisfitError(self._if_doubted)
         return added(self._figures, self._earlier)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global 2-norm of the batch's gradient before clipping; None after an evaluation."""
+        return self._norm and self._norm()
 
     @property
     def weight(self) -> Tensor:
@@ -264,8 +269,8 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        sums = self._sums()
-        return sums[0] / sums[1]
+        total, weight, *_ = self._sums()
+        return total / weight
 
     @property
     def sums(self) -> dict[str, Tensor]:

@@ -8,10 +8,9 @@ batch  ──▶ units, each with what of it this rank needs
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -54,6 +53,8 @@ from .sliced_losses import target_stages
 from .tied_weights import TiedWeights
 
 _logger = logging.getLogger("quintsched.runtime")
+
+Result = TypeVar("Result")
 
 
 class RankModel:
@@ -258,17 +259,14 @@ class RankModel:
             *self._copies,
         ]
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A context in which the blocks are in evaluation mode; those that were in training mode are so again after."""
-        with self.running(evaluates=True):
-            yield from self._evaluating()
+    def evaluating(self, run: Callable[[], Result]) -> Result:
+        """Return what is run with the blocks in evaluation mode; those that trained do so again after."""
+        return self.running(partial(self._evaluating, run), evaluates=True)
 
-    @contextmanager
-    def running(self, *, evaluates: bool = False) -> Iterator[None]:
-        """A context in which blocks of a split model are told whether they train, whatever their own flags say.
+    def running(self, run: Callable[[], Result], *, evaluates: bool = False) -> Result:
+        """Return what is run while blocks of a split model are told whether they train, whatever their own flags say.
 
-        Raises `ModesLeftError` at its end where other modes are in force than at its start.
+        Raises `ModesLeftError` where other modes are in force behind it than before.
         """
         around = Modes.now()
         for source in self._sources:
@@ -284,23 +282,24 @@ class RankModel:
         if tells:
             self.late_state.begin()
         try:
-            yield
+            result = run()
             if self.common is not None:
                 self.common.why_changed()
             if tells:
                 self.late_state.tell(self.plan.schedule.microbatches, self.num_replicas)
             if Modes.now() != around:
                 around.require_kept("a block on this rank, a hook or the loss function")
+            return result
         finally:
             for source in self._sources:
                 source.evaluates = None
 
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluating(self, run: Callable[[], Result]) -> Result:
         before = [(module, module.training) for stage in self.stages.values() for module in stage.modules()]
         try:
             for stage in self.stages.values():
                 stage.eval()
-            yield
+            return run()
         finally:
             for module, trains in before:  # a class may have a `train` of its own, which takes back what `eval` did
                 if module.training is not trains:

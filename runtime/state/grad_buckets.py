@@ -84,7 +84,7 @@ class GradBucket:
         blank: parameters to whose gradient nothing was added yet in this step: what their views hold means nothing,
             unless it begins at zero; there it is not noted, but seen when the gradients are read all together.
         missing: parameters whose gradient the last backward has yet to bring.
-        notes_arrivals: whether it is noted which gradients are complete: in a stage's last backward.
+        notes_arrivals: whether it is noted which gradients are complete: from a stage's last backward on.
         ready: whether the bucket may be launched.
         is_open: whether backwards bring gradients for it, as they do in a step; those of a loop's own are the loop's.
         may_lack: whether some parameter's gradient in the shard may be one that never came, in this step.
@@ -131,7 +131,6 @@ class GradBucket:
             stats.add(MemoryKind.GRADIENTS, self.shard.nbytes)
         pairs = zip(map(masters.of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
-        self.notes_arrivals = False
         self.clear()
         can_all = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
         self.begins_at_zero = can_all and not self.reshards and size <= IN_CACHE
@@ -215,7 +214,7 @@ class GradBucket:
     def clear(self, *, afresh: bool = False) -> None:
         """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
         self.blank, self.missing, self.ready = set(self._all), set(self._all), False
-        self.may_lack, self.is_open = self.reshards, False
+        self.may_lack, self.is_open, self.notes_arrivals = self.reshards, False, False
         self._versions = None
         if self.reshards:
             self.shard.fill_(NO_GRADIENT)

@@ -10,8 +10,6 @@ In a stage's last backward each arrival is noted; a bucket whose gradients are a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -48,17 +46,10 @@ class GradHooks:
             if not bucket.missing:
                 self._launch(bucket)
 
-    @contextmanager
-    def last_backward(self, stage: int) -> Iterator[None]:
-        """A context in which buckets of `stage` are launched as soon as the backward in it has filled them."""
-        buckets = self._filled.get(stage, ())
-        for bucket in buckets:
+    def expect_last(self, stage: int) -> None:
+        """Launch buckets of `stage` as soon as its last backward, which comes next, has filled them."""
+        for bucket in self._filled.get(stage, ()):
             bucket.notes_arrivals = True
-        try:
-            yield
-        finally:
-            for bucket in buckets:
-                bucket.notes_arrivals = False
 
     def _launch(self, bucket: GradBucket) -> None:
         """Launch a bucket whose gradients are all complete, when its turn comes."""

@@ -168,7 +168,7 @@ class GradReducer:
         self.finish_reductions(wait)
         self._num_launched = 0
         for bucket in self._buckets.all:
-            bucket.missing, bucket.ready = set(bucket.parameters), False
+            bucket.missing, bucket.ready, bucket.notes_arrivals = set(bucket.parameters), False, False
 
     def finish_reductions(self, wait: Wait) -> None:
         """Wait for the reductions that are under way, and take over what they gave."""

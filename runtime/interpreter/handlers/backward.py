@@ -7,7 +7,7 @@ saved ──▶ autograd ──▶ ∂input ──▶ cells: the stage before
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -20,12 +20,10 @@ from quintsched.ir.values import Kind
 from ...autograd.run_backward import run_backward
 from ...stage.stage_forward import outside, spans_of
 from ..busy_clock import NoClock
-from ..rank_state import ComputeState
+from ..rank_state import NO_CONTEXT, ComputeState
 from .forward import bind_fwd, parts_of, unless_empty
 
 Call = Callable[[], None]
-
-_NOTHING = nullcontext()
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
@@ -49,10 +47,9 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     backward, conclude = _backward(state, index, instruction)
     layout, stage = state.flows.plan.layout, instruction.stage
     comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
-    last_backward = state.gradients.hooks.last_backward
     run: Call = partial(backward, None)
     if state.flows.is_last_backward(instruction) and not comes_twice:
-        run = lambda: backward(last_backward(stage))  # noqa: E731
+        run = _in_turn(partial(state.gradients.hooks.expect_last, stage), run)
     return _in_turn(unless_empty(state, instruction, run, conclude), _adding_partial_sums(state, instruction))
 
 
@@ -171,7 +168,7 @@ def _backward(
             run_backward(start.roots, start.gradients(gradients))
         else:
             beside = draws.beside if unit is None else draws.again(unit)
-            with around or _NOTHING, beside or _NOTHING:
+            with around or NO_CONTEXT, beside or NO_CONTEXT:
                 run_backward(start.roots, start.gradients(gradients))
         if give is not None:
             if stage not in reached and start.roots:

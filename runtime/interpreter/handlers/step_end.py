@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quintsched.ir import instructions as ins
@@ -71,21 +72,20 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         return figures
 
     def conclude(figures: Tensor) -> None:
-        found = outcome.norm = figures[0].sqrt()
         square, suspects, asked, *sums = figures.tolist()
         length = math.sqrt(square) if square >= 0 else square
+        outcome.norm = partial(torch.full, (), length, dtype=figures.dtype, device=figures.device)
         marks.require_equal(sums)
         if asked >= DOUBT:
             state.settle_loss(accumulates=reducer.accumulates, again=True)
-        outcome.stop_asked = asked % DOUBT > 0
-        outcome.skipped = not math.isfinite(length)
+        outcome.stop_asked, outcome.skipped = asked % DOUBT > 0, not math.isfinite(length)
         outcome.empty = outcome.skipped and not tally.figures.rest[-1]
         if not outcome.empty:
             scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:
             absent.find()
         if clip is not None and clip < length + CLIP_EPSILON and not outcome.skipped:
-            norm.clip(found, clip)
+            norm.clip(outcome.norm(), clip)
 
     return ClipHalves(measure, conclude)
 
@@ -114,7 +114,8 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
     goes_by_norm = stepper is not None and stepper.goes_by_norm
 
     def norm() -> Tensor | None:
-        return outcome.norm if clip is None or outcome.norm is None else outcome.norm * clip_factor(outcome.norm, clip)
+        found = outcome.norm and outcome.norm()
+        return found if clip is None or found is None else found * clip_factor(found, clip)
 
     def run() -> None:
         if reducer.accumulates:

@@ -91,6 +91,7 @@ class DataMarks:
         self._marks: list[Mark | None] | None = None
         self._taken: list[Mark | None] = []
         self._turn = self._noted = 0
+        self._equal: Sequence[float] = ()
 
     def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> None:
         """Take in what this rank is given for a step, or for one more batch of it.
@@ -130,9 +131,8 @@ class DataMarks:
             if mark is not None:
                 at, number, is_given = slot * _WIDTH + 3 * kind, mark.number, mark.is_given
                 row[at : at + 3] = is_given, number * is_given, number * number * is_given
-        elsewhere = list[int]()
-        if Tensor in map(type, row):
-            elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
+        has_elsewhere = Tensor in map(type, row)
+        elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)] if has_elsewhere else []
         if not elsewhere and row == self._latest[0]:
             return self._latest[1]
         on_host = [0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row
@@ -145,11 +145,12 @@ class DataMarks:
 
     def require_equal(self, sums: Sequence[float]) -> None:
         """Raise `MisfitError`, on all ranks that the sums ran over, where ranks of a replica were given other data."""
-        for at in range(0, len(sums), 3):
+        for at in range(0, len(sums), 3) if sums != self._equal else ():
             count, total, squares = sums[at : at + 3]
             if int(count) * int(squares) != int(total) ** 2:
                 slot, place = divmod(at, _WIDTH)
                 self._refuse(self._members[slot * self._turns + self._turn], place // 3)
+        self._equal = sums
 
     def _refuse(self, members: Sequence[int], kind: int) -> None:
         """Raise `MisfitError`, with who is odd; all ranks that the sums ran over come here together."""
