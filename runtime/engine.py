@@ -8,7 +8,6 @@ for inputs, targets in loader:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from .interpreter.activation_memory import SavedBytes
 from .interpreter.busy_clock import Clock
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
-from .interpreter.rank_state import LossFn, MetricFn, RunOptions
+from .interpreter.rank_state import NO_CONTEXT, LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
 from .optim.builds import OptimizerBuilds
@@ -269,7 +268,7 @@ class Engine(EngineState, RankView):
         """Cut a batch, and settle with the other ranks what its units are."""
         if self._is_closed:
             raise UsageError("this engine was closed; make a new one")
-        with tensors_of_training() if torch.is_inference_mode_enabled() else nullcontext():
+        with tensors_of_training() if torch.is_inference_mode_enabled() else NO_CONTEXT:
             try:
                 if plan.mode == "train":
                     self.weights.require_unchanged()

@@ -53,7 +53,7 @@ class ReceiveBuffers:
     buffers as for constant shapes. `room_for` says how many bytes the transport wants behind so many.
 
     Attributes:
-        generation: counts how often a buffer was made or has grown: who remembers a view looks at it.
+        generation: counts how often a buffer was made or has grown, or plans took turns: who keeps a view looks at it.
     """
 
     def __init__(self, device: torch.device, room_for: Callable[[int], int] = lambda nbytes: 0) -> None:

@@ -42,8 +42,8 @@ from .handlers.step_end import (
 )
 from .handlers.zero import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
-from .p2p import bind_receives, bind_sends
-from .rank_state import RankState
+from .p2p import bind_receives, bind_sends, post_all
+from .rank_state import MessageState, RankState
 from .recorder import Recorder
 
 ALL_CALLS = slice(None)
@@ -126,7 +126,7 @@ class Interpreter:
         self.announce = partial(self._publisher.walk, state.flows.plan)
         """Tells who watches that a step of this program begins."""
         self._calls = [call for _, _, _, call in places]
-        self._entries = _merged(list(zip(self._marks, self._places, self._calls, strict=True)))
+        self._entries = _merged(state.messages, list(zip(self._marks, self._places, self._calls, strict=True)))
         self._entries_of_full = [(m, i, getattr(call, "if_none_is_empty", call)) for m, i, call in self._entries]
         if recorder is not None:
             recorder.forget_calls()
@@ -225,27 +225,17 @@ class Interpreter:
             raise found from error
 
 
-def _merged(entries: Sequence[Entry]) -> list[Entry]:
+def _merged(state: MessageState, entries: Sequence[Entry]) -> list[Entry]:
     """Return the same with the posts of receives at one place as one call."""
     found: list[Entry] = []
-    for place, some in groupby(entries, key=lambda entry: (entry[0], getattr(entry[2], "posts", False))):
+    for (place, posts), some in groupby(entries, key=lambda entry: (entry[0], hasattr(entry[2], "receives"))):
         alike = list(some)
-        found += [(place[0], alike[0][1], _all_posts(alike))] if place[1] else alike
+        receives = [one for _, _, call in alike for one in getattr(call, "receives", ())]
+        found += [(place, alike[0][1], post_all(state, receives))] if posts else alike
     return found
 
 
-def _all_posts(entries: Sequence[Entry]) -> Call:
-    """Return what posts receives one after the other; its `index` is that of the one that it has come to."""
-    posts = [(index, call) for _, index, call in entries]
-
-    def run() -> None:
-        for run.index, post in posts:  # type: ignore[attr-defined]
-            post()
-
-    return run
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PreparedStep:
     """A batch with all that is settled before it is run."""
 

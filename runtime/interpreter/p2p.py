@@ -26,7 +26,7 @@ from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots
 
 from ..comm.checked.frame import Label
 from ..stage.cargo import Cargo
-from ..steps.units import UnitShape
+from ..steps.units import NO_UNITS, UnitShape
 from ..watch.cell import receive_code, send_code
 from .data_flow import ProgramFlow, activation_of
 from .rank_state import BoundReceive, MessageState
@@ -115,11 +115,11 @@ def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
 
 
 def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -> Call:
-    """Return what posts a receive into its buffers, as the unit's shape has them in this step."""
+    """Return what posts a receive into its buffers; its `ready` binds it as the unit's shape has them in this step."""
     cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
     buffers, transport, marks = state.buffers, state.transport, _marks(state, value, posting.index)
     cell.receive, cell.receive_said = posting.index, receive_code(posting.index)
-    places, index, is_one = list(zip(kinds, posting.slots, strict=True)), posting.index, len(marks) == 1
+    places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
 
     def bind(shape: UnitShape) -> BoundReceive:
         placed = [*zip(places, shape.cargo.specs(value), strict=True)]
@@ -128,21 +128,38 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
             transport.receiver(tensor, posting.peer, *mark, buffers.room(*place, spec))
             for tensor, mark, (place, spec) in zip(tensors, marks, placed, strict=True)
         ]
-        found = state.bound[index] = BoundReceive(shape, buffers.generation, tensors, posts)
-        return found
+        return BoundReceive(index, cell, shape, buffers.generation, tensors, posts)
+
+    bound = bind(state.shape)
+
+    def ready() -> BoundReceive | None:
+        nonlocal bound
+        shape = current.units.shapes[unit]
+        if shape is not None and (bound.shape is not shape or bound.generation != buffers.generation):
+            bound = bind(shape)
+        return None if shape is None else bound
+
+    return post_all(state, [ready])
+
+
+def post_all(state: MessageState, receives: Sequence[Callable[[], BoundReceive | None]]) -> Call:
+    """Return what posts receives one after the other; its `index` is that of the one that it has come to.
+
+    They are bound again where units are others, a buffer has grown, or another plan was run since.
+    """
+    current, buffers, units, generation = state.current, state.buffers, NO_UNITS, -1
+    bound: list[BoundReceive] = []
 
     def run() -> None:
-        shape = current.units.shapes[unit]
-        if shape is None:
-            return
-        bound = state.bound.get(index)
-        if bound is None or bound.shape is not shape or bound.generation != buffers.generation:
-            bound = bind(shape)
-        cell.value = bound.tensors
-        cell.works = (bound.posts[0](),) if is_one else [post() for post in bound.posts]
+        nonlocal units, generation
+        if current.units is not units or buffers.generation != generation:
+            units, generation = current.units, buffers.generation
+            bound[:] = [one for ready in receives if (one := ready()) is not None]
+        for run.index, cell, _, _, tensors, posts in bound:  # type: ignore[attr-defined]
+            cell.value = tensors
+            cell.works = (posts[0](),) if len(posts) == 1 else [post() for post in posts]
 
-    run.posts = True  # type: ignore[attr-defined]
-    bind(state.shape)
+    run.receives = receives  # type: ignore[attr-defined]
     return run
 
 
@@ -181,26 +198,19 @@ def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> Call
     sends = [state.transport.sender(peer, tag, label) for tag, label in _marks(state, value, index)]
     state.cells.sending.append(cell)
     cell.send_said = send_code(index)
-    if len(sends) > 1:
+    (send, *others) = sends
 
-        def run() -> None:
-            if unit in current.units.empty:
-                return
-            tensors = tuple([tensor.contiguous() for tensor in cell.value])
-            cell.value = ()
-            cell.sent = [send(tensor) for send, tensor in zip(sends, tensors, strict=True)], tensors
+    def issue() -> None:
+        tensors = tuple([tensor.contiguous() for tensor in cell.value])
+        cell.value = ()
+        cell.sent = [send(tensor) for send, tensor in zip(sends, tensors, strict=True)], tensors
 
-        return run
-    (send,) = sends
-
-    def run_one() -> None:
-        if unit in current.units.empty:
-            return
+    def issue_one() -> None:
         tensor = cell.value[0].contiguous()
         cell.value = ()
         cell.sent = (send(tensor),), (tensor,)
 
-    return run_one
+    return current.unless_empty(unit, issue if others else issue_one)
 
 
 _KINDS = {

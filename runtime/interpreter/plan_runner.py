@@ -218,7 +218,7 @@ class PlanRunner:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
-            self._latest.state.messages.bound.clear()
+            self._buffers.generation += 1  # receives of all plans come into them
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
         is_part = trains and (not last or bool(self.losses.earlier))

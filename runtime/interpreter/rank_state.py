@@ -43,11 +43,12 @@ from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
 from ..steps.units import NO_UNITS, Units, UnitShape
 from .busy_clock import Clock
-from .cells import Cells, ReceiveBuffers, Waits
+from .cells import Cell, Cells, ReceiveBuffers, Waits
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .tally import Figures, Tally
 
+Call = Callable[[], None]
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Any, Any], Tensor]
 
@@ -96,14 +97,11 @@ class Start(NamedTuple):
             return of_outputs[:1]
         return (*[of_outputs[number] for number in self.numbers], *self.ones) if self.numbers else self.ones
 
-    def with_loss(self, loss: Tensor, scale: float, times: float = 1.0) -> Start:
-        """Return a start at `loss` as well, times `scale` and as many times as it counts, if it has a gradient."""
+    def with_loss(self, loss: Tensor, scale: LossScale, times: float = 1.0) -> Start:
+        """Return a start at `loss` as well, scaled, and as many times as it counts, if it has a gradient."""
         if not loss.requires_grad:
             return self
-        gradient = torch.full_like(loss, times if scale == 1 else scale)
-        if scale != 1 != times:
-            gradient.mul_(times)  # rounded as the gradient of a product is
-        return start_of(((*self.roots, edge_of(loss)), self.numbers, (*self.ones, gradient)))
+        return start_of(((*self.roots, edge_of(loss)), self.numbers, (*self.ones, scale.gradient_of(loss, times))))
 
 
 start_of: Callable[[tuple[Any, ...]], Start] = partial(tuple.__new__, Start)
@@ -137,6 +135,21 @@ class CurrentStep:
     last: bool = True
     samples_before: int = 0
     outputs: dict[int, Any] | None = None
+
+    def unless_empty(self, unit: int, call: Call, otherwise: Call | None = None) -> Call:
+        """Return `call` so that a unit without samples is passed over, or `otherwise` called for it.
+
+        In a step without such, `call` will do.
+        """
+
+        def run() -> None:
+            if unit not in self.units.empty:
+                call()
+            elif otherwise is not None:
+                otherwise()
+
+        run.if_none_is_empty = call  # type: ignore[attr-defined]
+        return run
 
 
 @dataclass(frozen=True)
@@ -173,8 +186,10 @@ class ComputeState:
 
 
 class BoundReceive(NamedTuple):
-    """What posts a receive into its buffers, for units of a shape, as long as no buffer grows."""
+    """What posts a receive, given by its place in the program, into its buffers: as long as no buffer grows."""
 
+    place: int
+    cell: Cell
     shape: UnitShape
     generation: int
     tensors: Outputs
@@ -196,8 +211,6 @@ class MessageState:
     transport: Transport
     max_sends: int | None
     buffers: ReceiveBuffers
-    bound: dict[int, BoundReceive] = field(default_factory=dict)
-    """The receives that are bound, by their places in the program."""
 
 
 @dataclass

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -38,7 +37,7 @@ from ..stage.weighed_metrics import WeighedMetric
 from ..steps.block_examinations import BlockExaminations, Gathered
 from ..steps.units import Units
 from .loss_agreement import Told, rule_in_words, rule_of, with_nothing
-from .rank_state import RunOptions
+from .rank_state import NO_CONTEXT, RunOptions
 from .tally import Figures
 
 _HAS_LOSS = attrgetter("has_loss")
@@ -197,7 +196,7 @@ class RunLosses:
             examined.begin()
         is_new = self._is_due or (bool(self._watched) and any(examined.since for examined in self._watched))
         for of, reads in self._reads:
-            of.watched = reads if is_new else nullcontext()
+            of.watched = reads if is_new else NO_CONTEXT
         self.loss.is_alone = (num_units := len(units.samples)) * self._num_shares == 1 and not is_part
         self._before = None if self._trains and not (is_part and self.earlier) else self._before
         if not self._watched:

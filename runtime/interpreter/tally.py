@@ -31,6 +31,8 @@ _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20
 """What a rank adds to how many were asked to stop whose loss has changed: more than there are ranks."""
 
+DONE = DoneWork()
+
 Column = list[tuple[int, Tensor | float]]
 """Figures, each with its place in a row."""
 
@@ -47,15 +49,15 @@ class Figures:
         rest: auxiliary losses and the last numbers: a list, or the device's tensor; known as `sums` are.
     """
 
-    __slots__ = ("_is_read", "_numbers", "num_rows", "num_units", "rest", "sums", "table", "work")
+    __slots__ = ("_is_read", "_numbers", "_rows", "rest", "sums", "table", "work")
 
     sums: Sequence[Tensor]
     rest: list[Any] | Tensor
 
     def __init__(
-        self, table: Tensor, num_rows: int, num_units: int, work: Work, numbers: memoryview[float] | None = None
+        self, table: Tensor, rows: Tensor, work: Work = DONE, numbers: memoryview[float] | None = None
     ) -> None:
-        self.table, self.num_rows, self.num_units, self.work = table, num_rows, num_units, work
+        self.table, self._rows, self.work = table, rows, work
         self._is_read, self._numbers = False, numbers
 
     def read(self) -> Figures:
@@ -63,11 +65,11 @@ class Figures:
         if not self._is_read:
             self._is_read = True
             self.work.wait()
-            begin, numbers = self.num_rows * self.num_units, self._numbers
+            begin, numbers = self._rows.numel(), self._numbers
             if numbers is None and is_at_hand(self.table.device):
                 numbers = numbers_of(self.table)
             self.rest = self.table[begin:] if numbers is None else numbers.tolist()[begin:]
-            self.sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1).unbind()
+            self.sums = self._rows.sum(1).unbind()
             if numbers is None or any(self.rest[:-3]):
                 self.sums[0].add_(self.table[begin:-3].sum())
         return self
@@ -125,8 +127,9 @@ class Tally:
         self._room = room if self._size <= ROOM else None
         self._rides = self._room is not None
         self.passengers = (lambda: self._collect()[0]) if self._room is not None else None
+        self._latest: tuple[Tensor | None, Tensor] = None, torch.empty(0)
         unknown = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
-        self._unknown = Figures(unknown, self._num_rows, num_units, DoneWork())
+        self._unknown = Figures(unknown, self._rows_of(unknown))
         self.begin()
 
     def begin(self, *, alone: bool = False) -> None:
@@ -148,11 +151,17 @@ class Tally:
         """Begin to sum what was collected over the ranks of a group, unless that rides along with gradients."""
         if not self._rides:
             table, numbers = self._collect()
-            self.figures = Figures(table, self._num_rows, self.num_units, group.all_reduce(table), numbers)
+            self.figures = Figures(table, self._rows_of(table), group.all_reduce(table), numbers)
 
     def replay(self, table: Tensor) -> None:
         """Take over the figures of a step that was replayed, (figures,), float64; they are this step's alone."""
-        self.figures = Figures(table, self._num_rows, self.num_units, DoneWork())
+        self.figures = Figures(table, self._rows_of(table))
+
+    def _rows_of(self, table: Tensor) -> Tensor:
+        """Return the rows of a table, which is mostly the same."""
+        if table is not self._latest[0]:
+            self._latest = table, table.as_strided((self._num_rows, self.num_units), (self.num_units, 1))
+        return self._latest[1]
 
     def note_stop(self) -> None:
         """Ask whether this rank is to stop, where that was put off, and write it into the figures."""

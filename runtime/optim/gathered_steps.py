@@ -39,6 +39,8 @@ from .own_state import OwnState, words_of
 
 _logger = logging.getLogger("quintsched.runtime")
 
+_NO_CONTEXT = nullcontext()
+
 
 class GatheredMatrix:
     """A parameter that is cut over tp, and as a whole while it is stepped.
@@ -157,8 +159,10 @@ class Stepper:
             matrix.gather()
         for own in self._foreign:
             own.begin_step()
-        watched = self._refusing_draws() if self._is_first and self._has_shares else nullcontext()
-        with watched, nullcontext() if norm is None else rest_of_norm(self.optimizer, norm):
+        with (
+            self._refusing_draws() if self._is_first and self._has_shares else _NO_CONTEXT,
+            _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
+        ):
             self.optimizer.step()
         for own in self._foreign:
             own.end_step()

@@ -15,6 +15,8 @@ import torch
 
 from quintsched.errors import UsageError
 
+from ..comm.device import is_at_hand
+
 SCALE = "engine.loss_scale"
 """The name of the scale in a state."""
 
@@ -30,6 +32,20 @@ class LossScale:
             )
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.value = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        self._latest, self._key = torch.empty(0), tuple[Any, ...]()
+
+    def gradient_of(self, loss: torch.Tensor, times: float) -> torch.Tensor:
+        """Return what a backward begins with at a loss that counts so many times.
+
+        Where the host computes, it is the one before, if that is the same and nobody has written into it.
+        """
+        key = type(loss), loss.dtype, loss.shape, self.value, times
+        if key != self._key or self._latest._version:
+            found = torch.full_like(loss, times if self.value == 1 else self.value)
+            if self.value != 1 != times:
+                found = found * times  # rounded as the gradient of a product is
+            self._latest, self._key = found, key if type(loss) is torch.Tensor and is_at_hand(loss.device) else ()
+        return self._latest
 
     @property
     def may_overflow(self) -> bool:

@@ -135,7 +135,7 @@ def _divide(shares: Sequence[_Share], weight: Tensor, *, is_here: bool) -> Tenso
 
     `is_here`: the host may look at them.
     """
-    norms = list[Tensor]()
+    norms: list[Tensor] = []
     for share in shares:
         for piece, counted in share.pieces:
             piece.div_(weight)

@@ -21,7 +21,7 @@ from ...autograd.run_backward import run_backward
 from ...stage.stage_forward import outside, spans_of
 from ..busy_clock import NoClock
 from ..rank_state import NO_CONTEXT, ComputeState
-from .forward import bind_fwd, parts_of, unless_empty
+from .forward import bind_fwd, parts_of
 
 Call = Callable[[], None]
 
@@ -39,7 +39,7 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
             rerun.again()
         note(now())
 
-    return unless_empty(state, instruction, run)
+    return state.current.unless_empty(instruction.microbatch, run)
 
 
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
@@ -50,7 +50,9 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     run: Call = partial(backward, None)
     if state.flows.is_last_backward(instruction) and not comes_twice:
         run = _in_turn(partial(state.gradients.hooks.expect_last, stage), run)
-    return _in_turn(unless_empty(state, instruction, run, conclude), _adding_partial_sums(state, instruction))
+    return _in_turn(
+        state.current.unless_empty(instruction.microbatch, run, conclude), _adding_partial_sums(state, instruction)
+    )
 
 
 def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
@@ -110,7 +112,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
         backward(products)
         pending[made] = products
 
-    return unless_empty(state, instruction, run, conclude)
+    return state.current.unless_empty(instruction.microbatch, run, conclude)
 
 
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
@@ -127,7 +129,7 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
         drain(pending.pop(taken))
         note(now())
 
-    return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
+    return _in_turn(state.current.unless_empty(instruction.microbatch, run), _adding_partial_sums(state, instruction))
 
 
 def _backward(

@@ -48,26 +48,9 @@ _OTHER_STRIDES = (
 )
 
 
-def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call, otherwise: Call | None = None) -> Call:
-    """Return `call` so that a unit without samples is passed over, or `otherwise` called for it.
-
-    In a step without such, `call` will do.
-    """
-    current, unit = state.current, instruction.microbatch
-
-    def run() -> None:
-        if unit not in current.units.empty:
-            call()
-        elif otherwise is not None:
-            otherwise()
-
-    run.if_none_is_empty = call  # type: ignore[attr-defined]
-    return run
-
-
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
-    return unless_empty(state, instruction, _bind_fwd(state, index, instruction))
+    return state.current.unless_empty(instruction.microbatch, _bind_fwd(state, index, instruction))
 
 
 def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
@@ -133,7 +116,7 @@ def _bind_training(
             look()
         if auxiliary is not None:
             auxiliary = weighed(auxiliary)
-            start = start.with_loss(auxiliary, state.scale.value)
+            start = start.with_loss(auxiliary, state.scale)
             losses.append((place, auxiliary.detach()))
         saved[kept] = saved_of((given, start, reruns, extras.get(UNIT) if extras else None))
         note(now())
@@ -361,7 +344,7 @@ def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, target
                 found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
                 column.append((unit, found))
                 own.append((unit, weight))
-    return NOWHERE.with_loss(loss, state.scale.value, times)
+    return NOWHERE.with_loss(loss, state.scale, times)
 
 
 def _tell_without_graph(state: ComputeState, unit: int, output: Any) -> None:
