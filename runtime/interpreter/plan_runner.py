@@ -137,7 +137,10 @@ class PlanRunner:
             UsageError: an extra that no block takes.
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
-        self._transport.publisher.begin(plan, self.steps.total + 1)
+        if plan.mode == "train":
+            self._transport.publisher.enter("step", step=self.steps.total + 1)
+        else:
+            self._transport.publisher.enter("evaluate")
         self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:
             units = self._settle_first(plan, batch, compare)

@@ -51,7 +51,7 @@ class StepPlans:
             MisfitError: ranks give other numbers.
             UsageError: more than the plan has, where it cannot be compiled again, or less than one.
         """
-        return self._both(microbatches)[0]
+        return self._both(microbatches)[0] if microbatches is not None else self.plan
 
     def evaluation(self, microbatches: int | None) -> Plan:
         """Return the plan that evaluates so many microbatches; see `training`."""

@@ -73,13 +73,6 @@ class Publisher:
         if step is not None:
             numbers[STEP] = step
 
-    def begin(self, plan: Plan, step: int) -> None:
-        """Say that a step of a training plan begins, with this number, or an evaluation."""
-        if plan.mode == "train":
-            self.enter("step", step=step)
-        else:
-            self.enter("evaluate")
-
     def walk(self, plan: Plan) -> None:
         """Say that the program of a plan begins."""
         number, known = self._programs.get(id(plan), _UNKNOWN)

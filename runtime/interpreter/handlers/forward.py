@@ -321,17 +321,13 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     return hand_on
 
 
-def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs) -> Start:
-    """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
-    targets = state.current.batch.targets[unit]
-    if not torch.is_inference_mode_enabled():
-        return _lose_plain(state, unit, slices, outputs[0], targets)
-    with tensors_of_training():  # losses are examined by graphs
-        return _lose_plain(state, unit, slices, *map_tensors(torch.clone, (outputs[0], targets)))
-
-
-def _lose_plain(state: ComputeState, unit: int, slices: int, output: Any, targets: Any) -> Start:
-    tally, units, usual = state.tally, state.current.units, state.usual_samples
+def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs, targets: Any = None) -> Start:
+    """Find the summed loss of a unit, and add loss, weight and metrics to the tally; `targets`: not the batch's."""
+    targets = state.current.batch.targets[unit] if targets is None else targets
+    if torch.is_inference_mode_enabled():
+        with tensors_of_training():  # losses are examined by graphs
+            return _lose(state, unit, slices, *map_tensors(torch.clone, (outputs[:1], targets)))
+    tally, units, usual, output = state.tally, state.current.units, state.usual_samples, outputs[0]
     if tally.look is not None:
         tally.look()  # a loss may undo what blocks have done
     found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)

@@ -174,7 +174,7 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
     shown = [*filter(has_numbers, tensors)]
     if not is_needed and not (tensors and len(shown) == len(tensors)):
         return None
-    samples = list[Tensor]()
+    samples: list[Tensor] = []
     for tensor in shown:
         samples += samples_of(tensor, turn) if tensor.numel() else ()
     is_given = 1 if is_needed else differ(samples)
