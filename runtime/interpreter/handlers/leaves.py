@@ -33,17 +33,15 @@ def leaves_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Call
 
     def keep(given: Outputs) -> Outputs:
         nonlocal known, found
-        if given is not known or constant or any(hooks) or any(map(_is_used, found)):
+        is_same = given is known and not constant and not any(hooks)
+        for one in found:  # it may have a gradient by now, or somebody's hooks
+            is_same = is_same and one.grad is None and one._backward_hooks is None
+        if not is_same:
             found = tuple([leaf(one) for one in given])
             known = None if constant or any(hooks) else given
         return found
 
     return keep
-
-
-def _is_used(leaf: Tensor) -> bool:
-    """Whether a leaf has a gradient, or somebody has hung hooks on it."""
-    return leaf.grad is not None or leaf._backward_hooks is not None
 
 
 def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
