@@ -139,10 +139,10 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
             bound = bind(shape)
         return None if shape is None else bound
 
-    return post_all(state, [ready])
+    return post_all(state, [(index, ready)])
 
 
-def post_all(state: MessageState, receives: Sequence[Callable[[], BoundReceive | None]]) -> Call:
+def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], BoundReceive | None]]]) -> Call:
     """Return what posts receives one after the other; its `index` is that of the one that it has come to.
 
     They are bound again where units are others, a buffer has grown, or another plan was run since.
@@ -154,7 +154,10 @@ def post_all(state: MessageState, receives: Sequence[Callable[[], BoundReceive |
         nonlocal units, generation
         if current.units is not units or buffers.generation != generation:
             units, generation = current.units, buffers.generation
-            bound[:] = [one for ready in receives if (one := ready()) is not None]
+            bound.clear()
+            for run.index, ready in receives:  # type: ignore[attr-defined]
+                if (one := ready()) is not None:
+                    bound.append(one)
         for run.index, cell, _, _, tensors, posts in bound:  # type: ignore[attr-defined]
             cell.value = tensors
             cell.works = (posts[0](),) if len(posts) == 1 else [post() for post in posts]
