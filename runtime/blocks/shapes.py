@@ -25,7 +25,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
-from ..objects.snapshot import Snapshot, UntriedError, label_in, require_undone
+from ..objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_undone
 from ..objects.user_code import PLAIN
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Change, Parcel, State, accepted_extras, needed_extras, on_meta, split_result, typed
@@ -73,7 +73,7 @@ def trace_shapes(
                     before.put(*place)
                 found, state = results[number] if results else (run_block(run, given, taken, name), ())
                 (given, fresh, auxiliary), records = found
-                state = tuple(dict.fromkeys([*state, *changed_by(before), *_rebound(bare, buffers, weights)]))
+                state = tuple(dict.fromkeys([*state, *changed_by(before, name), *_rebound(bare, buffers, weights)]))
         except (ModesLeftError, UntriedError):
             raise
         except Exception as error:
@@ -160,9 +160,13 @@ def _leave(
     return left, fresh, own
 
 
-def changed_by(before: Snapshot) -> Iterator[State]:
-    """Yield what a block has changed since, of its modules and of what their code names."""
+def changed_by(before: Snapshot, block: str) -> Iterator[State]:
+    """Yield what a block has changed since, of its modules and of what their code names.
+
+    Raises `UntriedError` for an iterator that it has made and keeps.
+    """
     for change in before.changes():
+        require_no_iterator(block, change.name, change.now)
         owner, key = change.owner, change.place[1]
         if key is None:  # a tensor, in place
             owner, _, key = owner.rpartition(".")

@@ -1,7 +1,7 @@
 """Code between the layers of a model that asks elsewhere: refused, for the answers may be others in the next step.
 
     x * float(os.environ["TAU"])      asks: refused, with the line         os.environ (model.py, line 12)
-    x * self.counts[0]                an array.array: refused, by name     model.counts (array.array)
+    x * self.last()                   a weak reference: refused, by name   model.last (weakref.ReferenceType)
     x * self.tau, x * SETTINGS.tau    compared by value in each step
 
 A module that is called whole asks for itself, each time that it runs: what it asks does not count.

@@ -10,8 +10,9 @@ Code of blocks may begin to change numbers later, by a flag that the loop sets, 
 
     self.amax = max(self.amax, float(x.abs().max()))
 
-Those attributes, also of classes, and globals are looked at, once before and once behind a step, that methods of blocks
-set outside of `__init__`.
+Those attributes, also of classes, and globals are looked at, once before and once behind a step or an evaluation, that
+methods of blocks set outside of `__init__`; buffers of users' modules, by the versions that torch counts; and in step
+0, 1, 2, 4, 8, … the numbers of frozen weights, such as those of a teacher that begins as a copy.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..blocks.blocks import Parcel, State
-from ..objects.user_code import methods_of, steps_in
+from ..objects.user_code import is_of_library, methods_of, steps_in
 
 _logger = logging.getLogger("quintsched.runtime")
 
 _MOST_NAMED = 3
+
+_Numbers = tuple[float, float]
+"""What tells the numbers of a weight."""
 
 
 def state_named(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
@@ -90,48 +94,73 @@ def _listed(found: Sequence[str]) -> str:
 
 
 class LateState:
-    """The numbers that code of some blocks sets, by what they are called in messages.
+    """What code of some blocks may begin to change, by what it is called in messages.
 
     Args:
         blocks: by their numbers.
+        are_whole: whether frozen weights are resident between steps, as they are without ZeRO-3.
 
     Attributes:
         places: their names, and where they are; known: what is named already.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool) -> None:
         self.known: list[str] = []
+        self._blocks = blocks if are_whole else {}
+        self._frozen, self._is_first = dict[str, _Numbers](), True
         found = (
             place
             for number, block in blocks.items()
             for path, module in block.named_modules()
             for place in _set_by(f"block {number} ({type(block).__name__}){path and f'.{path}'}", module)
         )
-        self.places = list({place[0]: place for place in found}.values())
+        self.places = list({(place[0], id(place[1])): place for place in found}.values())
         self._before: list[Any] = []
 
-    def begin(self) -> None:
-        """Note what they are before a step."""
+    def begin(self, *, is_due: bool) -> None:
+        """Note what they are before a step, or an evaluation; frozen weights too, where these are due."""
         self._before = self._now()
+        self._frozen = dict(self._frozen_now()) if is_due else {}
 
     def tell(self, microbatches: int, replicas: int) -> None:
         """Write a line on those that a step has changed and nobody has named: they are not looked at any more."""
-        if (now := self._now()) == self._before:
+        now, frozen = self._now(), dict(self._frozen_now()) if self._frozen else {}
+        moved = [name for name, numbers in frozen.items() if self._frozen.get(name, numbers) != numbers]
+        if self._is_first:
+            self.known += moved  # which `weights_unchanged` names
+        self._is_first = False
+        if now == self._before and not moved:
             return
         changed = [place for place, was, is_now in zip(self.places, self._before, now, strict=True) if was != is_now]
         self.places = [place for place in self.places if place not in changed]
-        names = [name for name, *_ in changed if name not in self.known]
+        names = [name for name in (*(place[0] for place in changed), *moved) if name not in self.known]
+        self.known += names
         for line in filter(None, (changed_line(names, microbatches), replicas_line(names, replicas))):
             _logger.warning("%s", line)
 
     def _now(self) -> list[Any]:
         found = (own.get(key) for _, own, key in self.places)
-        return [value if isinstance(value, (int, float)) else None for value in found]
+        return [
+            value if isinstance(value, (int, float)) else value._version if type(value) is Tensor else None
+            for value in found
+        ]
+
+    def _frozen_now(self) -> Iterator[tuple[str, _Numbers]]:
+        for number, block in self._blocks.items():
+            for name, weight in block.named_parameters():
+                if not weight.requires_grad and type(weight) is nn.Parameter and not weight.is_complex():
+                    numbers = weight.detach().double().nan_to_num()
+                    yield (
+                        f"block {number} ({type(block).__name__}).{name}",
+                        (float(numbers.sum()), float(numbers.square().sum())),
+                    )
 
 
 def _set_by(name: str, module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Yield what code of a module's class sets, other than when it is made: its attributes, its class's and globals."""
     kind = type(module)
+    if not is_of_library(kind):
+        yield from ((f"{name}.{key}", module._buffers, key) for key in module._buffers)
     functions = [function for function in methods_of(kind) if function.__name__ != "__init__"]
     steps = [(step.opname, step.argval, function) for function in functions for step in steps_in(function.__code__)]
     for key in sorted({key for opname, key, _ in steps if opname == "STORE_ATTR"}):

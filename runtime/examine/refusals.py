@@ -285,9 +285,10 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def require_usable_blocks(run: Run) -> None:
     """Raise the error of the first row that holds for a block of a run."""
-    uses = sorted([(n, stage) for stage, numbers in enumerate(run.cuts) for n in numbers])
+    places = sorted([(n, stage) for stage, numbers in enumerate(run.cuts) for n in numbers])
+    uses = [Use(run, *place) for place in places]
     for row in REFUSALS:
-        for use in (Use(run, *place) for place in uses):
+        for use in uses:
             for name, module in row.fact(run.blocks[use.block]).items() if row.use(use) else ():
                 path = f"{use.block}.{name}" if name else str(use.block)
                 kind, names = type(module).__name__, name or "itself"

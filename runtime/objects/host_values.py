@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO, StringIO
 from itertools import count
 from operator import attrgetter, methodcaller
 from random import Random, SystemRandom
@@ -102,6 +104,25 @@ def without_numbers(value: Any) -> Any:
     return tuple(map(without_numbers, value)) if type(value) is tuple else value
 
 
+def _set_all(held: Any, now: Any) -> None:
+    held[:] = now
+
+
+def _content_of(file: StringIO | BytesIO) -> tuple[str | bytes, int] | None:
+    """Return what is in a file in memory, and where it is read or written next; None: it was closed."""
+    return None if file.closed else (file.getvalue(), file.tell())
+
+
+def _write_again(file: Any, now: tuple[str | bytes, int] | None) -> None:
+    if now is not None and not file.closed:
+        file.seek(0)
+        file.truncate()
+        file.write(now[0])
+        file.seek(now[1])
+
+
+_OF_FILES = _Kind(lambda one: hash(_content_of(one)), _content_of, _write_again)
+
 _KINDS: tuple[tuple[type, _Kind], ...] = (
     (count, _Kind(repr)),
     (Random, _Kind(lambda one: hash(one.getstate()), methodcaller("getstate"), lambda one, now: one.setstate(now))),
@@ -126,5 +147,9 @@ _KINDS: tuple[tuple[type, _Kind], ...] = (
         ),
     ),
     (np.ndarray, _Kind(lambda one: _digest(bytes_of(one)), lambda one: one.copy(), np.copyto)),
+    (array, _Kind(lambda one: _digest(one.tobytes()), lambda one: one[:], _set_all)),
+    (bytearray, _Kind(lambda one: _digest(bytes(one)), bytes, _set_all)),
+    (StringIO, _OF_FILES),
+    (BytesIO, _OF_FILES),
 )
 _STATEFUL = tuple(kind for kind, _ in _KINDS)

@@ -23,7 +23,7 @@ from functools import partial
 from io import IOBase
 from itertools import compress
 from operator import call, is_
-from queue import Queue
+from queue import Queue, SimpleQueue
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -93,6 +93,13 @@ def require_undone(held: Snapshot, what: str) -> None:
                 "which the optimizer is given, or let it have no gradient"
             )
     for name, thing in held.iterators:
+        require_no_iterator(what, name, thing)
+
+
+def require_no_iterator(what: str, name: str, thing: Any) -> None:
+    """Raise `UntriedError` where something goes by an iterator of a library, or a queue, which has this name."""
+    takes = isinstance(thing, Iterator) and is_of_library(type(thing)) and not isinstance(thing, IOBase)
+    if (takes or isinstance(thing, SimpleQueue)) and not is_ours(type(thing)):
         raise UntriedError(
             f"{what} goes by {name.lstrip('. ')}, a {type(thing).__name__}: what is taken from an iterator cannot be "
             "put back behind a trial, nor saved in a checkpoint; keep the items in a list, and count in a buffer which "
@@ -123,7 +130,7 @@ class Snapshot:
 
     Attributes:
         plain: numbers, strings and flags among it, the nearer ones first.
-        iterators: those of libraries, by their names; no files.
+        iterators: those of libraries, files and queues among them, by their names.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, numbers: bool = True, of_libraries: bool = False) -> None:
@@ -252,7 +259,7 @@ class Snapshot:
             return
         elif (read := state_of(thing, _MOST_BYTES)) is not None and (put := putter_of(thing)) is not None:
             self._hold(name, Whole(thing, read, put))
-        elif isinstance(thing, Iterator) and is_of_library(type(thing)) and not isinstance(thing, IOBase):
+        elif isinstance(thing, Iterator | SimpleQueue) and is_of_library(type(thing)):
             self.iterators.append((name, thing))
         elif isinstance(thing, self._looked_into) or not is_of_library(type(thing)):
             self._enter_object(name, thing)

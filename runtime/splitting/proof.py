@@ -159,14 +159,15 @@ class _Sums:
     def of(self, outputs: Sequence[Any]) -> dict[str, tuple[float, float]] | None:
         """Return the sums for what a run gave; None where that has no gradients."""
         numbers = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-        before = [leaf.grad for _, leaf in self._leaves]
-        hooks = [self._watched(name, leaf) for name, leaf in self._leaves]
+        leaves = [(name, leaf) for name, leaf in self._leaves if leaf.requires_grad]  # a forward may freeze its own
+        before = [leaf.grad for _, leaf in leaves]
+        hooks = [self._watched(name, leaf) for name, leaf in leaves]
         try:
             torch.autograd.backward([_sum(number) for number in numbers]) if numbers else None
         except RuntimeError:  # what it is made of has no gradients, or not twice
             return None
         finally:
-            for (_, leaf), gradient, hook in zip(self._leaves, before, hooks, strict=True):
+            for (_, leaf), gradient, hook in zip(leaves, before, hooks, strict=True):
                 leaf.grad = gradient
                 hook.remove()
         return self._found

@@ -176,7 +176,9 @@ class RankModel:
         self.tensor.settle(self.prover.share(self._groups.world))
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
         self.own_blocks = {int(n): b for stage in self.stages.values() for n, b in stage.blocks.items()}
-        self.late_state = LateState({str(n): block for n, block in self.own_blocks.items()})
+        self.late_state = LateState(
+            {str(n): block for n, block in self.own_blocks.items()}, are_whole=not self.plan.zero.shards_weights
+        )
         self.common: CommonState | None = None
         self._num_steps = 0
         self._published: tuple[object, tuple[int, int, int]] = None, (0, 0, 0)
@@ -276,11 +278,11 @@ class RankModel:
         self._num_steps += not evaluates
         if self.common is not None:
             self.common.begin()
-        tells = bool(self.late_state.places) and not (
-            evaluates or self.replica or self._groups.tensor.index or self._groups.context.index
-        )
+        is_due = not (evaluates or (self._num_steps - 1) & (self._num_steps - 2))
+        tells = bool(self.late_state.places) or is_due
+        tells = tells and not (self.replica or self._groups.tensor.index or self._groups.context.index)
         if tells:
-            self.late_state.begin()
+            self.late_state.begin(is_due=is_due)
         try:
             result = run()
             if self.common is not None:

@@ -154,10 +154,9 @@ class Trial:
                 try:
                     with untouched(block) as kept:
                         run = partial(model.tensor.run_whole, int(number), block)
-                        (given, fresh, auxiliary), records = run_block(
-                            run, given, taken, f"block {number} ({type(block).__name__})"
-                        )
-                        state = [asdict(one) for one in changed_by(kept.snapshot)]
+                        name = f"block {number} ({type(block).__name__})"
+                        (given, fresh, auxiliary), records = run_block(run, given, taken, name)
+                        state = [asdict(one) for one in changed_by(kept.snapshot, name)]
                 except Exception as error:
                     where = type(block).__name__
                     if model.tensor.tokens.inside(int(number)):

@@ -81,7 +81,6 @@ ASKS = {
     r"torch.get_float32_matmul_precision \(": lambda self, x: x * len(torch.get_float32_matmul_precision()),
     r"time.monotonic \(": lambda self, x: known_helper(x),
     r"threading.Event.is_set \(": lambda self, x: x * EVENT.is_set(),
-    r"NUMBERS \(array.array\)": lambda self, x: x * NUMBERS[0],
     r"HELD \(weakref": lambda self, x: x if HELD() else -x,
     r"TABLE \(numpy": lambda self, x: x * TABLE[0],
 }
@@ -221,6 +220,7 @@ FOLLOWED = {
     "module of a library": (lambda self, x: x * F.known_scale, lambda: setattr(F, "known_scale", 2.0)),
     "long list": (lambda self, x: x * LONG[7], lambda: LONG.__setitem__(7, 2.0)),
     "mapping": (lambda self, x: x * CHAINED["tau"], lambda: CHAINED.maps[0].update(tau=2.0)),
+    "array of Python": (lambda self, x: x * NUMBERS[0], lambda: NUMBERS.__setitem__(0, 2.0)),
     "cache": (lambda self, x: x * cached(), lambda: (STORED.update(tau=2.0), cached.cache_clear())),
 }
 LARGE, STORED, LIBRARY.rate = np.ones(2000), {"tau": 1.0}, 1.0

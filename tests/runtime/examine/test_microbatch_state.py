@@ -1,10 +1,20 @@
 """Numbers that forwards change are named when they first change, whatever shapes have told, and once."""
 
+import copy
+import io
 import logging
+from array import array
+from queue import SimpleQueue
 
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, split
+from quintsched.runtime.comm import run_local
 from quintsched.runtime.examine.microbatch_state import LateState
 
 RUNS = 0
@@ -32,11 +42,11 @@ class Counter(nn.Module):
 
 def test_what_begins_late_is_named_once(caplog):
     model = nn.Sequential(Counter(), nn.Linear(1, 1))
-    state, lines = LateState({"3": model}), []
+    state, lines = LateState({"3": model}, are_whole=True), []
     for step in range(5):
         model[0].rate *= 0.5
         model[0].go = step > 1
-        state.begin()
+        state.begin(is_due=False)
         model(torch.ones(1, 1) + (step == 1))
         caplog.clear()
         with caplog.at_level(logging.WARNING, "quintsched"):
@@ -48,9 +58,191 @@ def test_what_begins_late_is_named_once(caplog):
 
 def test_what_was_named_before_is_not_said_again(caplog):
     model = Counter()
-    state = LateState({"0": model})
+    state = LateState({"0": model}, are_whole=True)
     state.known, model.go = ["block 0 (Counter).calls", "Counter.total", "RUNS"], True
-    state.begin()
+    state.begin(is_due=False)
     model(torch.ones(1, 1))
     state.tell(2, 1)
     assert not caplog.records
+
+
+class Layer(nn.Module):
+    """A residual layer; what it does besides is given."""
+
+    def __init__(self, does, **has):
+        super().__init__()
+        self.fc, self.does, self.late = nn.Linear(3, 3), does, False
+        vars(self).update(has)
+
+    def forward(self, x):
+        return x + torch.tanh(self.fc(x)) * self.does(self)
+
+
+def counted(layer):
+    if layer.late:
+        layer.n += 1
+    return 1 / (1 + layer.n)
+
+
+def in_evaluations(layer):
+    if not layer.training:
+        layer.n += 1
+    return 1 / (1 + layer.n)
+
+
+def averaged(layer):
+    if layer.training:
+        with torch.no_grad():
+            for slow, fast in zip(layer.slow.parameters(), layer.fc.parameters(), strict=True):
+                slow.lerp_(fast, 0.2)
+    return layer.slow.weight.sum()
+
+
+def halved(layer):
+    if layer.late:
+        layer.slow.weight.data.mul_(0.5)
+    return layer.slow.weight.sum()
+
+
+def losses(layer, steps=4, microbatches=2):
+    torch.manual_seed(0)
+    blocks = [nn.Linear(3, 3), layer, nn.Linear(3, 3)]
+    plan = qs.compile("gpipe", mesh="pp=1", microbatches=microbatches)
+    engine, found = Engine(plan, blocks, F.mse_loss, lambda weights: torch.optim.SGD(weights, lr=0.1)), []
+    for step in range(steps):
+        layer.late = step > 1
+        x = torch.ones(4, 3) * (1 + step)
+        found.append(engine.step(x, x).loss.item())
+        engine.evaluate(x, x)
+    return found
+
+
+def with_buffer(does):
+    layer = Layer(does)
+    layer.register_buffer("n", torch.zeros(()))
+    return layer
+
+
+def with_teacher(does):
+    layer = Layer(does)
+    layer.slow = copy.deepcopy(layer.fc).requires_grad_(False)
+    return layer
+
+
+NAMED = {
+    "a buffer, late": (with_buffer(counted), "block 1 (Layer).n"),
+    "a buffer, in evaluations": (with_buffer(in_evaluations), "block 1 (Layer).n"),
+    "a teacher that begins as a copy": (
+        with_teacher(averaged),
+        "block 1 (Layer).slow.weight, block 1 (Layer).slow.bias",
+    ),
+    "through .data, late": (with_teacher(halved), "block 1 (Layer).slow.weight"),
+}
+
+
+@pytest.mark.parametrize(("layer", "name"), NAMED.values(), ids=NAMED)
+def test_what_forwards_change_late_is_named_in_a_run(layer, name, caplog):
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        losses(layer, steps=6)
+    said = [record.message for record in caplog.records if "changed by forwards" in record.message]
+    assert [line.partition(": ")[0] for line in said] == [name]
+
+
+def appended(layer):
+    layer.held.append(1)
+    return 1 / len(layer.held)
+
+
+def written(layer):
+    layer.held.write("x" if isinstance(layer.held, io.StringIO) else b"x")
+    return 1 / layer.held.tell()
+
+
+HELD = {
+    "array": (appended, array("l")),
+    "bytearray": (appended, bytearray()),
+    "text": (written, io.StringIO()),
+    "bytes": (written, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize(("does", "held"), HELD.values(), ids=HELD)
+def test_trials_put_back_what_is_in_memory(does, held):
+    def count(layer):
+        layer.held += 1
+        return 1 / layer.held
+
+    layers = []
+    for what, memory in ((does, held), (count, 0)):
+        torch.manual_seed(0)
+        layers.append(Layer(what, held=memory))
+    assert losses(layers[0], microbatches=1) == losses(layers[1], microbatches=1)
+
+
+def taken(layer):
+    if layer.held is None:
+        layer.held = iter([1.0] * 100)
+    return next(layer.held)
+
+
+def queued(layer):
+    layer.held.put(1)
+    return 1 / layer.held.qsize()
+
+
+@pytest.mark.parametrize(("does", "held"), [(taken, None), (queued, SimpleQueue())])
+def test_what_cannot_be_put_back_is_refused_when_it_is_made_too(does, held):
+    with pytest.raises(MisfitError, match=r"block 1 \(Layer\) goes by .*\.held, a .*cannot be put back"):
+        losses(Layer(does, held=held))
+
+
+class Frozen(nn.Linear):
+    """A linear layer that is trained from the second step on."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.step = 0
+
+    def forward(self, x):
+        self.requires_grad_(self.step > 0)
+        return torch.tanh(super().forward(x))
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Frozen(), Frozen()]), nn.Linear(3, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_forward_that_freezes_its_own_weights_is_split():
+    torch.manual_seed(0)
+    start, x = Whole(), torch.ones(4, 3)
+
+    def run(transport):
+        model = copy.deepcopy(start)
+        blocks = split(model, example=x)
+        plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
+        engine = Engine(plan, blocks, F.mse_loss, lambda weights: torch.optim.SGD(weights, lr=0.1), transport=transport)
+        found = []
+        for step in range(3):
+            for layer in model.layers:
+                layer.step = step
+            found.append(engine.step(x, 2 * x).loss.item())
+        return found
+
+    model, expected = copy.deepcopy(start), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for layer in model.layers:
+            layer.step = step
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), 2 * x)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert run_local(2, run)[0] == pytest.approx(expected, rel=1e-6)
