@@ -227,7 +227,8 @@ class RealBatch:
 
     def _alike(self) -> list[Unit]:
         """Return units that can be joined, an earlier one too, or the halves of one; none where there are no two."""
-        units = [unit for unit in (*self._units, *self._beside) if self._units and unit.fits(self._units[0])]
+        units = [unit for unit in self._units if unit.fits(self._units[0])]
+        units += [unit for unit in self._beside if units and unit.fits(units[0]) and units[0].shares_rest_with(unit)]
         if len(units) == 1 and units[0].samples > 1:
             half = units[0].samples // 2
             units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
