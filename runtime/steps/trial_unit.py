@@ -93,7 +93,7 @@ class ParcelFinder:
                 found = self._trace(spec.twice()) if batch is None else self._trial.run(spec.twice(), batch, 0)
             except MisfitError:  # of blocks that take no other number
                 found = []
-            self._known[structure] = [_apart(*pair, spec.num_samples) for pair in zip(parcels, found, strict=False)]
+            self._known[structure] = [_apart(*pair) for pair in zip(parcels, found, strict=False)]
         known, output = self._known[structure], parcels[-1].output
         if known:
             self.apart |= {path for place, path in enumerate(output.tree.paths) if place in known[-1]}
@@ -185,11 +185,10 @@ class Trial:
         return extras
 
 
-def _apart(parcel: Parcel, of_twice: Parcel, samples: int) -> frozenset[int]:
+def _apart(parcel: Parcel, of_twice: Parcel) -> frozenset[int]:
     """Return which specs of a parcel have not twice as many rows where there are twice as many samples."""
-    wanted = TreeSpec(parcel.output.tree, parcel.specs).twice(samples).tensors
-    pairs = enumerate(zip(wanted, of_twice.specs, strict=False))
-    return frozenset(place for place, (twice, its) in pairs if twice.shape[:1] != its.shape[:1])
+    pairs = enumerate(zip(parcel.specs, of_twice.specs, strict=False))
+    return frozenset(n for n, (one, twice) in pairs if one.shape and twice.shape[:1] != (2 * one.shape[0],))
 
 
 def _twice(batch: Batch, unit: int, samples: int) -> Batch:

@@ -73,7 +73,8 @@ def _rule(cut: Cut, parts: Parts | None, sizes: tuple[str, ...] | None) -> RuleD
 
 def _layouts(pair: Sequence[Cut], *, all_of_them: bool) -> list[Parts | None]:
     """Return the parts that a pair's fused column may have; None: as assumed, for layers side by side."""
-    columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN and ".lora_" not in cut.path]
+    columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN]
+    columns = [cut for cut in columns if ".lora_" not in cut.path] or columns
     row = next(cut for cut in pair if cut.split is TensorSplit.ROW)
     total, width = cut_width(columns[0]), cut_width(row)
     is_fused = len(columns) == 1 and (total != width or all_of_them)
@@ -100,7 +101,8 @@ def _sizes(pair: Sequence[Cut]) -> list[tuple[str, ...]]:
 
 def _widths_within(pair: Sequence[Cut]) -> set[int]:
     """Return how wide the fused blocks of a pair's columns are: as the row, and what is left for keys and values."""
-    columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN and ".lora_" not in cut.path]
+    columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN]
+    columns = [cut for cut in columns if ".lora_" not in cut.path] or columns
     row = next(cut for cut in pair if cut.split is TensorSplit.ROW)
     width, rest = cut_width(row), cut_width(columns[0]) - cut_width(row)
     return {width, rest // 2} if len(columns) == 1 and rest > 1 else {width}

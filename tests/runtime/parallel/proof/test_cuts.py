@@ -121,6 +121,24 @@ class Rows(nn.Module):
         return x + found
 
 
+class LowRank(nn.Module):
+    """A product of two thin layers, under the names that PEFT has for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_a, self.lora_b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lora_b(self.lora_a(x))
+
+
+def test_a_pair_under_the_names_of_adapters_may_be_cut_by_a_rule() -> None:
+    blocks: list[type[nn.Module]] = [Mlp, LowRank]
+    weights, cut, _ = train("tp=2", blocks, rules={"*.lora_a": "column", "*.lora_b": "row"})
+    require_equal(weights, trained_alone(blocks, {}))
+    assert any(name.startswith("1.lora_a") for name in cut)
+
+
 def test_layers_in_a_row_are_pairs_and_what_is_in_none_is_said() -> None:
     weights, cut, engine = train("tp=2", [Rows, Mlp])
     require_equal(weights, trained_alone([Rows, Mlp], {}))

@@ -1,0 +1,127 @@
+"""Losses that go by what belongs to no sample and is another in each step: compared in the step where it matters."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import run_local
+
+
+class Uncertain(nn.Module):
+    """Gives an output, and log-variances that are 0 at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.s = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return {"y": self.fc(x), "s": self.s}
+
+
+class Centred(nn.Module):
+    """Gives logits, features, and one centre of features for each of some classes."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.fc, self.centres = nn.Linear(4, 3), nn.Parameter(torch.randn(classes, 4))
+
+    def forward(self, x):
+        return self.fc(x), x, self.centres
+
+
+def batch(step, sizes):
+    random = torch.Generator().manual_seed(step)
+    numbers = torch.randn(sizes[step], 7, generator=random, dtype=torch.float64)
+    return numbers[:, :4], numbers[:, 4:]
+
+
+def sgd(weights):
+    return torch.optim.SGD(weights, lr=0.05)
+
+
+def train(head, loss, targets_of, mesh, microbatches, sizes):
+    """Return the losses of a run, and those of one process."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(4, 4), head()).double()
+    plan = qs.compile("gpipe", mesh=mesh, microbatches=microbatches)
+
+    def run(transport):
+        engine, found = Engine(plan, list(copy.deepcopy(start)), loss, sgd, transport=transport), []
+        for step in range(len(sizes)):
+            x, y = (tensor.chunk(engine.num_replicas)[engine.replica] for tensor in batch(step, sizes))
+            found.append(engine.step(x, targets_of(y, step)).loss.item())
+        return found
+
+    model, alone = copy.deepcopy(start), []
+    optimizer = sgd(model.parameters())
+    for step in range(len(sizes)):
+        x, y = batch(step, sizes)
+        optimizer.zero_grad()
+        value = loss(model(x), targets_of(y, step))
+        value.backward()
+        optimizer.step()
+        alone.append(value.item())
+    return run_local(plan.mesh.size, run)[0], alone
+
+
+MESHES = [("pp=2", 2), ("dp=2", 1), ("dp=2,pp=2", 2)]
+
+
+def beside(y, step):
+    return {"y": y, "a": torch.tensor(float(step))}
+
+
+def alone(y, step):
+    return y
+
+
+REFUSED = {
+    "added to a sum": (
+        lambda: nn.Linear(4, 3),
+        lambda o, t: F.mse_loss(o, t["y"], reduction="sum") + 5 * t["a"],
+        beside,
+    ),
+    "times a root": (
+        lambda: nn.Linear(4, 3),
+        lambda o, t: F.mse_loss(o, t["y"]) + t["a"] * F.mse_loss(o, t["y"]).sqrt(),
+        beside,
+    ),
+    "trained, beside a sum": (
+        Uncertain,
+        lambda o, t: ((-o["s"]).exp() * (o["y"] - t) ** 2).sum() + o["s"].sum(),
+        alone,
+    ),
+}
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
+@pytest.mark.parametrize(("head", "loss", "targets_of"), REFUSED.values(), ids=REFUSED)
+def test_it_is_refused_in_the_first_step_that_is_not_as_found(head, loss, targets_of, mesh, microbatches):
+    with pytest.raises(MisfitError, match="in step 1 it is not so"):
+        train(head, loss, targets_of, mesh, microbatches, [8] * 3)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
+def test_a_factor_of_all_is_no_matter(mesh, microbatches):
+    found, expected = train(
+        lambda: nn.Linear(4, 3), lambda o, t: F.mse_loss(o, t["y"]) * (1 + t["a"]), beside, mesh, microbatches, [8] * 3
+    )
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("classes", [5, 6, 7, 9])
+@pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
+def test_rows_of_no_sample_are_none_whatever_the_number_of_samples(mesh, microbatches, classes):
+    def loss(output, y):
+        logits, features, centres = output
+        kind = y.argmax(1)
+        return F.cross_entropy(logits, kind) + 0.1 * (features - centres[kind]).square().sum(1).mean()
+
+    found, expected = train(lambda: Centred(classes), loss, alone, mesh, microbatches, [8, 8, 8, 5])
+    assert found == pytest.approx(expected, abs=1e-12)
