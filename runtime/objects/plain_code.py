@@ -42,9 +42,9 @@ def _names(text: str) -> frozenset[str]:
 
 
 _PLAIN_MODULES = _names("""
-    __future__ _collections _collections_abc _functools _operator _random _sre _struct abc bisect builtins cmath
-    collections contextlib copy copyreg dataclasses enum fractions functools heapq inspect itertools keyword
-    math numbers numpy operator random re reprlib statistics string struct textwrap types typing
+    __future__ _bisect _collections _collections_abc _functools _heapq _operator _random _sre _statistics _struct abc
+    bisect builtins cmath collections contextlib copy copyreg dataclasses enum fractions functools heapq inspect
+    itertools keyword math numbers numpy operator random re reprlib statistics string struct textwrap types typing
 """)
 """Modules of the standard library, and numpy, that ask nothing; what their code calls is heard too."""
 
