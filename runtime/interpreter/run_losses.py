@@ -23,9 +23,9 @@ from ..blocks.blocks import Parcel
 from ..blocks.trees import map_tensors
 from ..blocks.untouched import tensors_of_training
 from ..comm.control import greatest, share_texts
-from ..examine.losses.examined import OF_REST, Examined
+from ..examine.losses.examined import Examined
 from ..examine.losses.loss_weights import LossWeight, Over
-from ..examine.losses.real_batches import RealBatch, Unit, unlike_rest
+from ..examine.losses.real_batches import RealBatch, Unit, why_rests_misfit
 from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
@@ -325,8 +325,7 @@ class RunLosses:
         if len(of_each) > 1 and not refusal:
             numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
             refusal = f"in step {self._step} it is over unlike numbers of things for a sample: {numbers}"
-        if (rest := unlike_rest(told.rests)) is not None:
-            refusal = refusal or OF_REST.format(rest)
+        refusal = refusal or why_rests_misfit(told.rests, are_all=True)
         if found and not refusal:
             rule = rule_of(next(iter(found)))
             if any(told.has_supposed) and (rule.over in SUMS) != (self.loss.supposed in SUMS):

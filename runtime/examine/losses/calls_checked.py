@@ -20,7 +20,7 @@ class CallsChecked(TorchFunctionMode):
     """While it is entered, the types of numbers that a user's loss is found in are noted.
 
     Attributes:
-        dtype: the shortest type of floating numbers that a gradient goes through.
+        dtype: the shortest type of floating numbers that a gradient goes through; without gradients, of all.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,8 @@ class CallsChecked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.is_floating_point() and result.dtype.itemsize < self.dtype.itemsize:
-            self.dtype = result.dtype if result.requires_grad else self.dtype
+            counts = result.requires_grad or not torch.is_grad_enabled()
+            self.dtype = result.dtype if counts else self.dtype
         return result
 
 

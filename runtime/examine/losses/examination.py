@@ -145,7 +145,8 @@ class LossExamination:
         others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe, tables=self._tables))
         if name := self.depends_on_calls(parts):
             return Finding(None, WRITES.format(name))
-        for some in (*parts.of_all_sizes(), *parts.with_one_far(), parts.with_hits(), cut_elsewhere(parts), *others):
+        made = (parts.with_hits(), cut_elsewhere(parts), *parts.with_other_rest())
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), *made, *others):
             share = self.share(some)
             if share.why and not some.is_odd:
                 return Finding(None, share.why)

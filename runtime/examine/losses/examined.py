@@ -23,15 +23,11 @@ from ..functions_kept import FunctionKept, FunctionState, class_weights, version
 from .examination import WRITES, LossExamination
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .metrics import MetricExamination, StatedMetricExamination
-from .real_batches import RealBatch, Unit, Way
+from .real_batches import RealBatch, Unit, Way, why_rests_misfit
 from .stated import StatedExamination
 from .values import Late, compare_values, is_known
 
 _OTHERWISE = "it was found to be {}, but in step {} it is not so: {}"
-OF_REST = (
-    "it goes by output{}, which belongs to no sample and is another in each microbatch; give it for each sample, or "
-    'say that it is a mean over them, loss_over="samples", or a sum, "sum"'
-)
 HANDED_ON = 'a block has found it, and it is handed on; say that it is a mean over samples, loss_over="samples"'
 _OF_THIS_PACKAGE = __name__.split(".")[0]
 
@@ -144,8 +140,7 @@ class Examined:
             self._state = FunctionState(self._function, self._name)
         if batch is not None and not self.refusal and (why := self._misfit(batch, self.rule)):
             self.refusal = _OTHERWISE.format(self.rule, step, why)
-        if unlike := [path for path, told in self.rests.items() if len(told) > 1]:
-            self.refusal = OF_REST.format(unlike[0])
+        self.refusal = why_rests_misfit([self.rests]) or self.refusal
 
     def compare_values(self, batch: RealBatch) -> None:
         """Compare its values of a step's microbatches with what it was found to be over; see `late`."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .calls_checked import CallsChecked
 from .examination import WRITES, Candidates, LossExamination, Tried
 from .loss_weights import Finding, LossWeight, Over
 from .parts import Parts, with_other_targets
@@ -51,6 +52,7 @@ class MetricExamination(LossExamination):
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), *others):
             yield some
             yield some.with_hits()
+        yield from parts.with_other_rest()
 
     def _values(self, parts: Parts) -> tuple[float, float, float] | None:
         one, other = parts.halves()
@@ -62,7 +64,7 @@ class MetricExamination(LossExamination):
     ) -> Tried | None:
         """Return what the metric makes of these; None where that is no finite number, or it cannot be called so."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), CallsChecked() as checked:
                 found = self.call(outputs, targets)
                 value, weight = found if isinstance(found, tuple) else (found, None)
                 value = torch.as_tensor(value).double()
@@ -72,7 +74,7 @@ class MetricExamination(LossExamination):
             self.kept.put_back()
         by = None if weight is None else float(weight)
         is_finite = may_be_infinite or bool(value.isfinite())
-        return Tried(value, [None] * len(outputs), by, torch.float32) if is_finite and not value.dim() else None
+        return Tried(value, [None] * len(outputs), by, checked.dtype) if is_finite and not value.dim() else None
 
 
 class StatedMetricExamination(MetricExamination):

@@ -5,6 +5,7 @@
 
 as they are        and with either part scaled down: what a mean is over does not depend on outputs
 one of many far away by which thresholds of a batch are met, that a few samples have not
+what belongs to no sample   moved, for terms that it has not yet, as of weights that begin at 0
 other rows' targets                          few of the lowest in one part, many of the highest in the other
 other ids          in one part the lower ones; where they are of classes, also such as the data have not
 ignored targets    some or all of these in one part only: -100, -1, numbers that the loss knows of; zeros of masks
@@ -131,6 +132,15 @@ class Parts:
                 break
         return replace(self, outputs=outputs)
 
+    def with_other_rest(self) -> Iterator[Parts]:
+        """Yield the same where what of the output belongs to no sample is another, if there is such."""
+        others = [
+            t if unit or not t.is_floating_point() else _moved_on(t)
+            for t, unit in zip(self.outputs, self.units, strict=False)
+        ]
+        if any(other is not t for other, t in zip(others, self.outputs, strict=True)):
+            yield replace(self, outputs=others)
+
     def scaled(self, first: float, rest: float, *, with_targets: bool = False) -> Parts:
         """Return the same with the parts' outputs multiplied, those of samples, and the numbers among their targets."""
         leaves = (*self.outputs, *self.targets) if with_targets else self.outputs
@@ -144,6 +154,11 @@ class Parts:
 
     def _is_free(self, number: int, leaf: Tensor) -> bool:
         return bool(self.units[number]) and leaf.is_floating_point()
+
+
+def _moved_on(rest: Tensor) -> Tensor:
+    steps = torch.arange(rest.numel(), device=rest.device, dtype=rest.dtype) % 7
+    return rest * 1.25 + (0.25 + 0.03125 * steps).view_as(rest)
 
 
 def shortened(

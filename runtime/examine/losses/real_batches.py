@@ -23,6 +23,15 @@ from .loss_weights import LossWeight, Over
 from .parts import rows_of_each, rows_of_leaves, shortened
 
 _FREE_BYTES = 8 << 20
+OF_REST = (
+    "it goes by output{}, which belongs to no sample and is another in each microbatch; give it for each sample, or "
+    'say that it is a mean over them, loss_over="samples", or a sum, "sum"'
+)
+OF_REST_ALONE = (
+    "it is a sum of output{} alone, which belongs to no sample and is the same in each microbatch, over a weight of "
+    "samples; take it as often as there are samples"
+)
+ALONE = "alone "
 _ROUNDING = 10
 """So many times what experiments on a few samples allow for."""
 
@@ -199,7 +208,7 @@ class RealBatch:
     def rests(self, kind: type[LossExamination], loss: Callable[[Any, Any], Any]) -> dict[str, list[str]]:
         """Return what belongs to no sample in the output of each microbatch, by where it is, if a loss goes by it.
 
-        A pair that is made of these alone is believed.
+        A sum that is made of these alone, over a weight of samples, is `ALONE`; over one of these it is believed.
         """
         if not self._units or not self._units[0].of_rest:
             return {}
@@ -211,10 +220,13 @@ class RealBatch:
             if (one := of.try_once(moved.outputs, moved.targets)) is None:
                 continue
             halved = {n: t * 0.5 for n, t in enumerate(moved.outputs) if moved.rows[n] and t.is_floating_point()}
-            if one.weight is not None and not _differs(of, one, moved, halved):
+            is_alone = one.weight is not None and not _differs(of, one, moved, halved)
+            twice = of.try_once(*_joined([moved, moved])[2:4]) if is_alone else None
+            if is_alone and (twice is None or twice.weight == one.weight or not one.value):
                 break
             used = [n for n in moved.of_rest if _differs(of, one, moved, {n: _other(moved.outputs[n])})]
-            return {unit.output.paths[n]: sorted({_told(some.outputs[n]) for some in units}) for n in used}
+            mark = ALONE if is_alone else ""
+            return {mark + unit.output.paths[n]: sorted({_told(some.outputs[n]) for some in units}) for n in used}
         return {}
 
     def swapped(self) -> tuple[Unit, Unit] | None:
@@ -307,10 +319,18 @@ def _misfit(
     return ""
 
 
-def unlike_rest(rests: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
-    """Return where outputs have what belongs to no sample and is unlike on some ranks; None: nowhere."""
-    paths = {path for row in rests for path in row}
-    return next((path for path in sorted(paths) if len({t for row in rests for t in row.get(path, [])}) > 1), None)
+def why_rests_misfit(rests: Sequence[Mapping[str, Sequence[str]]], *, are_all: bool = False) -> str:
+    """Return why what belongs to no sample is not as a loss takes it, on some ranks or `are_all`, in words; "": it is.
+
+    A sum of it alone is believed to be of a microbatch's samples, if it is another in each.
+    """
+    found = {path: {told for row in rests for told in row.get(path, [])} for row in rests for path in row}
+    for path, told in sorted(found.items()):
+        if not path.startswith(ALONE) and len(told) > 1:
+            return OF_REST.format(path)
+        if path.startswith(ALONE) and are_all and len(told) == 1:
+            return OF_REST_ALONE.format(path.removeprefix(ALONE))
+    return ""
 
 
 def _other(rest: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class StatedExamination(LossExamination):
         if name := self.depends_on_calls(parts):
             return WRITES.format(name)
         others = with_other_targets(parts, self.ids, is_safe=self.is_safe, tables=self._tables)
-        for some in (*parts.of_all_sizes(), *parts.with_one_far(), parts.with_hits(), cut_elsewhere(parts), *others):
+        made = (parts.with_hits(), cut_elsewhere(parts), *parts.with_other_rest())
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), *made, *others):
             if doubt := self._doubt_of(some):
                 return f"of two batches together {doubt}"
         cut = along_tokens(parts) if self.is_sliced else None

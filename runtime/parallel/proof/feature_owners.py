@@ -34,7 +34,7 @@ from ..tensor.cuts import Cut, sizes_of
 from ..tensor.pairs import wide_norms
 from ..tensor.shard import Shard
 from .marks.labels import Shadows, key_of
-from .marks.owner_rules import HOST, Joined, Unknown, goes_by_data, owners_of_results
+from .marks.owner_rules import COUNTS, Joined, Unknown, goes_by_data, owners_of_results, tells_numbers
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
@@ -63,7 +63,7 @@ class FeatureOwners(TorchDispatchMode):
         self._trusts, self._flipped = trusts, flipped
         self.conditions: dict[Place, None] = {}
         self.reads = 0
-        self._scopes = 0
+        self._scopes = self._num_answers = 0
         self._shadows = Shadows(torch.int8)
         self._known = 0
         """How many calls deep it is in what takes features of all ranks, or in the bookkeeping."""
@@ -77,12 +77,13 @@ class FeatureOwners(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
         is_owned = any(key_of(tensor) in self._shadows for tensor in tensors)
         name = func._schema.name.removeprefix("aten::")
-        if name in HOST and is_owned:
+        tells = tells_numbers(func)
+        if is_owned and (tells or name in COUNTS):
             self._see(name, args[0])
         if self._scopes and goes_by_data(func, tensors):
             raise Joined(f"has as many numbers as data decide{line()}, by which it may do something else")
         result = func(*args, **given)
-        if name in ("_local_scalar_dense", "equal"):
+        if tells:
             return self._read(result, args[0], is_owned=is_owned)
         self._hear(func, args, given, result, is_owned=is_owned)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -122,7 +123,12 @@ class FeatureOwners(TorchDispatchMode):
     def _decide(self, number: bool) -> bool:
         """Note where Python asks whether numbers are so, and return what it is told."""
         self.conditions[here := place()] = None
-        return not number if here in self._flipped else number
+        if here not in self._flipped:
+            return number
+        self._num_answers += 1
+        if self._num_answers > _MOST_ANSWERS:  # `while x.max() > 20` would never end
+            raise Joined(f"goes on for as long as numbers are so{line()}, by which it may do something else")
+        return not number
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the owners of a tensor's numbers where there may be some."""
@@ -253,6 +259,8 @@ def _read_by(name: str) -> Joined:
 
 
 _FRAMES = 4
+_MOST_ANSWERS = 1000
+"""So often a run is told that conditions are otherwise."""
 
 
 def place() -> Place:

@@ -23,8 +23,8 @@ Owners = Callable[[Tensor], Tensor]
 LABEL = torch.int32
 """The type of labels, by which rules tell them from owners."""
 
-HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
-"""Functions by which Python sees numbers, or how many there are of a kind."""
+COUNTS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+"""Functions by which Python sees how many numbers there are of a kind."""
 
 _POINTWISE = {
     "_to_copy", "rsub", "hardswish", "hardsigmoid", "native_dropout", "prelu", "_prelu_kernel", "polar", "complex",
@@ -88,6 +88,11 @@ def name_of(func: Any) -> str:
     """Return the name of a function of torch, which one that changes its argument shares with that which does not."""
     name: str = func._schema.name.removeprefix("aten::")
     return name[:-1] if func._schema.is_mutable and name.endswith("_") and not name.endswith("__") else name
+
+
+def tells_numbers(func: Any) -> bool:
+    """Whether a function gives Python what numbers are, or whether they are so: `item`, `equal`, `allclose`, …"""
+    return torch.Tag.data_dependent_output in func.tags
 
 
 def goes_by_data(func: Any, tensors: Sequence[Tensor]) -> bool:

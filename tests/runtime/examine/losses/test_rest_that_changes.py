@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, SumOfMeans
 from quintsched.runtime.comm import run_local
 
 
@@ -64,6 +64,7 @@ def train(head, loss, targets_of, mesh, microbatches, sizes):
         x, y = batch(step, sizes)
         optimizer.zero_grad()
         value = loss(model(x), targets_of(y, step))
+        value = value[0] / value[1] if isinstance(value, tuple) else value
         value.backward()
         optimizer.step()
         alone.append(value.item())
@@ -92,11 +93,6 @@ REFUSED = {
         lambda o, t: F.mse_loss(o, t["y"]) + t["a"] * F.mse_loss(o, t["y"]).sqrt(),
         beside,
     ),
-    "trained, beside a sum": (
-        Uncertain,
-        lambda o, t: ((-o["s"]).exp() * (o["y"] - t) ** 2).sum() + o["s"].sum(),
-        alone,
-    ),
 }
 
 
@@ -105,6 +101,25 @@ REFUSED = {
 def test_it_is_refused_in_the_first_step_that_is_not_as_found(head, loss, targets_of, mesh, microbatches):
     with pytest.raises(MisfitError, match="in step 1 it is not so"):
         train(head, loss, targets_of, mesh, microbatches, [8] * 3)
+
+
+UNSEEN_AT_FIRST = {
+    "its value is 0": lambda o, t: ((-o["s"]).exp() * (o["y"] - t) ** 2).sum() + o["s"].sum(),
+    "its gradient too": lambda o, t: ((o["y"] + o["s"] - t) ** 2).sum() + 5 * o["s"].square().sum(),
+    "of a sum with its weight": lambda o, t: (((o["y"] + o["s"] - t) ** 2).sum() + o["s"].square().sum(), len(t)),
+    "a factor of what samples share": lambda o, t: F.mse_loss(o["y"] + o["s"], t) + o["s"].sum() * o["y"].std(),
+    "a term alone": SumOfMeans(
+        (lambda o, t: ((-o["s"]).exp() * (o["y"] - t) ** 2).sum(), lambda t: torch.tensor(len(t))),
+        (lambda o, t: o["s"].exp().sum(), lambda t: torch.tensor(len(t))),
+    ),
+}
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
+@pytest.mark.parametrize("loss", UNSEEN_AT_FIRST.values(), ids=UNSEEN_AT_FIRST)
+def test_terms_that_begin_at_nothing_are_seen_before_weights_change(loss, mesh, microbatches):
+    with pytest.raises(MisfitError, match=r"belongs to no sample|depends on the other samples"):
+        train(Uncertain, loss, alone, mesh, microbatches, [8])
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
