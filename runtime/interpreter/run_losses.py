@@ -59,6 +59,7 @@ LATE = (
     "in an evaluation the loss, found to be {}, or a metric is not what it was found to be: of several microbatches "
     "together it has another value than theirs make up, or some rank refuses it in its own words; return (sum, weight)"
 )
+_SAY_WHICH = '; where targets mask none, one is the other: say that it is over samples, loss_over="samples"'
 _MEANT = (
     ', or say that the loss of each microbatch is meant: Engine(…, loss_over="microbatch"), in a job '
     "train.loss_over: microbatch"
@@ -322,6 +323,7 @@ class RunLosses:
                 f"rank {rank} has found {rule_in_words(rule)}"
                 for rule, rank in sorted(found.items(), key=itemgetter(1))
             )
+            refusal += _SAY_WHICH if {rule_of(rule).over for rule in found} == {Over.SAMPLES, Over.TOKENS} else ""
         if len(of_each) > 1 and not refusal:
             numbers = " and ".join(f"{number:g} on rank {rank}" for number, rank in of_each.items())
             refusal = f"in step {self._step} it is over unlike numbers of things for a sample: {numbers}"
