@@ -238,7 +238,7 @@ class PlanRunner:
                 interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
-        masks.alarms += bool(before) and before != masks.read_generators()
+        masks.compare_generators(before)
         if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step()) is not None:
             # after the first steps, the same way on all holders of the same stages
             agree("what overlapping stages exchange", noted, self._groups.holders)

@@ -36,11 +36,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import string_at
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -82,7 +80,6 @@ class ColumnRowPair:
 
 WORD = 0xFFFF_FFFF
 _MOST_ALARMS = 3
-_NBYTES = attrgetter("nbytes")
 BY_SAMPLES = -1
 """The dimension of heads that are with samples in the first."""
 
@@ -130,15 +127,16 @@ class Masks:
         self.cut_dims: dict[CutSite, int | None] = {}
         """Sites where ranks of tp draw for unusual parts of tensors (see `words`), to their dimension; None: all."""
 
-    def read_generators(self) -> list[bytes]:
+    def read_generators(self) -> tuple[Tensor, ...]:
         """Return where torch's generators are; nothing once there were so many alarms, for an optimizer may draw too.
 
         An alarm is raised where they move in a step.
         """
-        if self.alarms >= _MOST_ALARMS:
-            return []
-        states = generator_states(self.device)
-        return [*map(string_at, map(Tensor.data_ptr, states), map(_NBYTES, states))]
+        return () if self.alarms >= _MOST_ALARMS else generator_states(self.device)
+
+    def compare_generators(self, before: Sequence[Tensor]) -> None:
+        """Count an alarm where torch's generators are no longer where they were."""
+        self.alarms += bool(before) and not all(map(torch.equal, before, self.read_generators()))
 
     @contextmanager
     def of(self, unit: Unit) -> Iterator[None]:
