@@ -159,6 +159,11 @@ class Tree:
         leaves = ((path, node) for path, node in _walk(self.root, "") if isinstance(node, Leaf))
         return next(((path, leaf.value) for path, leaf in leaves if not leaf.is_plain), None)
 
+    def numbers(self) -> list[Number]:
+        """Return the numbers that are no tensors."""
+        values = (node.value for _, node in _walk(self.root, "") if isinstance(node, Leaf))
+        return [value for value in values if isinstance(value, Number)]
+
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """Return the tree with these tensors."""
         return _build(self.root, iter(tensors))

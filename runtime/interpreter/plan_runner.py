@@ -225,7 +225,8 @@ class PlanRunner:
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
         is_part = trains and (not last or bool(self.losses.earlier))
-        watch = partial(self.losses.watch, state.flows.plan, step.units, self.steps.in_run, is_part=is_part)
+        given = state.flows.plan, step.units, step.batch.targets
+        watch = partial(self.losses.watch, *given, self.steps.in_run, is_part=is_part)
         shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else NO_CONTEXT
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else NO_CONTEXT
         masks, before = self._model.masks, self._model.masks.read_generators()

@@ -176,10 +176,11 @@ class RunLosses:
         if has_examined:
             self.loss.expect_others(self.blocks.over_targets())
 
-    def watch(self, plan: Plan, units: Units, number: int, *, is_part: bool) -> None:
+    def watch(self, plan: Plan, units: Units, targets: Sequence[Any], number: int, *, is_part: bool) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
 
-        `units` are one object where they have the same shapes; `is_part`: they are some of those of a step.
+        `units` are one object where they have the same shapes, and have `targets`, or None; `is_part`: they are some of
+        those of a step.
         """
         self._trains, sizes = plan.mode == "train", frozenset(map(len, units.samples))
         if self._trains:
@@ -194,7 +195,7 @@ class RunLosses:
         if self._trains and self.blocks.losses:
             self.blocks.begin()
         for examined in self._watched:
-            examined.begin()
+            examined.begin(targets[0])
         is_new = self._is_due or (bool(self._watched) and any(examined.since for examined in self._watched))
         for of, reads in self._reads:
             of.watched = reads if is_new else NO_CONTEXT
@@ -353,7 +354,7 @@ class RunLosses:
         self._is_watched = not self.loss.is_settled or any(told.is_watched)
         self._told = {one: one.refusal for one in self._examined}
         for examined in self._examined:
-            examined.since = ""
+            examined.since, examined.was_blind = "", False
         if self.loss.is_settled:
             self._watched = [one for one in self._watched if not one.is_believed]
 
@@ -375,7 +376,7 @@ class RunLosses:
             "is_of_each": self.blocks.unlinear.is_of_each,
             "has_odd_sizes": self._has_odd_sizes(),
             "of_any": next(filter(None, of_any), ""),
-            "is_blind": any(one.is_blind for one in its),
+            "is_blind": any(one.is_blind or one.was_blind for one in its),
             "of_each": its[0].of_each if its else None,
             "rests": {path: told for one in its for path, told in one.rests.items()},
             "is_watched": any(not one.is_believed for one in self._watched),

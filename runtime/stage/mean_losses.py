@@ -211,9 +211,11 @@ class WeighedLoss:
             with self.watched:
                 return Counted(self.means.over(output, targets, self._totals), 0.0, is_sum=True)
         if not self.is_known:
+            output = _without_leaves(output)
             for examined in self.examined:
                 examined.before_call(output)
         if self._weight is not None and self._weight.is_guarded and torch.is_grad_enabled():
+            output = _without_leaves(output)
             self._guard(output)
         given = [] if self.is_known or self.is_alone else [(t, t._version) for t in tensors_of((output, targets))]
         with self.watched:
@@ -328,6 +330,13 @@ def note_misuse(error: MisfitError, misuses: list[str] | None) -> None:
     if misuses is None:
         raise error
     misuses.append(str(error))
+
+
+def _without_leaves(output: Any) -> Any:
+    """Return an output with views of what is a weight itself, whose hooks would stay behind the microbatch."""
+    are_any = any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_of(output))
+    own = lambda tensor: tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor  # noqa: E731
+    return map_tensors(own, output) if are_any else output
 
 
 def _stated(found: object) -> Counted:

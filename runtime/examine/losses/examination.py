@@ -146,7 +146,7 @@ class LossExamination:
         if name := self.depends_on_calls(parts):
             return Finding(None, WRITES.format(name))
         made = (parts.with_hits(), cut_elsewhere(parts), *parts.with_other_rest())
-        for some in (*parts.of_all_sizes(), *parts.with_one_far(), *made, *others):
+        for some in (*parts.of_all_sizes(), *parts.with_one_far(), *made, *others, *parts.on_other_side()):
             share = self.share(some)
             if share.why and not some.is_odd:
                 return Finding(None, share.why)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...blocks.trees import tensors_of
+from ...blocks.trees import flatten, tensors_of
 from ..functions_kept import FunctionKept, FunctionState, class_weights, versions_kept
 from .examination import WRITES, LossExamination
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
@@ -46,7 +46,7 @@ class Examined:
         tables: the weights of classes that it knows.
         since: what it goes by and somebody has changed since the last step; "": nothing.
         refusal: why no weights make its microbatches the batch; "": some do.
-        is_blind: whether it has had no gradient so far.
+        is_blind: whether it has had no gradient so far; `was_blind`: in some microbatch since ranks agreed last.
         late: what values have shown in this step; None: they were not compared.
         rests: what it goes by in outputs of microbatches that belongs to no sample (see `RealBatch.rests`).
         of_each: how many numbers each sample has, where it is a mean over samples; None: nobody knows.
@@ -58,7 +58,8 @@ class Examined:
         self.rule: LossWeight | None = None
         self.tables = class_weights(function)
         self.since = self.refusal = ""
-        self.is_blind, self.apart = False, frozenset[str]()
+        self.is_blind, self.was_blind, self.apart = False, False, frozenset[str]()
+        self._beside: list[object] = []
         self._is_ours = _is_ours(function)
         self._kind: type[LossExamination] = LossExamination
         self._state: FunctionState | None = None
@@ -83,15 +84,22 @@ class Examined:
         """Whether its values are compared in each step."""
         return not self._is_known and self._way is not None and not self.refusal
 
-    def begin(self) -> None:
-        """Begin a step, or an evaluation: look whether somebody has changed what it goes by."""
+    def begin(self, targets: Any) -> None:
+        """Begin a step, or an evaluation: look whether somebody has changed what it goes by.
+
+        That are numbers among the targets, too, which belong to no sample.
+        """
+        name, beside = None, self._beside if targets is None else _numbers_beside(targets)
         if self._state is None:
             self._state = FunctionState(self._function, self._name)
         elif (name := self._state.changed()) is not None:
             self._state, self.tables = FunctionState(self._function, self._name), class_weights(self._function)
-            if self.rule is not None:
-                self.since, self._old, self.rule = self.since or name, self.rule, None
-                self._num_changes += 1
+        elif beside != self._beside:
+            name = "a number among the targets"
+        self._beside = beside
+        if name is not None and self.rule is not None:
+            self.since, self._old, self.rule = self.since or name, self.rule, None
+            self._num_changes += 1
 
     def before_call(self, output: Any) -> None:
         """Keep where it is, before a call by which it is examined."""
@@ -107,10 +115,13 @@ class Examined:
         if self.rule is not None:
             return self.rule
         if self.is_blind and isinstance(found, Tensor) and not _has_gradient(found, output):
+            self.was_blind = True
             return None
         self._writes = self._writes or (self._first is not None and self._first.have_drawn())
         finding = self._examine(found, output, targets, samples)
         self._first, self._old, self.is_blind = None, None, finding is WITHOUT_GRADIENT
+        self.was_blind |= self.is_blind
+        self.was_blind |= self.is_blind
         if self.is_blind:
             return None
         usual = Over.STATED if isinstance(found, tuple) else Over.SAMPLES
@@ -208,6 +219,14 @@ _KINDS: dict[tuple[bool, bool], type[LossExamination]] = {
     (False, False): MetricExamination,
     (False, True): StatedMetricExamination,
 }
+
+
+def _numbers_beside(targets: Any) -> list[object]:
+    """Return the numbers among targets that belong to no sample; of a device, the tensors that have them."""
+    if isinstance(targets, Tensor):
+        return []
+    tree, tensors = flatten(targets)
+    return [*tree.numbers(), *[t.item() if t.device.type == "cpu" else id(t) for t in tensors if not t.dim()]]
 
 
 def _is_ours(function: Any) -> bool:

@@ -35,6 +35,7 @@ _MANY, _FAR = 32, (1000.0, -1000.0, 30.0, 0.01)
 _MOST_IDS = 16
 _HITS, _SURE = 3, 10.0
 _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
+_OTHER_SIDE = ((-1, -0.5), (-10, -30))
 Change = Callable[[Tensor], Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -102,6 +103,11 @@ class Parts:
             if any(self._is_free(len(self.outputs) + i, t) and not _is_mask(t) for i, t in enumerate(self.targets)):
                 yield self.scaled(first, rest, with_targets=True)
 
+    def on_other_side(self) -> Iterator[Parts]:
+        """Yield the same with numbers of the other sign, where a loss may have a gradient, as one of `relu` has."""
+        for first, rest in _OTHER_SIDE:
+            yield self.scaled(first, rest)
+
     def with_one_far(self) -> Iterator[Parts]:
         """Yield more samples, where memory allows it, of which the first is far from all others."""
         split, known = len(self.outputs), self.first + self.rest
@@ -119,7 +125,7 @@ class Parts:
         """Return the same where the first rows are all but their targets, of which a loss is next to nothing."""
         outputs = list(self.outputs)
         for place, leaf in enumerate(outputs):
-            for targets in self.targets if leaf.is_floating_point() else ():
+            for targets in self.targets if self._is_free(place, leaf) else ():
                 if targets.dtype is torch.int64 and leaf.shape[:-1] == targets.shape:
                     wanted = targets.clamp(0, leaf.shape[-1] - 1).unsqueeze(-1)
                     hits = leaf.scatter(-1, wanted, float(leaf.abs().max()) + _SURE)
@@ -251,6 +257,7 @@ def with_other_targets(
     Of the `tables` of class weights those classes are among them whose weights are extreme.
     """
     yield from _by_rows(parts)
+    parts = _telling_targets(parts, is_safe=is_safe)
     for place, leaf in enumerate(parts.targets):
         if not parts.units[len(parts.outputs) + place] or not leaf.numel():
             continue
@@ -266,6 +273,19 @@ def with_other_targets(
                 yield _changed(odd, place, leaf, lambda a: a * 0.5)
                 for value in (-1, torch.nan):
                     yield _changed(odd, place, leaf, partial(_every_third, value=value))
+
+
+def _telling_targets(parts: Parts, *, is_safe: bool) -> Parts:
+    """Return the same where not all targets of a leaf are ignored, nor masked, as nothing is told of such."""
+    targets = [*parts.targets]
+    for place, leaf in enumerate(parts.targets):
+        if parts.units[len(parts.outputs) + place] and leaf.numel():
+            is_ignored = is_safe and leaf.dtype in _INTEGERS and int(leaf.max()) < 0
+            if is_ignored and (classes := _num_classes(parts, leaf)):
+                targets[place] = MadeUp.of(_filled(leaf, torch.arange(classes, dtype=leaf.dtype, device=leaf.device)))
+            elif _is_mask(leaf) and not leaf.any():
+                targets[place] = torch.ones_like(leaf)
+    return replace(parts, targets=targets)
 
 
 def _by_rows(parts: Parts) -> Iterator[Parts]:
@@ -312,14 +332,18 @@ def _by_ids(
 
 
 def _num_classes(parts: Parts, leaf: Tensor) -> int:
-    """Return of how many classes ids are; 0: they may be something else, of which no others are made up."""
+    """Return of how many classes ids are; 0: they may be something else, of which no others are made up.
+
+    Of several outputs that have as many rows, these are the classes of the narrowest that has a place for all ids.
+    """
+    found, highest = list[int](), int(leaf.max())
     for out in parts.outputs:
         sizes = out.shape
         if out.is_floating_point() and len(sizes) > 1:
             for classes, others in ((sizes[-1], sizes[:-1]), (sizes[1], (sizes[0], *sizes[2:]))):
                 if leaf.shape == others or (leaf.dim() == 1 and leaf.numel() == prod(others)):
-                    return classes
-    return 0
+                    found.append(classes)
+    return min((classes for classes in found if classes > highest), default=max(found, default=0))
 
 
 def _is_mask(leaf: Tensor) -> bool:

@@ -226,7 +226,9 @@ class RealBatch:
                 break
             used = [n for n in moved.of_rest if _differs(of, one, moved, {n: _other(moved.outputs[n])})]
             mark = ALONE if is_alone else ""
-            return {mark + unit.output.paths[n]: sorted({_told(some.outputs[n]) for some in units}) for n in used}
+            rows = [" ".join(_told(t) for n, t in enumerate(u.outputs) if u.rows[n]) if is_alone else "" for u in units]
+            told = {n: {f"{_told(u.outputs[n])}|{its}" for u, its in zip(units, rows, strict=True)} for n in used}
+            return {mark + unit.output.paths[n]: sorted(some) for n, some in told.items()}
         return {}
 
     def swapped(self) -> tuple[Unit, Unit] | None:
@@ -322,13 +324,14 @@ def _misfit(
 def why_rests_misfit(rests: Sequence[Mapping[str, Sequence[str]]], *, are_all: bool = False) -> str:
     """Return why what belongs to no sample is not as a loss takes it, on some ranks or `are_all`, in words; "": it is.
 
-    A sum of it alone is believed to be of a microbatch's samples, if it is another in each.
+    A sum of it alone is believed to be of a microbatch's samples, if it is another where these are.
     """
     found = {path: {told for row in rests for told in row.get(path, [])} for row in rests for path in row}
     for path, told in sorted(found.items()):
-        if not path.startswith(ALONE) and len(told) > 1:
+        are_alike = len({of_rest for of_rest, _, _ in (one.partition("|") for one in told)}) == 1
+        if not path.startswith(ALONE) and not are_alike:
             return OF_REST.format(path)
-        if path.startswith(ALONE) and are_all and len(told) == 1:
+        if path.startswith(ALONE) and are_all and are_alike and len(told) > 1:
             return OF_REST_ALONE.format(path.removeprefix(ALONE))
     return ""
 

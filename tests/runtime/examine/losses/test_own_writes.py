@@ -76,7 +76,7 @@ class Late(Writing):
 
 def step(examined: Examined, loss: Any, output: Tensor, probe: Unit | None = None) -> Unit | None:
     """Step as an engine does, with two microbatches; return a few samples."""
-    examined.begin()
+    examined.begin(None)
     real = RealBatch(2)
     for part, targets in zip(output.chunk(2), NUMBERS.chunk(2), strict=True):
         real.keep(part, targets, len(part))
