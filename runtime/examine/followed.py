@@ -54,16 +54,17 @@ class Followed:
     Args:
         model: the model; it is not kept alive.
         names: of the modules whose code is followed.
+        rows: of others that have what that code calls.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, names: Iterable[str], rows: Iterable[str] = ()) -> None:
         self._model = weakref.ref(model, self._let_go)
         self._names = tuple(names)
         self._state: HostState | None = None
         self._tensors: list[tuple[Tensor, int, str | None]] = []
         self._lengths: dict[str, int] = {}
         self._keys: dict[str, tuple[dict[str, Any], Set[str]]] = {}
-        self._structure = Structure(model, self._names)
+        self._structure = Structure(model, (*self._names, *rows))
         self._trained: list[tuple[str, Any, bool]] = []
         near = {name: model.get_submodule(name) for name in self._names}
         near |= {f"{n}.{key}".lstrip("."): child for n, m in [*near.items()] for key, child in m.named_children()}
@@ -97,7 +98,9 @@ class Followed:
         self._keys = {name: (own, own.keys() & self._state.names) for name, own in spaces.items()}
         self._lengths = {name: len(own) for name, own in spaces.items()}
         own = {id(tensor) for module in modules.values() for tensor in tensors_in(module).values()}
-        held = [tensor for tensor in self._state.tensors() if id(tensor) not in own and not tensor.is_inference()]
+        outside = {*self._state.modules()}.difference(model.modules())
+        numbers = [t for module in outside for t in (*module.parameters(), *module.buffers())]
+        held = [t for t in (*self._state.tensors(), *numbers) if id(t) not in own and not t.is_inference()]
         self._tensors = [(tensor, tensor._version, numbers_of(tensor)) for tensor in held]
         self._state.let_go()
 

@@ -156,6 +156,10 @@ class HostState:
         """Return the tensors among it, buffers of modules too, but for their weights."""
         return list(self._tensors.values())
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules among it; they are not known any more behind `let_go`."""
+        return [thing for thing in self._known.values() if isinstance(thing, nn.Module)]
+
     def _watch(self, name: str, read: Callable[[], Any], space: Space | None = None, key: Any = None) -> Any:
         """Watch a place, and return what is there."""
         found = read()

@@ -21,6 +21,7 @@ from quintsched.errors import MisfitError
 from ..comm.modes import Modes
 from ..examine.followed import SPLIT_AGAIN, Followed, label_of
 from .tracing import IN_PLACE, Traced, Untraceable, skeleton, trace
+from .weightless_model import ends_of
 
 _MOST_CROSSING = 8
 """So many values may cross a cut between what a model itself calls; one, where it is within a part of it."""
@@ -63,7 +64,9 @@ class TraceSource:
         both = zip(one, other, strict=True)
         self.targets = [tuple(dict.fromkeys((*_targets(a), *_targets(b)))) for a, b in both]
         self._require_own_state(model, [*one, *other])
-        self._followed = Followed(model, sorted(set().union(*(traced.entered for traced in traces.values()))))
+        entered = set().union(*(traced.entered for traced in traces.values()))
+        rows = {name[:length] for targets in self.targets for name in targets for length in ends_of(name)}
+        self._followed = Followed(model, sorted(entered), rows - entered)
         flags = len(self._followed.flags())
         self._graphs: dict[_Key, list[fx.Graph]] = {((True,) * flags, modes): one, ((False,) * flags, modes): other}
         self._seen = {n: (t, t._version) for n, t in self._tensors(model).items() if not t.is_inference()}

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -180,7 +180,7 @@ class _Tracer(fx.Tracer):
             for name in plain:
                 del module.__dict__[name]  # so that it is asked for
             kind: type = type(module)
-            module.__class__ = _watched(kind)
+            module.__class__ = _watched(kind, frozenset(name for name in plain if hasattr(kind, name)))
 
     def run(self) -> Traced:
         """Return the steps of the root's forward."""
@@ -283,8 +283,11 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 @cache
-def _watched(kind: type) -> type:
-    """Return the class of a skeleton's modules of a kind: calls and weights are the tracer's."""
+def _watched(kind: type, shadowed: Set[str] = frozenset()) -> type:
+    """Return the class of a skeleton's modules of a kind: calls and weights are the tracer's.
+
+    So are tensors that have the names of `shadowed` attributes of the class, which would be found in their place.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._tracer.call(self, args, kwargs)
@@ -298,7 +301,8 @@ def _watched(kind: type) -> type:
     def setattr_(self: Any, name: str, value: Any) -> None:
         self._tracer.set_attribute(self, name, value)
 
-    body = {"__call__": call, "__getattr__": getattr_, "__setattr__": setattr_, "__module__": kind.__module__}
+    body: dict[str, Any] = {name: property(partial(getattr_, name=name)) for name in shadowed}
+    body |= {"__call__": call, "__getattr__": getattr_, "__setattr__": setattr_, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), body)
 
 

@@ -57,7 +57,7 @@ class Frame:
             self.root = copy.deepcopy(model, dict[int, object](metas))
         except Exception as error:
             raise MisfitError(f"{type(model).__name__} cannot be copied, and so not be split: {error}") from error
-        ways = {name[:length] for name in self.layers for length in _ends(name)}
+        ways = {name[:length] for name in self.layers for length in ends_of(name)}
         inner = tuple(f"{name}." for name in self.layers)
         for name, module in list(self.root.named_modules()):
             if name in self.layers:
@@ -138,7 +138,7 @@ def _is_here(module: nn.Module) -> bool:
     return isinstance(module, _Way) or (isinstance(module, _Beside) and not any(True for _ in module.parameters()))
 
 
-def _ends(name: str) -> list[int]:
+def ends_of(name: str) -> list[int]:
     """Return where the names of what contains `name` end."""
     parent = name.rpartition(".")[0]
     return [0, *(place for place, letter in enumerate(parent) if letter == "."), len(parent)]

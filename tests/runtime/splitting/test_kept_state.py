@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, run_local, split
 
-from .test_modes_and_state import Traced, Walked, inputs, loss, made, nothing, sgd, trained
+from .test_modes_and_state import Block, Traced, Walked, inputs, loss, made, nothing, sgd, trained
 
 
 def switched(self, x):
@@ -398,3 +398,65 @@ def test_what_code_of_a_trace_leads_to_is_followed(change):
     for block in blocks:
         x = block(x)
     assert torch.equal(x, expected)
+
+
+class TracedRow(Traced):
+    """A list of layers, found by tracing; the class has a scale, which an instance may have as well."""
+
+    scale = torch.ones((), dtype=torch.float64)
+
+    def make_layers(self):
+        self.layers = nn.ModuleList([Block(), Block()])
+        if self.has_own:
+            self.scale = torch.full((), 0.5, dtype=torch.float64)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return self.head(self.middle(x))
+
+
+def with_scale(model):
+    model.scale = torch.full((), 0.5, dtype=torch.float64)
+
+
+def swap_layers(model):
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def renew_layer(model):
+    model.layers[1] = Block().double()
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_a_tensor_of_an_instance_comes_before_that_of_its_class(mesh):
+    found, expected = trained(made(type("Own", (TracedRow,), {"has_own": True}), unchanged), lambda model: None, mesh)
+    assert found == [pytest.approx(expected, rel=1e-10)] * 2
+
+
+@pytest.mark.parametrize("change", [with_scale, swap_layers, renew_layer])
+def test_another_layer_in_a_traced_row_or_tensor_before_that_of_a_class_is_refused(change):
+    with pytest.raises(MisfitError, match="is no longer what it was when the"):
+        trained(made(type("Bare", (TracedRow,), {"has_own": False}), unchanged), change, "dp=2")
+
+
+def unchanged(self, x):
+    return x
+
+
+def by_a_module_in_a_list(self, x):
+    return x + self.outside[0](x)
+
+
+def scale_outside(model):
+    with torch.no_grad():
+        model.outside[0].weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2", "dp=2"])
+def test_a_frozen_module_in_a_container_is_the_models_own(mesh):
+    model = made(Walked, by_a_module_in_a_list)
+    model.outside = [nn.Linear(4, 4).double().requires_grad_(False)]
+    found, expected = trained(model, scale_outside, mesh)
+    assert found == [pytest.approx(expected, rel=1e-10)] * len(found)
