@@ -189,6 +189,8 @@ class RunLosses:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
             self._examine_evaluation()
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
+        if not (is_part and self.earlier):
+            self.loss.begin_step()
         self._first_parts = number if is_part and self._first_parts is None else self._first_parts
         is_first = is_part and self._first_parts == number
         self._is_due = is_compared = self._is_watched and (is_first or not number & (number - 1))
@@ -227,6 +229,7 @@ class RunLosses:
             self._look()
         if self._trains:
             self.blocks.end()
+            self._has_doubt |= self.loss.weighs_otherwise
         self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.loss.misuses)
         self._has_doubt |= bool(self.blocks.since or self.first.refusal)
         if (later := self._model.prover.later).followed:
@@ -284,10 +287,20 @@ class RunLosses:
         if wants_outputs and self._asked_in_vain:
             return
         self.settle(plan, accumulates=False)
+        if self.loss.has_others:
+            self._require_even()
         why = "" if self.loss.is_alone and self.loss.is_bare else self.blocks.why_wrong(self._rule, evaluates=True)
         self.of_evaluation = why and why + _MEANT
         if why and not wants_outputs:
             raise MisfitError(self.of_evaluation)
+
+    def _require_even(self) -> None:
+        """Raise `MisfitError` where samples of an evaluation weigh otherwise on some ranks (collective)."""
+        texts = share_texts(self._groups.world, json.dumps(self.loss.of_each))
+        found = {text: rank for rank, text in reversed([*enumerate(texts)]) if any(json.loads(text))}
+        if len(found) > 1:
+            told = " and ".join(f"{text} on rank {rank}" for text, rank in found.items())
+            raise MisfitError(NO_WEIGHT.format(f"in an evaluation a sample weighs {told}") + _MEANT)
 
     def _look(self) -> None:
         """Look, once in a step, whether losses and metrics are what they were found to be."""

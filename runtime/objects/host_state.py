@@ -48,7 +48,7 @@ from .spaces import (
     parts_of,
     space_of,
 )
-from .user_code import PLAIN, is_library_module, is_of_library, names_of, texts
+from .user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of, texts
 
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 _STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
@@ -324,7 +324,7 @@ class HostState:
     def _keys(self, holder: Any, space: Space) -> Set[str]:
         """Return under which names code may look something up that a holder has in one of its spaces."""
         if isinstance(holder, FunctionType) and space.holder is holder.__globals__:
-            return {*names_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
+            return {*globals_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
         return self.names.intersection(vars(space.holder) if isinstance(space, OfClass) else space.keys())
 
     def _found_in_library(self, name: str, space: Space, key: str) -> None:

@@ -142,9 +142,21 @@ class WeighedLoss:
         """What each sample weighs in means that are none over samples, where blocks have losses of their own."""
         return [even.of_each for even in self._evens]
 
+    def begin_step(self) -> None:
+        """Begin a step whose samples may weigh otherwise than those of others."""
+        for even in self._evens:
+            even.of_each = None
+
+    @property
+    def weighs_otherwise(self) -> bool:
+        """Whether samples weigh otherwise than when ranks agreed on that."""
+        return any(even.of_each not in (None, even.agreed) for even in self._evens)
+
     def take_over(self, rule: LossWeight) -> None:
-        """Take over what some rank has found."""
+        """Take over what some rank has found, and all have agreed on."""
         self._weight = rule
+        for even in self._evens:
+            even.agreed = even.of_each or even.agreed
         for examined in self.examined:
             if examined.rule is None or (self.means is None and examined.rule.over is rule.over):
                 examined.rule = rule if self.means is None else LossWeight(Over.STATED)
@@ -364,7 +376,7 @@ def _clamped(weight: Tensor, found: Tensor) -> Tensor:
 
 
 class EvenWeights:
-    """What a mean beside losses of blocks is over for each sample, the same in all microbatches.
+    """What a mean beside losses of blocks is over for each sample, the same in all microbatches of a step.
 
         6 targets for 2 samples, 6 for 2, 6 for 2          the mean over targets is that of the whole batch
         6 targets for 2 samples, 3 for 2                   refused: one weight is wrong for either of both
@@ -373,12 +385,14 @@ class EvenWeights:
         rule: what the mean is over.
 
     Attributes:
-        of_each: what one sample weighs, as the first microbatch has it; None: there was none.
+        of_each: what one sample weighs, as the step's first microbatch has it; None: there was none.
+        agreed: the same of the last step in which ranks agreed on it.
     """
 
     def __init__(self, rule: LossWeight) -> None:
         self.rule = rule
         self.of_each: float | None = None
+        self.agreed: float | None = None
 
     def doubt(self, weight: Tensor | float, samples: int) -> str:
         """Return why the samples of a microbatch do not weigh as others did, in words; "": they do."""

@@ -290,6 +290,7 @@ class LossExamination:
                 for table in tables:
                     for ignored in self.ids:
                         yield LossWeight(Over.CLASSES, place, shift, ignored, table)
+                yield LossWeight(Over.NUMBERS, place, shift)  # such as lengths
 
     def share_of(self, weight: LossWeight, parts: Parts) -> float | None:
         """Return the share of the first part by what targets weigh; None: it cannot be found."""

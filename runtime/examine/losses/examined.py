@@ -89,6 +89,7 @@ class Examined:
 
         That are numbers among the targets, too, which belong to no sample.
         """
+        self.of_each, self.rests = None, {}
         name, beside = None, self._beside if targets is None else _numbers_beside(targets)
         if self._state is None:
             self._state = FunctionState(self._function, self._name)
@@ -136,7 +137,6 @@ class Examined:
             probe: a few samples of earlier ones.
             step: its number, for messages.
         """
-        self.of_each, self.rests = None, {}
         if self.rule is None:
             return
         moved = self._state is not None and self._state.changed()

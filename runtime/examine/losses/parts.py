@@ -334,7 +334,8 @@ def _by_ids(
 def _num_classes(parts: Parts, leaf: Tensor) -> int:
     """Return of how many classes ids are; 0: they may be something else, of which no others are made up.
 
-    Of several outputs that have as many rows, these are the classes of the narrowest that has a place for all ids.
+    Of several outputs that have as many rows, these are the classes of the narrowest that has a place for all ids; such
+    as have none are groups, or lengths.
     """
     found, highest = list[int](), int(leaf.max())
     for out in parts.outputs:
@@ -343,7 +344,7 @@ def _num_classes(parts: Parts, leaf: Tensor) -> int:
             for classes, others in ((sizes[-1], sizes[:-1]), (sizes[1], (sizes[0], *sizes[2:]))):
                 if leaf.shape == others or (leaf.dim() == 1 and leaf.numel() == prod(others)):
                     found.append(classes)
-    return min((classes for classes in found if classes > highest), default=max(found, default=0))
+    return min((classes for classes in found if classes > highest), default=0)
 
 
 def _is_mask(leaf: Tensor) -> bool:

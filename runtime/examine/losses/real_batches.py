@@ -240,12 +240,12 @@ class RealBatch:
         return one, one.with_leaves({number: other.outputs[number] for number in one.of_rest})
 
     def _alike(self) -> list[Unit]:
-        """Return units that can be joined, an earlier one too, or the halves of one; none where there are no two."""
+        """Return units that can be joined, or the halves of one, and an earlier one; none where there are no two."""
         units = [unit for unit in self._units if unit.fits(self._units[0])]
-        units += [unit for unit in self._beside if units and unit.fits(units[0]) and units[0].shares_rest_with(unit)]
         if len(units) == 1 and units[0].samples > 1:
             half = units[0].samples // 2
             units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
+        units += [unit for unit in self._beside if units and unit.fits(units[0]) and units[0].shares_rest_with(unit)]
         return units if len(units) > 1 and all(map(units[0].shares_rest_with, units)) else []
 
     def two_parts(self) -> tuple[Unit, Unit, Unit] | None:
