@@ -67,7 +67,7 @@ def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arr
     outputs, gradients = (
         ([*zip(*of, strict=True)] for of in zip(*(trial[:2] for trial in trials), strict=True)) if trials else ([], [])
     )
-    if not all(map(_is_made_of, whole.made, outputs)) or all(map(_is_made_of, whole.gradients, gradients)):
+    if not _are_made_of(whole.made, outputs) or _are_made_of(whole.gradients, gradients):
         return ""
     return _MIXES.format(number, type(block).__name__)
 
@@ -99,11 +99,11 @@ def why_of_others(
         return _OVERTAKEN.format(*said) + f" ({type(error).__name__})"
     finally:
         hooks.put_back()
-    sums = zip(twice.gradients[one.num_leaves :], one.gradients[one.num_leaves :], strict=True)
-    if not all(_is_made_of(found, [its, its]) for found, its in sums):
+    sums = [[its, its] for its in one.gradients[one.num_leaves :]]
+    if not _are_made_of(twice.gradients[one.num_leaves :], sums):
         return _GROWN.format(*said)
-    is_same = all(map(_is_made_of, one.made, [[made] for made in late.made]))
-    is_late = is_same and not all(map(_is_made_of, one.gradients, [[g] for g in late.gradients]))
+    is_same = _are_made_of(one.made, [[made] for made in late.made])
+    is_late = is_same and not _are_made_of(one.gradients, [[g] for g in late.gradients])
     return _OVERTAKEN.format(*said) if is_late else ""
 
 
@@ -162,13 +162,28 @@ def _rows_begun(output: Tensor, place: int, samples: range) -> Tensor:
     return torch.cat(rows).to(output.dtype)
 
 
-def _is_made_of(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether a tensor of samples is what their own are, one after the other, or what they add up to."""
+_ROUNDING = 64
+"""So many times the last bit of the largest of all tensors is what is left where numbers cancel."""
+
+
+def _are_made_of(wholes: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether tensors of samples are what their own are, one after the other, or what they add up to.
+
+    A gradient that is 0 but for rounding, as that of the bias of keys, is compared with the others'.
+    """
+    largest = max((float(t.abs().amax()) for t in wholes if t.numel()), default=0.0)
+    return all(_is_made_of(whole, its, largest) for whole, its in zip(wholes, parts, strict=True))
+
+
+def _is_made_of(whole: Tensor, parts: Sequence[Tensor], largest: float) -> bool:
     is_sum = parts[0].shape == whole.shape
     found = sum(parts[1:], parts[0]) if is_sum else torch.cat([*parts])
-    size = float(whole.abs().amax()) if whole.numel() else 0.0
-    least = 1e-4 if whole.dtype.itemsize >= 4 else 5e-2
-    return found.shape == whole.shape and (not size or float((found - whole).abs().amax()) <= least * size)
+    if found.shape != whole.shape or not whole.numel():
+        return found.shape == whole.shape
+    relative = 1e-4 if whole.dtype.itemsize >= 4 else 5e-2
+    bits = torch.finfo(whole.dtype).eps if whole.is_floating_point() or whole.is_complex() else 0.0
+    least = relative * float(whole.abs().amax()) + _ROUNDING * bits * largest
+    return float((found - whole).abs().amax()) <= least
 
 
 @contextmanager

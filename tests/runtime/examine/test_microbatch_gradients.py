@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import quintsched as qs
@@ -48,6 +49,17 @@ class Written(Block):
         return super().forward(x)
 
 
+class Cancelling(Block):
+    """Has a weight whose gradient is 0 but for rounding, as the bias of keys."""
+
+    def __init__(self):
+        super().__init__(torch.tanh)
+        self.shift = nn.Parameter(torch.full((1,), 0.3, dtype=torch.float64))
+
+    def forward(self, x):
+        return (super().forward(x) + self.shift).softmax(-1)
+
+
 OF_MICROBATCHES = {
     "local loss": (Local(torch.tanh), "adds a gradient to its 'inner."),
     "gradient written": (Written(torch.tanh), "adds a gradient to its 'inner.weight'"),
@@ -57,6 +69,7 @@ OF_MICROBATCHES = {
     "halved sums": (hooked("register_post_accumulate_grad_hook", halve), "changes sums"),
     "stepped": (hooked("register_post_accumulate_grad_hook", stepped), "changes weights"),
     **{name: (LINEAR[name], "") for name in LINEAR if name not in ("halved", "log")},
+    "cancelling": (Cancelling(), ""),
     "mixed forward": (Block(lambda x: x - x.mean(0)), ""),
     "straight through": (Block(lambda x: x + (x.round() - x).detach()), ""),
 }
