@@ -11,7 +11,7 @@ a copy; what shares its memory would have to change with it, and is refused (see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.device import draws_undone
 from ..comm.modes import ModesLeftError
+from ..objects.host_values import is_same
 from ..objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_undone
 from ..objects.user_code import PLAIN
 from .blame import place_of
@@ -72,8 +73,12 @@ def trace_shapes(
                 for place in marks.get(number, ()):
                     before.put(*place)
                 found, state = results[number] if results else (run_block(run, given, taken, name), ())
+                state = [
+                    *state,
+                    *changed_by(before, name, None if results else partial(run_block, run, given, taken, name)),
+                ]
+                state = tuple(dict.fromkeys([*state, *_rebound(bare, buffers, weights)]))
                 (given, fresh, auxiliary), records = found
-                state = tuple(dict.fromkeys([*state, *changed_by(before, name), *_rebound(bare, buffers, weights)]))
         except (ModesLeftError, UntriedError):
             raise
         except Exception as error:
@@ -160,12 +165,17 @@ def _leave(
     return left, fresh, own
 
 
-def changed_by(before: Snapshot, block: str) -> Iterator[State]:
+def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None = None) -> Iterator[State]:
     """Yield what a block has changed since, of its modules and of what their code names.
+
+    `again` runs it once more: what it has made and keeps then is a table, and what it makes anew is none.
 
     Raises `UntriedError` for an iterator that it has made and keeps.
     """
-    for change in before.changes():
+    changes = [*before.changes()]
+    made = {change.place: change.now for change in changes if change.was is None}
+    kept = made.keys() if again is None or not made else _kept_again(before, made, again)
+    for change in changes:
         require_no_iterator(block, change.name, change.now)
         owner, key = change.owner, change.place[1]
         if key is None:  # a tensor, in place
@@ -178,9 +188,22 @@ def changed_by(before: Snapshot, block: str) -> Iterator[State]:
             is_named=counts and not is_own,
             owner=owner,
             key=key,
-            is_new=change.was is None,
+            is_new=change.place in kept,
             holds=not isinstance(change.now, PLAIN),
         )
+
+
+def _kept_again(
+    before: Snapshot, made: Mapping[tuple[int, Any], Any], again: Callable[[], object]
+) -> Set[tuple[int, Any]]:
+    """Return where a block has what it made still after another run, in which nothing came beside it."""
+    try:
+        again()
+    except Exception:
+        return made.keys()
+    later = {change.place: change.now for change in before.changes() if change.was is None}
+    growing = {holder for holder, key in later.keys() - made.keys()}
+    return {place for place, now in made.items() if place[0] not in growing and is_same(later.get(place), now)}
 
 
 def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Mapping[str, Tensor]) -> Iterator[State]:

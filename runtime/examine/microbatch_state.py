@@ -11,28 +11,47 @@ Code of blocks may begin to change numbers later, by a flag that the loop sets, 
     self.amax = max(self.amax, float(x.abs().max()))
 
 Those attributes, also of classes, and globals are looked at, once before and once behind a step or an evaluation, that
-methods of blocks set outside of `__init__`; buffers of users' modules, by the versions that torch counts; and in step
-0, 1, 2, 4, 8, … the numbers of frozen weights, such as those of a teacher that begins as a copy.
+methods of blocks set outside of `__init__`, on whichever module; containers and namespaces in attributes that methods
+name, by their entries if these are few (a table may grow); buffers of users' modules; tensors, by which they are and
+the versions that torch counts; and in step 0, 1, 2, 4, 8, … the numbers of frozen weights, as of a teacher that begins
+as a copy.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..blocks.blocks import Parcel, State
-from ..objects.user_code import is_of_library, methods_of, steps_in
+from ..objects.spaces import OF_TORCH
+from ..objects.user_code import is_of_library, methods_of, names_of, steps_in
 
 _logger = logging.getLogger("quintsched.runtime")
 
 _MOST_NAMED = 3
 
+_MOST_ENTRIES, _MOST_NESTED = 32, 2
+"""So many entries of a container are looked at, and so deep."""
+_CONTAINERS = (list, tuple, dict, set, deque, SimpleNamespace)
+
 _Numbers = tuple[float, float]
 """What tells the numbers of a weight."""
+
+
+class _Mark(NamedTuple):
+    """Which tensor something is, and how often it was written to."""
+
+    of: ref[Tensor]
+    place: int
+    version: int
 
 
 def state_named(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
@@ -111,8 +130,10 @@ class LateState:
         found = (
             place
             for number, block in blocks.items()
-            for path, module in block.named_modules()
-            for place in _set_by(f"block {number} ({type(block).__name__}){path and f'.{path}'}", module)
+            for named in [[*block.named_modules()]]
+            for keys in [{key for _, module in named for key in _kept_by(module)}]
+            for path, module in named
+            for place in _set_by(f"block {number} ({type(block).__name__}){path and f'.{path}'}", module, keys)
         )
         self.places = list({(place[0], id(place[1])): place for place in found}.values())
         self._before: list[Any] = []
@@ -129,9 +150,10 @@ class LateState:
         if self._is_first:
             self.known += moved  # which `weights_unchanged` names
         self._is_first = False
-        if now == self._before and not moved:
+        alike = [*map(_is_same, self._before, now)]
+        if all(alike) and not moved:
             return
-        changed = [place for place, was, is_now in zip(self.places, self._before, now, strict=True) if was != is_now]
+        changed = [place for place, is_same in zip(self.places, alike, strict=True) if not is_same]
         self.places = [place for place in self.places if place not in changed]
         names = [name for name in (*(place[0] for place in changed), *moved) if name not in self.known]
         self.known += names
@@ -139,11 +161,7 @@ class LateState:
             _logger.warning("%s", line)
 
     def _now(self) -> list[Any]:
-        found = (own.get(key) for _, own, key in self.places)
-        return [
-            value if isinstance(value, (int, float)) else value._version if type(value) is Tensor else None
-            for value in found
-        ]
+        return [_mark_of(own.get(key)) for _, own, key in self.places]
 
     def _frozen_now(self) -> Iterator[tuple[str, _Numbers]]:
         for number, block in self._blocks.items():
@@ -156,14 +174,58 @@ class LateState:
                     )
 
 
-def _set_by(name: str, module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yield what code of a module's class sets, other than when it is made: its attributes, its class's and globals."""
+def _mark_of(value: Any, depth: int = 0) -> Any:
+    """Return what tells whether something has changed: of what nobody can tell, None."""
+    if isinstance(value, (int, float, str)):
+        return value
+    if type(value) is Tensor:
+        return _Mark(ref(value), id(value), 0 if value.is_inference() else value._version)
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if not isinstance(value, _CONTAINERS) or depth == _MOST_NESTED:
+        return None
+    if isinstance(value, dict):
+        return {key: _mark_of(entry, depth + 1) for key, entry in islice(value.items(), _MOST_ENTRIES)}
+    return [len(value), *(_mark_of(entry, depth + 1) for entry in islice(value, _MOST_ENTRIES))]
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    """Whether marks are alike; a table may have more than before. A tensor that is gone may have left its place."""
+    if isinstance(was, _Mark) and isinstance(now, _Mark):
+        return was[1:] == now[1:] and was.of() is not None
+    if isinstance(was, dict) and isinstance(now, dict):
+        return all(key in now and _is_same(mark, now[key]) for key, mark in was.items())
+    if isinstance(was, list) and isinstance(now, list):
+        return len(was) == len(now) and all(map(_is_same, was, now))
+    return bool(was == now)
+
+
+def _kept_by(module: nn.Module) -> set[str]:
+    """Return the attributes that code of a module's class sets, other than when it is made."""
+    if is_of_library(type(module)):
+        return set()
+    steps = (step for function in _later(type(module)) for step in steps_in(function.__code__))
+    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
+
+
+def _later(kind: type) -> list[FunctionType]:
+    return [function for function in methods_of(kind) if function.__name__ != "__init__"]
+
+
+def _set_by(name: str, module: nn.Module, keys: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield what code may change of a module: `keys`, its buffers and containers, what its class has, and globals.
+
+    Classes of libraries are not looked into.
+    """
     kind = type(module)
-    if not is_of_library(kind):
-        yield from ((f"{name}.{key}", module._buffers, key) for key in module._buffers)
-    functions = [function for function in methods_of(kind) if function.__name__ != "__init__"]
-    steps = [(step.opname, step.argval, function) for function in functions for step in steps_in(function.__code__)]
-    for key in sorted({key for opname, key, _ in steps if opname == "STORE_ATTR"}):
-        yield f"{name}.{key}", module.__dict__, key
+    yield from ((f"{name}.{key}", module.__dict__, key) for key in sorted(keys) if key not in OF_TORCH)
+    if is_of_library(kind):
+        return
+    yield from ((f"{name}.{key}", module._buffers, key) for key in module._buffers)
+    for key in sorted(_kept_by(module)):
         yield from ((f"{base.__name__}.{key}", vars(base), key) for base in kind.__mro__ if key in vars(base))
-    yield from ((key, function.__globals__, key) for opname, key, function in steps if opname == "STORE_GLOBAL")
+    for function in _later(kind):
+        held = {key for key in names_of(function.__code__) if isinstance(module.__dict__.get(key), _CONTAINERS)}
+        yield from ((f"{name}.{key}", module.__dict__, key) for key in sorted(held - OF_TORCH))
+        steps = (step for step in steps_in(function.__code__) if step.opname == "STORE_GLOBAL")
+        yield from ((step.argval, function.__globals__, step.argval) for step in steps)

@@ -4,7 +4,9 @@ import copy
 import io
 import logging
 from array import array
+from collections import deque
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +90,96 @@ def in_evaluations(layer):
     if not layer.training:
         layer.n += 1
     return 1 / (1 + layer.n)
+
+
+WRITTEN_LATER = {
+    "a list": lambda: [0.0],
+    "a dict": lambda: {"m": 0.0},
+    "a deque": lambda: deque([0.0], maxlen=3),
+    "a namespace": lambda: SimpleNamespace(m=0.0),
+    "nested": lambda: {"m": [0.0]},
+    "a tensor": lambda: torch.zeros(()),
+}
+
+
+class Holding(nn.Module):
+    """Writes what it holds from some step on, or makes it then."""
+
+    def __init__(self, kind, late):
+        super().__init__()
+        self.fc, self.kind, self.late = nn.Linear(3, 3), kind, not late
+        if kind != "of another module" and kind != "none before":
+            self.held = WRITTEN_LATER[kind]()
+
+    def forward(self, x):
+        x = x + torch.tanh(self.fc(x))
+        if self.late and self.training:
+            self.write(x.detach().mean())
+        return x
+
+    def write(self, v):
+        match self.kind:
+            case "a list":
+                self.held[0] = v
+            case "a dict":
+                self.held.update(m=v)
+            case "a deque":
+                self.held.append(v)
+            case "a namespace":
+                self.held.m = v
+            case "nested":
+                self.held["m"].append(v)
+            case "of another module":
+                self.fc.held = v
+            case _:
+                self.held = v
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+@pytest.mark.parametrize("kind", [*WRITTEN_LATER, "of another module", "none before"])
+def test_what_forwards_hold_and_write_is_named_whenever_it_begins(kind, mesh, late, caplog):
+    torch.manual_seed(0)
+    blocks = [Holding(kind, late), nn.Linear(3, 3)]
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2 if mesh == "pp=2" else 1)
+
+    def run(transport):
+        own = copy.deepcopy(blocks)
+        engine = Engine(plan, own, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        for step in range(4):
+            own[0].late = not late or step > 1
+            engine.step(torch.ones(4, 3), torch.ones(4, 3))
+
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        run_local(2, run)
+    place = "fc.held" if kind == "of another module" else "held"
+    assert any(f"block 0 (Holding).{place}" in record.message for record in caplog.records)
+
+
+class Cached(nn.Module):
+    """Makes a table where it has none, as of cosines: no state."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.tables = nn.Linear(3, 3), {}
+
+    def forward(self, x):
+        if x.shape[1] not in self.tables:
+            self.tables[x.shape[1]] = torch.cos(torch.arange(x.shape[1], dtype=x.dtype, device=x.device))
+        return self.fc(x) * self.tables[x.shape[1]]
+
+
+def test_a_table_that_is_made_once_is_no_state_of_replicas(caplog):
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
+
+    def run(transport):
+        engine = Engine(plan, [Cached], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        for _ in range(3):
+            engine.step(torch.ones(4, 3), torch.ones(4, 3))
+
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        run_local(2, run)
+    assert not [record for record in caplog.records if "changed by forwards" in record.message]
 
 
 def averaged(layer):
