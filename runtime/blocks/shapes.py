@@ -56,8 +56,7 @@ def trace_shapes(
     something on the host: by the number of a block, its owner and key there, see `State`, and what is put. Raises
     `MisfitError` that names the block that cannot take what the one before gives.
     """
-    given = inputs.empty("meta")
-    beside = {name: spec.empty("meta") for name, spec in extras.items()}
+    given, beside = inputs.empty("meta"), {name: spec.empty("meta") for name, spec in extras.items()}
     watch, left, riders = InPlace(), list[Parcel](), dict[str, _Ride]()
     for number, module in enumerate(map(on_meta, blocks)):
         taken = _taken(number, module, beside, riders)
@@ -72,12 +71,9 @@ def trace_shapes(
                 require_undone(before, name)
                 for place in marks.get(number, ()):
                     before.put(*place)
-                found, state = results[number] if results else (run_block(run, given, taken, name), ())
-                state = [
-                    *state,
-                    *changed_by(before, name, None if results else partial(run_block, run, given, taken, name)),
-                ]
-                state = tuple(dict.fromkeys([*state, *_rebound(bare, buffers, weights)]))
+                call = None if results else partial(run_block, run, given, taken, name)
+                found, state = results[number] if call is None else (call(), ())
+                changed = [*changed_by(before, name, call), *_rebound(bare, buffers, weights)]
                 (given, fresh, auxiliary), records = found
         except (ModesLeftError, UntriedError):
             raise
@@ -87,15 +83,15 @@ def trace_shapes(
         watch.note(number)
         spec, has_loss = _spec_of_output(number, module, given), auxiliary is not None
         for name, tensor in fresh.items():
-            if name in beside or name in riders or name == TARGETS:
+            if name in (*beside, *riders, TARGETS):
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
             _require_tensor(number, module, tensor, f"sends {name!r} along, {{}}; {_ONLY_TENSORS}")
             riders[name] = _Ride(tensor, number, number)
         is_resident = watch.holds([*tensors_of(given), *fresh.values()])
+        state = tuple(dict.fromkeys([*state, *changed]))
         left.append(Parcel(spec, (), has_loss, is_resident, (), records, state, _besides(given, fresh, beside)))
-    for name, ride in riders.items():
-        if ride.until == ride.since:
-            raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
+    if riders:
+        _require_takers(riders)
     return [
         replace(
             parcel,
@@ -105,6 +101,12 @@ def trace_shapes(
         )
         for k, parcel in enumerate(left)
     ]
+
+
+def _require_takers(riders: Mapping[str, _Ride]) -> None:
+    for name, ride in riders.items():
+        if ride.until == ride.since:
+            raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
 
 
 class Graphs(NamedTuple):

@@ -34,7 +34,8 @@ from .block_runs import RunBlock, run_with_graph
 from .functions_kept import versions_kept
 from .losses.examination import LossExamination
 from .losses.loss_weights import LossWeight, Over
-from .losses.parts import Parts, rows_of_each, with_other_targets
+from .losses.other_targets import with_other_targets
+from .losses.parts import Parts, rows_of_each
 from .other_numbers import Agree, others_of
 
 SAMPLES = 13

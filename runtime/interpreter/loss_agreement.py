@@ -57,3 +57,10 @@ def rule_in_words(text: str) -> str:
     """Return what a rank has found, in words."""
     of_each = json.loads(text)["of_each"]
     return f"{rule_of(text)}" + "".join(f", {each:g} for each sample" for each in of_each if each is not None)
+
+
+def why_uneven(of_each: Sequence[str]) -> str:
+    """Return why samples do not weigh alike, by what each rank has found that one weighs; "": they do."""
+    found = {text: rank for rank, text in reversed([*enumerate(of_each)]) if any(json.loads(text))}
+    told = " and ".join(f"{text} on rank {rank}" for text, rank in found.items())
+    return f"a sample weighs {told}" if len(found) > 1 else ""

@@ -36,7 +36,7 @@ from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
 from ..steps.block_examinations import BlockExaminations, Gathered
 from ..steps.units import Units
-from .loss_agreement import Told, rule_in_words, rule_of, with_nothing
+from .loss_agreement import Told, rule_in_words, rule_of, why_uneven, with_nothing
 from .rank_state import NO_CONTEXT, RunOptions
 from .tally import Figures
 
@@ -179,8 +179,7 @@ class RunLosses:
     def watch(self, plan: Plan, units: Units, targets: Sequence[Any], number: int, *, is_part: bool) -> None:
         """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
 
-        `units` are one object where they have the same shapes, and have `targets`, or None; `is_part`: they are some of
-        those of a step.
+        `units`, with their `targets` or None, are one object where they have the same shapes; `is_part`: of a step.
         """
         self._trains, sizes = plan.mode == "train", frozenset(map(len, units.samples))
         if self._trains:
@@ -189,7 +188,7 @@ class RunLosses:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
             self._examine_evaluation()
         self._step, self._has_looked, self._has_doubt, self.loss.was_called = number, False, False, False
-        if not (is_part and self.earlier):
+        if self.loss.has_others and not (is_part and self.earlier):
             self.loss.begin_step()
         self._first_parts = number if is_part and self._first_parts is None else self._first_parts
         is_first = is_part and self._first_parts == number
@@ -229,7 +228,7 @@ class RunLosses:
             self._look()
         if self._trains:
             self.blocks.end()
-            self._has_doubt |= self.loss.weighs_otherwise
+            self._has_doubt |= self.loss.has_others and self.loss.weighs_otherwise
         self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.loss.misuses)
         self._has_doubt |= bool(self.blocks.since or self.first.refusal)
         if (later := self._model.prover.later).followed:
@@ -296,11 +295,8 @@ class RunLosses:
 
     def _require_even(self) -> None:
         """Raise `MisfitError` where samples of an evaluation weigh otherwise on some ranks (collective)."""
-        texts = share_texts(self._groups.world, json.dumps(self.loss.of_each))
-        found = {text: rank for rank, text in reversed([*enumerate(texts)]) if any(json.loads(text))}
-        if len(found) > 1:
-            told = " and ".join(f"{text} on rank {rank}" for text, rank in found.items())
-            raise MisfitError(NO_WEIGHT.format(f"in an evaluation a sample weighs {told}") + _MEANT)
+        if why := why_uneven(share_texts(self._groups.world, json.dumps(self.loss.of_each))):
+            raise MisfitError(NO_WEIGHT.format(f"in an evaluation {why}") + _MEANT)
 
     def _look(self) -> None:
         """Look, once in a step, whether losses and metrics are what they were found to be."""

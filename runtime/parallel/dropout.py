@@ -134,10 +134,6 @@ class Masks:
         """
         return () if self.alarms >= _MOST_ALARMS else generator_states(self.device)
 
-    def compare_generators(self, before: Sequence[Tensor]) -> None:
-        """Count an alarm where torch's generators are no longer where they were."""
-        self.alarms += bool(before) and not all(map(torch.equal, before, self.read_generators()))
-
     @contextmanager
     def of(self, unit: Unit) -> Iterator[None]:
         """Draw for `unit` in its forward; a site's first call in here is its call 0."""

@@ -28,7 +28,7 @@ from ..comm import Group
 from ..examine.functions_kept import FunctionKept, versions_kept
 from ..examine.losses.examination import LossExamination
 from ..examine.losses.examined import Examined
-from ..examine.losses.loss_weights import LossWeight, Over, named
+from ..examine.losses.loss_weights import EvenWeights, LossWeight, Over, named
 from ..examine.losses.real_batches import RealBatch
 from ..settings.run_settings import LossOver
 
@@ -346,6 +346,8 @@ def note_misuse(error: MisfitError, misuses: list[str] | None) -> None:
 
 def _without_leaves(output: Any) -> Any:
     """Return an output with views of what is a weight itself, whose hooks would stay behind the microbatch."""
+    if isinstance(output, Tensor) and not output.is_leaf:
+        return output
     are_any = any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_of(output))
     own = lambda tensor: tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor  # noqa: E731
     return map_tensors(own, output) if are_any else output
@@ -373,35 +375,3 @@ def _term(
 def _clamped(weight: Tensor, found: Tensor) -> Tensor:
     """Return what a microbatch weighs; one of nothing so little that it matters only where all are."""
     return torch.where((weight == 0) & found.isfinite(), _NEXT_TO_NOTHING, weight.double())
-
-
-class EvenWeights:
-    """What a mean beside losses of blocks is over for each sample, the same in all microbatches of a step.
-
-        6 targets for 2 samples, 6 for 2, 6 for 2          the mean over targets is that of the whole batch
-        6 targets for 2 samples, 3 for 2                   refused: one weight is wrong for either of both
-
-    Args:
-        rule: what the mean is over.
-
-    Attributes:
-        of_each: what one sample weighs, as the step's first microbatch has it; None: there was none.
-        agreed: the same of the last step in which ranks agreed on it.
-    """
-
-    def __init__(self, rule: LossWeight) -> None:
-        self.rule = rule
-        self.of_each: float | None = None
-        self.agreed: float | None = None
-
-    def doubt(self, weight: Tensor | float, samples: int) -> str:
-        """Return why the samples of a microbatch do not weigh as others did, in words; "": they do."""
-        weight = float(weight)
-        self.of_each = weight / samples if self.of_each is None else self.of_each
-        if abs(weight - samples * self.of_each) <= 1e-6 * weight:
-            return ""
-        return (
-            "blocks have losses of their own beside it, which weigh as samples do, but there is a mean over "
-            f"{self.rule.over}, of which a microbatch has {weight:g} for {samples} samples, and others have "
-            f"{self.of_each:g} for each"
-        )

@@ -28,6 +28,7 @@ from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_n
 from .calls_checked import CallsChecked, MadeUp
 from .linear import FACTORS, UNLINEAR, gradients_of, is_linear
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
+from .other_targets import with_ignored_tokens, with_other_targets
 from .own_writes import depends_on_calls
 from .parts import (
     Given,
@@ -38,8 +39,6 @@ from .parts import (
     ratio_of,
     rows_of_leaves,
     shortened,
-    with_ignored_tokens,
-    with_other_targets,
 )
 
 Loss = Callable[[Any, Any], Any]

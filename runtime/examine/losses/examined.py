@@ -90,7 +90,7 @@ class Examined:
         That are numbers among the targets, too, which belong to no sample.
         """
         self.of_each, self.rests = None, {}
-        name, beside = None, self._beside if targets is None else _numbers_beside(targets)
+        name, beside = None, self._beside if targets is None or isinstance(targets, Tensor) else _numbers(targets)
         if self._state is None:
             self._state = FunctionState(self._function, self._name)
         elif (name := self._state.changed()) is not None:
@@ -221,10 +221,8 @@ _KINDS: dict[tuple[bool, bool], type[LossExamination]] = {
 }
 
 
-def _numbers_beside(targets: Any) -> list[object]:
+def _numbers(targets: Any) -> list[object]:
     """Return the numbers among targets that belong to no sample; of a device, the tensors that have them."""
-    if isinstance(targets, Tensor):
-        return []
     tree, tensors = flatten(targets)
     return [*tree.numbers(), *[t.item() if t.device.type == "cpu" else id(t) for t in tensors if not t.dim()]]
 

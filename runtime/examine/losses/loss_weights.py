@@ -92,3 +92,35 @@ def named(targets: Any) -> dict[str, Tensor]:
     """Return tensors of targets by where they are."""
     tree, tensors = flatten(targets)
     return dict(zip(tree.paths, tensors, strict=True))
+
+
+class EvenWeights:
+    """What a mean beside losses of blocks is over for each sample, the same in all microbatches of a step.
+
+        6 targets for 2 samples, 6 for 2, 6 for 2          the mean over targets is that of the whole batch
+        6 targets for 2 samples, 3 for 2                   refused: one weight is wrong for either of both
+
+    Args:
+        rule: what the mean is over.
+
+    Attributes:
+        of_each: what one sample weighs, as the step's first microbatch has it; None: there was none.
+        agreed: the same of the last step in which ranks agreed on it.
+    """
+
+    def __init__(self, rule: LossWeight) -> None:
+        self.rule = rule
+        self.of_each: float | None = None
+        self.agreed: float | None = None
+
+    def doubt(self, weight: Tensor | float, samples: int) -> str:
+        """Return why the samples of a microbatch do not weigh as others did, in words; "": they do."""
+        weight = float(weight)
+        self.of_each = weight / samples if self.of_each is None else self.of_each
+        if abs(weight - samples * self.of_each) <= 1e-6 * weight:
+            return ""
+        return (
+            "blocks have losses of their own beside it, which weigh as samples do, but there is a mean over "
+            f"{self.rule.over}, of which a microbatch has {weight:g} for {samples} samples, and others have "
+            f"{self.of_each:g} for each"
+        )

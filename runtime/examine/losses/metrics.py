@@ -16,7 +16,8 @@ from torch import Tensor
 from .calls_checked import CallsChecked
 from .examination import WRITES, Candidates, LossExamination, Tried
 from .loss_weights import Finding, LossWeight, Over
-from .parts import Parts, with_other_targets
+from .other_targets import with_other_targets
+from .parts import Parts
 
 _NEAR = 2e-3
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .examination import WRITES, LossExamination, Tried
 from .loss_weights import Finding, LossWeight, Over
-from .parts import Parts, along_tokens, cut_elsewhere, with_ignored_tokens, with_other_targets
+from .other_targets import with_ignored_tokens, with_other_targets
+from .parts import Parts, along_tokens, cut_elsewhere
 
 
 class StatedExamination(LossExamination):
