@@ -84,7 +84,7 @@ class RunLosses:
             is_cut=cuts_sequences(model.plan),
             is_captured=options.settings.cuda_graph,
         )
-        self.metrics = {name: WeighedMetric(name, metric) for name, metric in options.metrics.items()}
+        self.metrics = {name: WeighedMetric(name, metric, self.loss) for name, metric in options.metrics.items()}
         for weighed in self.metrics.values():
             weighed.misuses = self.loss.misuses
         self.earlier: list[Figures] = []

@@ -251,6 +251,7 @@ class StepResult:
     stop_asked: bool = False
     _if_doubted: str = ""
     _refusal: str = ""
+    _unit: int = 1
     _earlier: tuple[Figures, ...] = ()
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:
@@ -272,8 +273,8 @@ class StepResult:
 
     @property
     def weight(self) -> Tensor:
-        """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        return self._sums()[1]
+        """The batch's total loss weight: samples, tokens or targets; 1 of a sum; 0-dimensional, float64."""
+        return self._sums()[1] * self._unit
 
     @property
     def loss(self) -> Tensor:
@@ -284,8 +285,8 @@ class StepResult:
     @property
     def sums(self) -> dict[str, Tensor]:
         """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        sums = self._sums()
-        return {"loss": sums[0], "weight": sums[1], **{name: mean * sums[1] for name, mean in self.metrics.items()}}
+        total, weight = (figure * self._unit for figure in self._sums()[:2])
+        return {"loss": total, "weight": weight, **{name: mean * weight for name, mean in self.metrics.items()}}
 
     @property
     def metrics(self) -> dict[str, Tensor]:

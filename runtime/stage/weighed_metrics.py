@@ -13,11 +13,16 @@ from quintsched.errors import MisfitError
 
 from ..examine.losses.examined import Examined
 from ..examine.losses.loss_weights import Over, named
-from .mean_losses import note_misuse
+from .mean_losses import WeighedLoss, note_misuse
 
 
 class WeighedMetric:
     """A metric of the user's.
+
+    Args:
+        name: what the user calls it.
+        metric: (output, targets) → a number, or (sum, weight).
+        loss: by whose weight sums are divided: by samples, where that counts microbatches.
 
     Attributes:
         function: the user's.
@@ -26,8 +31,8 @@ class WeighedMetric:
         misuses: why this rank refuses what it was given, see `WeighedLoss`.
     """
 
-    def __init__(self, name: str, metric: Callable[..., Any]) -> None:
-        self._name, self.function = name, metric
+    def __init__(self, name: str, metric: Callable[..., Any], loss: WeighedLoss) -> None:
+        self._name, self.function, self._loss = name, metric, loss
         self.examined = Examined(metric, f"metric {name!r}", is_loss=False)
         self.watched: AbstractContextManager[Any] = nullcontext()
         self.misuses: list[str] | None = None
@@ -56,7 +61,7 @@ class WeighedMetric:
         if isinstance(found, tuple) and len(found) == 2:
             return found
         if rule.over is Over.SUM:
-            return found, 0
+            return found, samples if self._loss.is_bare else 0
         weight = samples if rule.over is Over.SAMPLES else rule.of_targets(named(targets), self.examined.tables)
         wide = found.double() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
         return torch.where(torch.as_tensor(weight, device=wide.device) == 0, 0.0, wide * weight), weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -361,3 +362,26 @@ def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right:
 
     for said in run_local(2, run):
         assert ("unlike numbers of things for a sample" in said) is not is_right
+
+
+def mean_of_each(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets, reduction="none").mean()
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=1", 1), ("pp=1", 4), ("dp=2", 1), ("dp=2,pp=2", 2)])
+def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(mesh: str, microbatches: int) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(8, 8), nn.Linear(8, CLASSES)]
+    inputs, right = torch.randn(8, 8), lambda output, targets: (output.argmax(-1) == targets).sum()
+    targets = blocks[1](blocks[0](inputs)).argmax(-1)
+    targets[:3] = (targets[:3] + 1) % CLASSES
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
+
+    def run(transport: Transport) -> tuple[float, float, float]:
+        own = copy.deepcopy(blocks)
+        engine = Engine(plan, own, mean_of_each, sgd, transport=transport, metrics={"right": right})
+        mine = (t.chunk(engine.num_replicas)[engine.replica] for t in (inputs, targets))
+        result = engine.step(*mine)
+        return float(result.metrics["right"]), float(result.weight), float(result.sums["right"])
+
+    assert run_local(plan.mesh.size, run) == [(5 / 8, 8, 5)] * plan.mesh.size
