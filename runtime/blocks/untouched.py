@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
@@ -109,7 +110,8 @@ def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: M
 def run_alone(run: Callable[[Any], Found], given: Any, name: str) -> tuple[Found, bool]:
     """Return what a call gives of which no gradients are needed, without a graph, and whether it asked for one.
 
-    Where graphs are switched off around it, it is for who has done that to run it again.
+    Where graphs are switched off around it, it is for who has done that to run it again. What it puts into context
+    variables is gone behind it.
 
     Raises `ModesLeftError` for a call that leaves the modes of torch changed. Whether it leaves gradients switched off
     shows only where they are on: one that switches them by hand runs once more.
@@ -117,15 +119,15 @@ def run_alone(run: Callable[[Any], Found], given: Any, name: str) -> tuple[Found
     with modes_kept() as around:
         try:
             with torch.no_grad(), GradSwitches() as switches:
-                found, records = run(given), False
+                found, records = copy_context().run(run, given), False
         except Exception as error:
             if not (around.grad and asks_for_graph(error)):
                 raise
-            found, records = detached(run(as_leaves(given))), True
+            found, records = detached(copy_context().run(run, as_leaves(given))), True
         around.require_kept(name)
         if around.grad and switches.unpaired and not records:
             with suppress(RuntimeError, ValueError):
-                run(map_tensors(Tensor.clone, given))
+                copy_context().run(run, map_tensors(Tensor.clone, given))
                 around.require_kept(name)
         return found, records
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,6 +96,6 @@ def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arriva
     weights = [p for p in block.parameters() if p.requires_grad]
     leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
     with torch.set_grad_enabled(records):
-        output, fresh, loss = split_result(run(number, block, activation, taken))
+        output, fresh, loss = split_result(copy_context().run(run, number, block, activation, taken))
     made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
     return Ran(leaves, weights, made, loss)

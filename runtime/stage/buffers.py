@@ -127,7 +127,7 @@ class SharedBuffers:
     def _watched(self) -> list[tuple[str, Tensor]]:
         """Return the buffers that change, in an order that all replicas have."""
         known = self._known or set()
-        found = ((name, module._buffers[key]) for name, module, key in self._buffers if name in known)
+        found = ((name, module._buffers.get(key)) for name, module, key in self._buffers if name in known)
         return [(name, buffer) for name, buffer in found if buffer is not None]
 
     def _take_first(self) -> None:
@@ -202,7 +202,7 @@ def _own_buffers(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _state(module: nn.Module, key: str, by_numbers: bool) -> tuple[int, int, float]:
     """Return what tells that a buffer has changed; not all that torch does in place moves its version counter."""
-    buffer = module._buffers[key]
+    buffer = module._buffers.get(key)  # a loop may delete it
     if buffer is None:
         return 0, 0, 0.0
     total = float(_numbers(buffer).nan_to_num().sum()) if by_numbers else 0.0

@@ -8,6 +8,7 @@ cut      x ─▶ this rank's tokens ─▶ block, cut ─▶ y          with th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -211,7 +212,7 @@ def _run(
     }
     accepts = accepted_extras(block)
     taken = {name: extra for name, extra in {**extras, **copies, **beside}.items() if accepts(name)}
-    output, riders, auxiliary = split_result(run_on_slices(block, sliced, activation, taken))
+    output, riders, auxiliary = split_result(copy_context().run(run_on_slices, block, sliced, activation, taken))
     left, tensors = flatten(output)
     outputs = {**dict(zip(left.paths, tensors, strict=True)), **riders}
     return leaves, {**outputs, **({} if auxiliary is None else {LOSS: auxiliary})}

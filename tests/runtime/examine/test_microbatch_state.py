@@ -5,6 +5,7 @@ import io
 import logging
 from array import array
 from collections import deque
+from contextvars import Context, ContextVar
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -338,3 +339,63 @@ def test_a_forward_that_freezes_its_own_weights_is_split():
         optimizer.step()
         expected.append(loss.item())
     assert run_local(2, run)[0] == pytest.approx(expected, rel=1e-6)
+
+
+FACTOR = ContextVar("factor", default=0.0)
+
+
+class Contextual(nn.Module):
+    """Hands on through a context variable what its next forward goes by."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h, factor = torch.tanh(self.fc1(x)), FACTOR.get()
+        FACTOR.set(h.detach().mean())
+        return x + self.fc2(h) * (1 + factor)
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "tp=2"])
+def test_what_trials_put_into_context_variables_is_gone(mesh):
+    torch.manual_seed(0)
+    block, plan = Contextual(), qs.compile("1f1b", mesh=mesh, microbatches=1)
+
+    def numbers(step):
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+
+    def plain():
+        own = copy.deepcopy(block)
+        optimizer, found = torch.optim.SGD(own.parameters(), lr=0.1), []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = F.mse_loss(own(numbers(step)), numbers(step + 9))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    def run(transport):
+        engine = Engine(
+            plan, [copy.deepcopy(block)], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport
+        )
+        return [engine.step(numbers(step), numbers(step + 9)).loss.item() for step in range(3)]
+
+    found = run_local(plan.mesh.size, lambda transport: Context().run(run, transport))
+    assert found == [pytest.approx(Context().run(plain), rel=1e-5)] * plan.mesh.size
+
+
+def test_a_buffer_that_the_loop_deletes_is_none_of_replicas():
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
+
+    def run(transport):
+        layer = with_buffer(lambda layer: 1 + layer.n)
+        engine = Engine(plan, [layer], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        for step in range(3):
+            if step == 1:
+                del layer.n
+                layer.n = 0.5
+            engine.step(torch.ones(4, 3), torch.ones(4, 3))
+
+    run_local(2, run)
