@@ -264,8 +264,7 @@ class PlanRunner:
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
         doubts = ("", "") if trains else (self.losses.why_late(), self.losses.of_evaluation)
-        unit = self.usual_samples if self.losses.loss.is_bare else 1  # microbatches weigh 1 there
-        return StepResult(tally.figures, (*self._options.metrics,), *told, *doubts, unit)
+        return StepResult(tally.figures, (*self._options.metrics,), *told, *doubts, self.losses.unit)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
         """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""

@@ -30,7 +30,7 @@ from ..examine.weights_elsewhere import ReadsElsewhere
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
-from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
+from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss, some_numbers
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
@@ -74,6 +74,7 @@ class RunLosses:
         earlier: figures of batches whose gradients wait for those of others.
         first: which blocks return losses; `blocks`: what is found of them.
         of_evaluation: why the loss of the last evaluation is wrong, in words; "": nothing is known of that.
+        unit: how many samples a weight of 1 stands for, where the loss weighs by these; else 1.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
@@ -107,7 +108,7 @@ class RunLosses:
         self._first_parts: int | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0
-        self._rule, self.of_evaluation = self.loss.rule, ""
+        self._rule, self.of_evaluation, self.unit = self.loss.rule, "", 1
 
     def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
         """Let a loss that is a sum of means know its batch (collective).
@@ -144,7 +145,7 @@ class RunLosses:
         if not self._says_any(any(len(some) != usual for some in samples)):
             return
         if holds_all and len(samples[0]) and batch.targets[0] is not None:
-            numbers = map_tensors(_some_numbers, parcels[-1].output.empty(self._device))
+            numbers = map_tensors(some_numbers, parcels[-1].output.empty(self._device))
             is_sum = loss.try_kind(numbers, batch.targets[0], len(samples[0])) in SUMS
         if self._says_any(is_sum):
             loss.supposed = Over.SUM
@@ -348,6 +349,7 @@ class RunLosses:
                 refusal = "some microbatches of a step have a gradient, and others have none"
         is_meant = self.loss.rule == LossWeight(Over.MICROBATCH)
         is_sum, is_bare = self.loss.rule == LossWeight(Over.SUM), self.loss.is_bare
+        self.unit = self._usual if is_bare else 1
         adds_right, self._adds = is_bare and not any(told.has_odd_sizes), any(told.adds)
         by_rank = zip(told.unlinear, told.adds, told.is_of_each, strict=True)
         wrong = [words for words, adds, each in by_rank if not ((adds and adds_right) or (each and is_sum))]
@@ -391,10 +393,3 @@ class RunLosses:
             "is_watched": any(not one.is_believed for one in self._watched),
             "has_supposed": loss.has_supposed and not loss.is_settled,
         }
-
-
-def _some_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of small numbers that are unlike each other, or of zeros where they are whole."""
-    if not tensor.is_floating_point():
-        return torch.zeros_like(tensor)
-    return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)
