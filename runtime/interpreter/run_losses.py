@@ -349,7 +349,8 @@ class RunLosses:
                 refusal = "some microbatches of a step have a gradient, and others have none"
         is_meant = self.loss.rule == LossWeight(Over.MICROBATCH)
         is_sum, is_bare = self.loss.rule == LossWeight(Over.SUM), self.loss.is_bare
-        self.unit = self._usual if is_bare else 1
+        weighs_samples = self._rule is not None and self._rule.over is Over.SAMPLES
+        self.unit = self._usual if self.loss.examined and weighs_samples else 1
         adds_right, self._adds = is_bare and not any(told.has_odd_sizes), any(told.adds)
         by_rank = zip(told.unlinear, told.adds, told.is_of_each, strict=True)
         wrong = [words for words, adds, each in by_rank if not ((adds and adds_right) or (each and is_sum))]
