@@ -36,6 +36,8 @@ def edit_head(plan: Plan, random: Random) -> Plan:
     """Return the plan with one such change; the plan itself where it does not apply."""
     if plan.communication.plans and random.random() < 0.5:
         return _collective(plan, random)
+    if not (plan.stage_to_pp and plan.routes):  # another change has taken them
+        return plan
     return random.choice(EDITS)(plan, random)
 
 
