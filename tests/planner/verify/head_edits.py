@@ -36,8 +36,6 @@ def edit_head(plan: Plan, random: Random) -> Plan:
     """Return the plan with one such change; the plan itself where it does not apply."""
     if plan.communication.plans and random.random() < 0.5:
         return _collective(plan, random)
-    if not (plan.stage_to_pp and plan.routes):  # another change has taken them
-        return plan
     return random.choice(EDITS)(plan, random)
 
 
@@ -177,7 +175,7 @@ def _blocks(plan: Plan, random: Random) -> Plan:
     """Say how many blocks stages have; half of the time as many for twins."""
     stages = len(plan.stage_to_pp) + random.choice((0, 0, 0, 0, 0, -1, 1))
     blocks = [random.choice((0, 1, 1, 2, 3)) for _ in range(stages)]
-    if random.random() < 0.1:
+    if random.random() < 0.1 and blocks:
         blocks[random.randrange(stages)] = -1
     pieces = plan.stage_to_part or ()
     if len(pieces) == stages and random.random() < 0.5:
