@@ -148,7 +148,7 @@ class LossExamination:
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), *made, *others, *parts.on_other_side()):
             share = self.share(some)
             if share.why and not some.is_odd:
-                return Finding(None, share.why)
+                return Finding(None, share.why + some.words)
             fitting = {w: of for w, of in candidates.items() if share.is_told and _fits(of(some), share)}
             if share.is_told and not (some.is_odd and (share.why or not fitting)):
                 told.append(share)

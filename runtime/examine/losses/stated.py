@@ -43,7 +43,7 @@ class StatedExamination(LossExamination):
         made = (parts.with_hits(), cut_elsewhere(parts), *parts.with_other_rest())
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), *made, *others):
             if doubt := self._doubt_of(some):
-                return f"of two batches together {doubt}"
+                return f"of two batches together {doubt}{some.words}"
         cut = along_tokens(parts) if self.is_sliced else None
         for some in with_ignored_tokens(cut, self.ids, is_safe=self.is_safe) if cut is not None else ():
             if doubt := self._doubt_of(some):
