@@ -136,6 +136,7 @@ class Holding(nn.Module):
                 self.held = v
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 @pytest.mark.parametrize("kind", [*WRITTEN_LATER, "of another module", "none before"])

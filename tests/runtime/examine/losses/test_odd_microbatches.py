@@ -87,6 +87,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("loss", EQUAL.values(), ids=EQUAL)
 def test_what_weighs_nothing_in_a_microbatch_is_nothing_of_the_batch(loss, mesh, microbatches):

@@ -115,6 +115,7 @@ UNSEEN_AT_FIRST = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("loss", UNSEEN_AT_FIRST.values(), ids=UNSEEN_AT_FIRST)
 def test_terms_that_begin_at_nothing_are_seen_before_weights_change(loss, mesh, microbatches):
