@@ -86,6 +86,16 @@ class FunctionState:
         """Return the places where something else is now, see `HostState`."""
         return [*self._state.moved(hooks=False)]
 
+    def written(self) -> set[str]:
+        """Return what tells the places and the tensors where something else is now."""
+        return {*map(name_of, self.moved()), *(str(id(tensor)) for tensor in self.tensors_moved())}
+
+
+def name_of(place: Any) -> str:
+    """Return the name of a place, or of the container that it is in."""
+    name: str = place.name
+    return name.partition("[")[0]
+
 
 def class_weights(function: Any) -> list[Tensor]:
     """Return the rows of numbers that a function holds or names, as weights of classes are, always in one order.

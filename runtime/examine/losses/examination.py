@@ -21,15 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...blocks.trees import flatten
 from ..functions_kept import FunctionKept, FunctionState, class_weights, whole_numbers
-from .calls_checked import CallsChecked, MadeUp
+from .calls_checked import CallsChecked, MadeUp, unseen
 from .linear import FACTORS, UNLINEAR, gradients_of, is_linear
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .other_targets import with_ignored_tokens, with_other_targets
-from .own_writes import depends_on_calls
+from .own_writes import depends_on_calls, goes_by_written
 from .parts import (
     Given,
     Parts,
@@ -235,9 +234,15 @@ class LossExamination:
         state = state or FunctionState(self._loss, self.called)
         return depends_on_calls(state, self.kept, partial(self._figures, parts.outputs, parts.targets), calls * 2)
 
+    def goes_by_written(self, state: FunctionState, names: Collection[str]) -> str | None:
+        """Return the name of what it goes by that its calls have written since a state was noted; None: of nothing."""
+        if (parts := self.usable()) is None:
+            return None
+        return goes_by_written(state, self.kept, partial(self._figures, parts.outputs, parts.targets), names)
+
     def _figures(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
         """Call it for good, and return what it gives."""
-        with torch.enable_grad(), _unseen():  # a loss may find gradients itself
+        with torch.enable_grad(), unseen():  # a loss may find gradients itself
             found = self._loss(self._output_tree.build([*map(_leaf, outputs)]), self._target_tree.build(targets))
         return [torch.as_tensor(one).detach() for one in (found if isinstance(found, tuple) else (found,))]
 
@@ -360,7 +365,7 @@ class LossExamination:
         leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
         try:
-            with torch.enable_grad(), _unseen():
+            with torch.enable_grad(), unseen():
                 with CallsChecked() as checked:
                     value = self.call(leaves, targets)
                     if not isinstance(value, Tensor) or value.dim():
@@ -392,8 +397,3 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _moved(leaf: Tensor, place: torch.device, dtype: torch.dtype | None) -> Tensor:
     return leaf.to(place, dtype if leaf.is_floating_point() else None)
-
-
-def _unseen() -> saved_tensors_hooks:
-    """Return a context in which what graphs save is neither counted nor moved by hooks around it."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

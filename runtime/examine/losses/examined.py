@@ -63,6 +63,7 @@ class Examined:
         self._is_ours = _is_ours(function)
         self._kind: type[LossExamination] = LossExamination
         self._state: FunctionState | None = None
+        self._begun: FunctionState | None = None
         self._first: FunctionKept | None = None
         self._harmless = set[str]()
         self._num_changes = 0
@@ -92,7 +93,7 @@ class Examined:
         self.of_each, self.rests = None, {}
         name, beside = None, self._beside if targets is None or isinstance(targets, Tensor) else _numbers(targets)
         if self._state is None:
-            self._state = FunctionState(self._function, self._name)
+            self._state = self._begun = FunctionState(self._function, self._name)
         elif (name := self._state.changed()) is not None:
             self._state, self.tables = FunctionState(self._function, self._name), class_weights(self._function)
         elif beside != self._beside:
@@ -143,8 +144,7 @@ class Examined:
         if moved:
             self._writes = True
             assert self._state is not None
-            names = {slot.name.partition("[")[0] for slot in self._state.moved()}
-            names |= {str(id(tensor)) for tensor in self._state.tensors_moved()}
+            names = self._state.written()
             if probe is not None and not names <= self._harmless:
                 self._require_harmless(self._state, probe)
             self._harmless |= names
@@ -180,8 +180,11 @@ class Examined:
         """Examine it from where it was before a call."""
         if self._is_ours and isinstance(found, tuple):
             return Finding(LossWeight(Over.STATED))
-        if self._old is not None and self._holds_still(output, targets, samples):
-            return Finding(self._old)
+        if self._old is not None:
+            if name := self._goes_by_written(output, targets, samples):
+                return Finding(None, WRITES.format(name))
+            if self._holds_still(output, targets, samples):
+                return Finding(self._old)
         if self._is_loss and any(found is tensor for tensor in tensors_of(output)):
             return Finding(None, HANDED_ON)
         self._kind = _KINDS[self._is_loss, isinstance(found, tuple)]
@@ -195,6 +198,14 @@ class Examined:
             finally:
                 after.put_back()
         return finding
+
+    def _goes_by_written(self, output: Any, targets: Any, samples: int) -> str | None:
+        """Return the name of what it goes by now of that which its calls have written so far, though nothing did."""
+        if not self._harmless or self._begun is None:
+            return None
+        with versions_kept(self._function):
+            its = self._kind(self._function, output, targets, samples, apart=self.apart)
+            return its.goes_by_written(self._begun, self._harmless)
 
     def _holds_still(self, output: Any, targets: Any, samples: int) -> bool:
         """Whether a microbatch shows that it is over the same, though what it goes by has changed."""

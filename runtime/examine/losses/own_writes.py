@@ -9,7 +9,7 @@ what was there before a step ─ A ──▶ L(A)      normalised by a first val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...comm.device import AllGenerators
-from ..functions_kept import FunctionKept, FunctionState
+from ..functions_kept import FunctionKept, FunctionState, name_of
 
 _FAR = (10, 100, 1_000, 10_000, 1_000_000)
 Run = Callable[[], Sequence[Tensor]]
@@ -59,6 +59,59 @@ def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others:
         kept.put_back()
         generators.put_back()
     return None
+
+
+def goes_by_written(state: FunctionState, kept: FunctionKept, run: Run, names: Collection[str]) -> str | None:
+    """Return the name of what a function goes by of that which its earlier calls have written; None: of nothing.
+
+    So does one that collects means in training, and reads them in evaluations, or once a flag is set.
+
+    Args:
+        state: of the function, as it was before any call.
+        kept: where it is now.
+        run: calls it with some numbers, and returns what it gives of them.
+        names: of what calls have written, see `FunctionState.written`.
+    """
+    generators = AllGenerators(kept.device)
+
+    def again() -> Sequence[Tensor]:
+        generators.put_back()
+        try:
+            return run()
+        finally:
+            kept.put_back()
+
+    try:
+        expected = again()
+        for place, value in _written_otherwise(state, names):
+            if place.write(value) and not _are_alike(expected, again()):
+                return place.name
+    except Exception:  # what it says to what it has not written itself
+        return None
+    finally:
+        kept.put_back()
+        generators.put_back()
+    return None
+
+
+def _written_otherwise(state: FunctionState, names: Collection[str]) -> Iterator[tuple[_Place, Any]]:
+    for slot in state.moved():
+        now = slot.read()
+        if name_of(slot) in names and not slot.counts_entries and isinstance(now, Tensor | bool | int | float):
+            seen = (slot.seen,) if isinstance(slot.seen, bool | int | float) else ()
+            yield from ((_Place(slot.name, slot.write), value) for value in (*seen, *_others(now)))
+    for tensor in state.tensors_moved():
+        if str(id(tensor)) in names:
+            yield from ((_Place("a tensor", partial(_fill, tensor)), value) for value in _others(tensor))
+
+
+def _others(now: Any) -> list[Any]:
+    """Return other values than one that may be far beyond a bound."""
+    if isinstance(now, bool):
+        return [not now]
+    if isinstance(now, Tensor):
+        return [~now] if now.dtype is torch.bool else [now * 3 + 7, torch.zeros_like(now)]
+    return [now * 3 + 7, 0]
 
 
 class _Place(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.examine.losses.examined import Examined
 from quintsched.runtime.examine.losses.real_batches import RealBatch, Unit
 
@@ -118,3 +124,52 @@ def test_what_is_written_first_in_a_later_step_may_not_matter_either() -> None:
     assert not examined.refusal
     step(examined, loss, 1e6 * OUTPUT, probe)
     assert "the loss (Late).first, which it goes by" in examined.refusal
+
+
+class Counting:
+    """Counts its calls, and goes by the count once a loop says so; by then it is past its bound."""
+
+    def __init__(self) -> None:
+        self.epoch = self.calls = 0
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        loss = (output - targets).square().mean()
+        return loss * min(1, self.calls / 3) if self.epoch else loss
+
+
+class Collecting(nn.Module):
+    """Collects a mean in training, and goes by it in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.register_buffer("average", torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        loss = (output - targets).square().mean()
+        if not self.epoch:
+            self.average.lerp_(loss.detach(), 0.5)
+            return loss
+        return loss / self.average
+
+
+@pytest.mark.parametrize("kind", [Counting, Collecting])
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=1", 4), ("dp=2", 1)])
+def test_what_calls_have_written_may_not_matter_later_either(
+    kind: Callable[[], Any], mesh: str, microbatches: int
+) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
+    losses = [kind() for _ in range(plan.mesh.size)]
+
+    def run(transport: Transport) -> None:
+        loss, block = losses[transport.rank], nn.Linear(3, 3).double()
+        engine = Engine(plan, [block], loss, partial(torch.optim.SGD, lr=0.1), transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        for _ in range(4):
+            engine.step(x, 2 * x)
+        loss.epoch = 1
+        with pytest.raises(MisfitError, match=r"has changed, its calls write .*, which it goes by"):
+            engine.step(x, 2 * x)
+
+    run_local(plan.mesh.size, run)
