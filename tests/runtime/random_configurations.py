@@ -280,9 +280,12 @@ def judge(case: Configuration) -> tuple[str, str]:
     return "equal" if worst <= TOLERANCE else "unequal", f"{worst:.1e}"
 
 
-def main() -> None:
-    """Draw and judge many, one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def judge_many(draw: Callable[[int], Any], judge: Callable[[Any], tuple[str, str]], says: str | None) -> None:
+    """Draw and judge as many cases as the command line says, a verdict and a case each, and end the process.
+
+    It ends with 1 where one is unequal or raises; `says` is what its help tells.
+    """
+    parser = argparse.ArgumentParser(description=says, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -301,4 +304,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    judge_many(draw, judge, __doc__)

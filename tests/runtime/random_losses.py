@@ -10,12 +10,8 @@ What is found to be neither a sum nor a mean is refused; a number that differs i
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import sys
-import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +27,7 @@ from quintsched.errors import QuintschedError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
+from .random_configurations import judge_many
 from .toys import difference
 
 WIDTH, CLASSES, STEPS, TOLERANCE = 6, 5, 5, 1e-8
@@ -106,7 +103,7 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True)
 class Loss:
-    """Terms that are added up; with a `count` of 1 it gives (sum, weight)."""
+    """Terms that are added up; with a `count`, of samples or of what a mask leaves, it gives (sum, weight)."""
 
     terms: Sequence[tuple[str, Term]]
     count: str = ""
@@ -285,25 +282,5 @@ def judge(case: Case) -> tuple[str, str]:
     return "equal" if worst <= TOLERANCE else "unequal", f"{worst:.1e}: {found} beside {told}"
 
 
-def main() -> None:
-    """Draw and judge many, one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    counts: Counter[str] = Counter()
-    for seed in range(options.seed, options.seed + options.count):
-        case = draw(seed)
-        try:
-            verdict, words = judge(case)
-        except Exception:
-            verdict, words = "crashed", traceback.format_exc()
-        counts[verdict] += 1
-        sys.stdout.write(f"{verdict:8} {words}\n         {case}\n")
-        sys.stdout.flush()
-    sys.stdout.write(f"{dict(counts)}\n")
-    sys.exit(bool(counts["unequal"] or counts["crashed"]))
-
-
 if __name__ == "__main__":
-    main()
+    judge_many(draw, judge, __doc__)
