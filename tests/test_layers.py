@@ -111,7 +111,7 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6054,
     "saving": 3336,
-    "examine": 3849,
+    "examine": 3848,
     "comm": 2675,
     "interpreter": 2681,
     "splitting": 2458,

@@ -123,7 +123,6 @@ class Examined:
         finding = self._examine(found, output, targets, samples)
         self._first, self._old, self.is_blind = None, None, finding is WITHOUT_GRADIENT
         self.was_blind |= self.is_blind
-        self.was_blind |= self.is_blind
         if self.is_blind:
             return None
         usual = Over.STATED if isinstance(found, tuple) else Over.SAMPLES
