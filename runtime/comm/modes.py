@@ -132,20 +132,18 @@ class ModesLeftError(MisfitError):
 @contextmanager
 def modes_kept() -> Iterator[Modes]:
     """A context behind which the modes are as they were before it, whatever has run there."""
-    around, depth = Modes.now(), _autocast_depth()
+    around, depth = Modes.now(), torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
     try:
         yield around
     finally:
         if Modes.now() != around:
             around.put_back()
-        while _autocast_depth() > depth:
+        while torch.autocast_increment_nesting() > depth:
+            torch.autocast_decrement_nesting()
             if not torch.autocast_decrement_nesting():
                 torch.clear_autocast_cache()
-
-
-def _autocast_depth() -> int:
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
+        torch.autocast_decrement_nesting()
 
 
 def recordable(tree: Any) -> Any:

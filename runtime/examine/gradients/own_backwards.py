@@ -79,8 +79,12 @@ def hooks_of(block: nn.Module) -> list[Any]:
     found = [*global_hooks._global_backward_hooks.values(), *global_hooks._global_backward_pre_hooks.values()]
     for module in block.modules():
         found += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    found += hooks_on(*block.parameters())
-    return [hook for hook in found if not is_known(getattr(hook, "func", hook))]
+    return _of_users([*found, *hooks_on(*block.parameters())])
+
+
+def _of_users(hooks: list[Any]) -> list[Any]:
+    known = _is_known_module
+    return [hook for hook in hooks if not known(str(getattr(getattr(hook, "func", hook), "__module__", None) or ""))]
 
 
 class Code:
@@ -209,8 +213,7 @@ class Shape:
         return is_same
 
     def _hooks_of_user(self) -> list[Any]:
-        found = [*chain.from_iterable(map(dict.values, self._hooks)), *hooks_on(*self._weights)]
-        return [hook for hook in found if not is_known(getattr(hook, "func", hook))]
+        return _of_users([*chain.from_iterable(map(dict.values, self._hooks)), *hooks_on(*self._weights)])
 
 
 class Watched:
