@@ -190,6 +190,7 @@ def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None 
             is_named=counts and not is_own,
             owner=owner,
             key=key,
+            said=change.owner if change.was is None and isinstance(key, int) else change.name,
             is_new=change.place in kept,
             holds=not isinstance(change.now, PLAIN),
         )
@@ -215,7 +216,7 @@ def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Ma
         if now[name] is not tensor or tensor._version != version:
             yield State(label_in(bare, path), is_attribute=False)
             owner = label_in(bare, path)
-            yield State(f"{owner}.{key}", is_attribute=False, owner=owner, key=key)
+            yield State(said := f"{owner}.{key}", is_attribute=False, owner=owner, key=key, said=said)
 
 
 def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Mapping[str, _Ride]) -> dict[str, Any]:

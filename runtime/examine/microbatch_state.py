@@ -6,52 +6,46 @@ One process has it after all forwards of a step, each of several replicas after 
 there were none are no such state, and neither are the statistics of norms and the loads of experts, which replicas put
 together.
 
-Code of blocks may begin to change numbers later, by a flag that the loop sets, or where the meta device cannot run:
+Code of blocks may begin to change it later, by a flag that the loop sets, or where the meta device cannot run:
 
-    self.amax = max(self.amax, float(x.abs().max()))
+    self.amax = max(self.amax, float(x.abs().max()))     self.stats.calls += 1     seen[0] += 1, around the function
 
-Those attributes, also of classes, and globals are looked at, once before and once behind a step or an evaluation, that
-methods of blocks set outside of `__init__`, on whichever module; containers and namespaces in attributes that methods
-name, by their entries if these are few (a table may grow); buffers of users' modules; tensors, by which they are and
-the versions that torch counts; and in step 0, 1, 2, 4, 8, … the numbers of frozen weights, as of a teacher that begins
-as a copy.
+All that a `Snapshot` of the blocks finds is looked at before and behind each step and evaluation: attributes of
+objects, modules and classes, variables around functions, globals, entries of containers, generators; tensors, by which
+they are and the versions that torch counts. In step 0, 1, 2, 4, 8, … also the numbers of frozen weights, as of a
+teacher that begins as a copy, large arrays, and what there are too many places of. A dict may grow: it is a table.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..blocks.blocks import Parcel, State
-from ..objects.spaces import OF_TORCH
-from ..objects.user_code import is_of_library, methods_of, names_of, steps_in
+from ..objects.snapshot import Snapshot
+from ..objects.spaces import CONTAINERS, HOOKS, LONGEST, OF_TORCH, Entries, Space, Trained, is_of_torch
+from ..objects.user_code import PLAIN, is_of_library, is_ours
 
 _logger = logging.getLogger("quintsched.runtime")
 
 _MOST_NAMED = 3
 
-_MOST_ENTRIES, _MOST_NESTED = 32, 2
-"""So many entries of a container are looked at, and so deep."""
-_CONTAINERS = (list, tuple, dict, set, deque, SimpleNamespace)
+_MOST_EACH, _MOST_BYTES, _MOST_NESTED, _MOST_WALKS = 2000, 1 << 16, 3, 16
+"""More holders, or larger arrays, are looked at in few steps; values so deep; blocks are walked again so often."""
+
+_NO_STATE = (FunctionType, ModuleType)
 
 _Numbers = tuple[float, float]
 """What tells the numbers of a weight."""
-
-
-class _Mark(NamedTuple):
-    """Which tensor something is, and how often it was written to."""
-
-    of: ref[Tensor]
-    place: int
-    version: int
 
 
 def state_named(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
@@ -80,11 +74,17 @@ def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterat
             if state.is_named:
                 yield state.name, None, state
             if state.owner.startswith((".", " (")):
-                path, _, rest = state.owner.partition(" (")
-                module = block.get_submodule(path.removeprefix("."))
-                if type(module).__module__.partition(".")[0] != __name__.partition(".")[0]:
-                    place = f"{path}{rest.partition(')')[2]}{state.key and f'.{state.key}'}"
-                    yield f"block {number} ({type(block).__name__}){place}", module, state
+                module = block.get_submodule(state.owner.partition(" (")[0].removeprefix("."))
+                if not is_ours(type(module)):
+                    yield _said(number, block, state.said), module, state
+
+
+def _said(number: int | str, block: nn.Module, name: str) -> str:
+    """Return what a place is called in messages, by its name in a snapshot of a block."""
+    if not name.startswith((".", " (")):
+        return name
+    path, _, rest = name.partition(" (")
+    return f"block {number} ({type(block).__name__}){path}{rest.partition(')')[2]}"
 
 
 def replicas_line(found: Sequence[str], replicas: int) -> str | None:
@@ -113,58 +113,63 @@ def _listed(found: Sequence[str]) -> str:
 
 
 class LateState:
-    """What code of some blocks may begin to change, by what it is called in messages.
+    """What code of some blocks changes, by what it is called in messages.
 
     Args:
         blocks: by their numbers.
         are_whole: whether frozen weights are resident between steps, as they are without ZeRO-3.
 
     Attributes:
-        places: their names, and where they are; known: what is named already.
+        known: what is named already.
+        is_empty: whether nothing but frozen weights may change: no code is a user's.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool) -> None:
         self.known: list[str] = []
-        self._blocks = blocks if are_whole else {}
+        self._frozen_in = blocks if are_whole else {}
+        self._blocks = {number: block for number, block in blocks.items() if not is_of_torch(block)}
+        self.is_empty = not self._blocks
         self._frozen, self._is_first = dict[str, _Numbers](), True
-        found = (
-            place
-            for number, block in blocks.items()
-            for named in [[*block.named_modules()]]
-            for keys in [{key for _, module in named for key in _kept_by(module)}]
-            for path, module in named
-            for place in _set_by(f"block {number} ({type(block).__name__}){path and f'.{path}'}", module, keys)
-        )
-        self.places = list({(place[0], id(place[1])): place for place in found}.values())
-        self._before: list[Any] = []
+        self._holders: list[_Holder] = []
+        self._before: list[_Marks] = []
+        self._met = set[int]()
+        self._walks, self._is_due = 0, False
 
     def begin(self, *, is_due: bool) -> None:
-        """Note what they are before a step, or an evaluation; frozen weights too, where these are due."""
-        self._before = self._now()
+        """Note what all is before a step, or an evaluation; where it is due, also what takes long."""
+        self._is_due = is_due
         self._frozen = dict(self._frozen_now()) if is_due else {}
+        self._before, met = self._now()
+        if (is_due or self._walks < _MOST_WALKS) and not (self._walks and met <= self._met):  # by what was put there
+            self._walks += 1
+            self._holders = [*_holders_in(self._blocks)]
+            self._before, self._met = self._now()
 
     def tell(self, microbatches: int, replicas: int) -> None:
-        """Write a line on those that a step has changed and nobody has named: they are not looked at any more."""
-        now, frozen = self._now(), dict(self._frozen_now()) if self._frozen else {}
+        """Write a line on what a step has changed and nobody has named."""
+        frozen = dict(self._frozen_now()) if self._frozen else {}
         moved = [name for name, numbers in frozen.items() if self._frozen.get(name, numbers) != numbers]
         if self._is_first:
             self.known += moved  # which `weights_unchanged` names
-        self._is_first = False
-        alike = [*map(_is_same, self._before, now)]
-        if all(alike) and not moved:
-            return
-        changed = [place for place, is_same in zip(self.places, alike, strict=True) if not is_same]
-        self.places = [place for place in self.places if place not in changed]
-        names = [name for name in (*(place[0] for place in changed), *moved) if name not in self.known]
+        now, _ = self._now()
+        for holder, was, found in zip(self._holders, self._before, now, strict=True):
+            if was != found:
+                moved += holder.moved(was, found, is_first=self._is_first)
+        self._is_first, self._before = False, []
+        names = [*dict.fromkeys(name for name in moved if name not in self.known)]
         self.known += names
         for line in filter(None, (changed_line(names, microbatches), replicas_line(names, replicas))):
             _logger.warning("%s", line)
 
-    def _now(self) -> list[Any]:
-        return [_mark_of(own.get(key)) for _, own, key in self.places]
+    def _now(self) -> tuple[list[_Marks], set[int]]:
+        """Return what is in each holder, and the ids of what else may hold something."""
+        if not self._is_due and len(self._holders) > _MOST_EACH:
+            return [{} for _ in self._holders], self._met
+        found = [holder.marks(is_due=self._is_due) for holder in self._holders]
+        return found, {id(mark.thing) for marks in found for mark in marks.values() if type(mark) is _Thing}
 
     def _frozen_now(self) -> Iterator[tuple[str, _Numbers]]:
-        for number, block in self._blocks.items():
+        for number, block in self._frozen_in.items():
             for name, weight in block.named_parameters():
                 if not weight.requires_grad and type(weight) is nn.Parameter and not weight.is_complex():
                     numbers = weight.detach().double().nan_to_num()
@@ -174,58 +179,125 @@ class LateState:
                     )
 
 
+class _Version:
+    """Which tensor something is, and how often it was written to. Another may have come where one is gone."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._of, self._place = ref(tensor), id(tensor)
+        self._version = 0 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, now: object) -> bool:
+        return (
+            isinstance(now, _Version)
+            and (self._place, self._version) == (now._place, now._version)
+            and self._of() is not None
+        )
+
+
+class _Thing:
+    """An object, or a container: it is the same, or has the same entries."""
+
+    def __init__(self, thing: Any, depth: int) -> None:
+        self.thing, self._depth = thing, depth
+
+    def __eq__(self, now: object) -> bool:
+        if not isinstance(now, _Thing) or type(self.thing) is not type(now.thing):
+            return False
+        one, other = self.thing, now.thing
+        if one is other:
+            return True
+        if type(one) in CONTAINERS and self._depth < _MOST_NESTED:
+            return _entries_of(one, self._depth + 1) == _entries_of(other, self._depth + 1)
+        if isinstance(one, np.ndarray):
+            return one.shape == other.shape and bool(np.array_equal(one, other))
+        with suppress(Exception):
+            return is_of_library(type(one)) and not isinstance(one, Tensor | nn.Module) and bool(one == other)
+        return False
+
+
+_Marks = Mapping[Any, Any]
+"""What tells of the value under each key whether it has changed."""
+
+
+class _Holder(NamedTuple):
+    """Something that has places.
+
+    Attributes:
+        space: where they are; said: returns what a place is called, by its name in the space.
+        name: of the holder in a snapshot.
+        is_module: whether they are attributes of a module.
+    """
+
+    space: Space
+    said: Callable[[str], str]
+    name: str
+    is_module: bool
+
+    def marks(self, *, is_due: bool) -> _Marks:
+        """Return what tells whether it has changed; nothing for a large array unless it is due."""
+        holder = self.space.holder
+        if self.space.form == "[{}]":
+            return _entries_of(holder)
+        if isinstance(holder, np.ndarray) and holder.nbytes > _MOST_BYTES and not is_due:
+            return {}
+        return {key: _mark_of(value) for key, value in self.space.read().items() if key not in OF_TORCH}
+
+    def moved(self, was: _Marks, now: _Marks, *, is_first: bool) -> list[str]:
+        """Return the names of what is another now. What was not there before the first step is a table."""
+        is_container = self.space.form == "[{}]"
+        keys = [*was, *(() if is_container else now.keys() - was.keys())]
+        keys = [key for key in keys if was.get(key) != now.get(key)]
+        if is_first and not self.is_module:
+            keys = [key for key in keys if was.get(key) is not None]
+        is_whole = is_container and (None in keys or (len(keys) > 1 and not isinstance(self.space.holder, dict)))
+        return [self.said(self.name)] if is_whole else [self.said(self.space.label(self.name, key)) for key in keys]
+
+
 def _mark_of(value: Any, depth: int = 0) -> Any:
-    """Return what tells whether something has changed: of what nobody can tell, None."""
-    if isinstance(value, (int, float, str)):
+    if isinstance(value, PLAIN):
         return value
     if type(value) is Tensor:
-        return _Mark(ref(value), id(value), 0 if value.is_inference() else value._version)
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
-    if not isinstance(value, _CONTAINERS) or depth == _MOST_NESTED:
-        return None
-    if isinstance(value, dict):
-        return {key: _mark_of(entry, depth + 1) for key, entry in islice(value.items(), _MOST_ENTRIES)}
-    return [len(value), *(_mark_of(entry, depth + 1) for entry in islice(value, _MOST_ENTRIES))]
+        return _Version(value)
+    if isinstance(value, tuple) and depth < _MOST_NESTED:
+        return tuple(_mark_of(part, depth + 1) for part in value[:LONGEST])
+    return _Thing(value, depth)
 
 
-def _is_same(was: Any, now: Any) -> bool:
-    """Whether marks are alike; a table may have more than before. A tensor that is gone may have left its place."""
-    if isinstance(was, _Mark) and isinstance(now, _Mark):
-        return was[1:] == now[1:] and was.of() is not None
-    if isinstance(was, dict) and isinstance(now, dict):
-        return all(key in now and _is_same(mark, now[key]) for key, mark in was.items())
-    if isinstance(was, list) and isinstance(now, list):
-        return len(was) == len(now) and all(map(_is_same, was, now))
-    return bool(was == now)
+def _entries_of(container: Any, depth: int = 0) -> _Marks:
+    """Return marks of the entries of a container, and, but of a dict, of how many there are, under None."""
+    if isinstance(container, set):
+        return {None: (len(container), frozenset(entry for entry in container if isinstance(entry, PLAIN)))}
+    if len(container) > LONGEST:
+        is_dict = isinstance(container, dict)
+        return {} if is_dict else {None: (len(container), *(_mark_of(container[k], depth) for k in (0, -1)))}
+    if isinstance(container, dict):
+        return {key: _mark_of(entry, depth) for key, entry in container.items()}
+    return {None: len(container), **{k: _mark_of(entry, depth) for k, entry in enumerate(container)}}
 
 
-def _kept_by(module: nn.Module) -> set[str]:
-    """Return the attributes that code of a module's class sets, other than when it is made."""
-    if is_of_library(type(module)):
-        return set()
-    steps = (step for function in _later(type(module)) for step in steps_in(function.__code__))
-    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
+def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[_Holder]:
+    """Yield what users' code in blocks may change, each once: no weights and norms, and nothing of this package's."""
+    seen, of_modules = set[tuple[int, type]](), dict[int, tuple[dict[str, Any], set[str]]]()
+    for number, block in blocks.items():
+        snapshot = Snapshot({"": block}, numbers=False)
+        modules = [thing for thing in snapshot.values() if isinstance(thing, nn.Module)]
+        seen |= {(id(held), Entries) for module in modules for held in _not_looked_at(module)}
+        attributes = {id(vars(module)) for module in modules}
+        for name, space in snapshot.spaces():
+            token = id(space.holder), type(space)
+            if isinstance(space, Entries) and space.names is not None:
+                of_modules.setdefault(token[0], (space.holder, set()))[1].update(space.names)
+            elif token not in seen and not (isinstance(space, Trained) or name.endswith(HOOKS)):
+                seen.add(token)
+                yield _Holder(space, partial(_said, number, block), name, token[0] in attributes)
+    for holder, names in of_modules.values():
+        own = frozenset(name for name in names if not isinstance(holder.get(name), (*_NO_STATE, type)))
+        yield _Holder(Entries(holder, "{}", own), str, "", is_module=False)
 
 
-def _later(kind: type) -> list[FunctionType]:
-    return [function for function in methods_of(kind) if function.__name__ != "__init__"]
-
-
-def _set_by(name: str, module: nn.Module, keys: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yield what code may change of a module: `keys`, its buffers and containers, what its class has, and globals.
-
-    Classes of libraries are not looked into.
-    """
-    kind = type(module)
-    yield from ((f"{name}.{key}", module.__dict__, key) for key in sorted(keys) if key not in OF_TORCH)
-    if is_of_library(kind):
-        return
-    yield from ((f"{name}.{key}", module._buffers, key) for key in module._buffers)
-    for key in sorted(_kept_by(module)):
-        yield from ((f"{base.__name__}.{key}", vars(base), key) for base in kind.__mro__ if key in vars(base))
-    for function in _later(kind):
-        held = {key for key in names_of(function.__code__) if isinstance(module.__dict__.get(key), _CONTAINERS)}
-        yield from ((f"{name}.{key}", module.__dict__, key) for key in sorted(held - OF_TORCH))
-        steps = (step for step in steps_in(function.__code__) if step.opname == "STORE_GLOBAL")
-        yield from ((step.argval, function.__globals__, step.argval) for step in steps)
+def _not_looked_at(module: nn.Module) -> Iterator[dict[str, Any]]:
+    yield from (module._parameters, module._modules)
+    if is_ours(type(module)):
+        yield vars(module)
+    if is_ours(type(module)) or isinstance(module, _NormBase):
+        yield module._buffers

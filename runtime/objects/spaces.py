@@ -90,17 +90,17 @@ def _put(owner: Any, key: Any, value: Any, put: Callable[..., object] = setattr,
 
 
 class Entries(Space):
-    """Entries of a dictionary, which may be the attributes of an object; of some names alone: globals of a module.
+    """Entries of a dictionary, which may be the attributes of an object; of some `names` alone: globals of a module.
 
     There are so many of these that they hold no functions of their own.
     """
 
     def __init__(self, holder: dict[Any, Any], form: str = "[{}]", names: Set[str] | None = None) -> None:
-        self.holder, self.form, self._names = holder, form, names
+        self.holder, self.form, self.names = holder, form, names
 
     def keys(self) -> Iterable[Any]:
         """Return the keys of the dictionary, or those of the names that it has."""
-        return self.holder.keys() if self._names is None else sorted(self._names & self.holder.keys())
+        return self.holder.keys() if self.names is None else sorted(self.names & self.holder.keys())
 
     def reader(self, key: Any) -> Callable[[], Any]:
         """Return what reads one of them."""
@@ -112,11 +112,11 @@ class Entries(Space):
 
     def read(self) -> Mapping[Any, Any]:
         """Return the dictionary itself, unless it is of some names."""
-        return self.holder if self._names is None else super().read()
+        return self.holder if self.names is None else super().read()
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
         """Let the entries be those from before, in their order."""
-        if self._names is not None:
+        if self.names is not None:
             return super().put_back(before)
         self.holder.clear()  # also their order
         self.holder.update(before)

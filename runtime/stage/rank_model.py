@@ -279,7 +279,7 @@ class RankModel:
         if self.common is not None:
             self.common.begin()
         is_due = not (evaluates or (self._num_steps - 1) & (self._num_steps - 2))
-        tells = bool(self.late_state.places) or is_due
+        tells = is_due or not self.late_state.is_empty
         tells = tells and not (self.replica or self._groups.tensor.index or self._groups.context.index)
         if tells:
             self.late_state.begin(is_due=is_due)
