@@ -60,7 +60,7 @@ class State:
         is_attribute: whether it is an attribute of a module, and no buffer.
         is_named: whether it belongs to no module.
         owner, key: of what holds it, in a snapshot of the block, and its name there.
-        said: of it, in a snapshot of the block; of what a list has more, that of the list.
+        said: of it, in a snapshot of the block; of what a list or set has more, that of all of it.
         is_new: whether there was none before, or None.
         holds: whether it may be a tensor that the forward was given: neither a number nor a buffer written in place.
     """

@@ -190,7 +190,7 @@ def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None 
             is_named=counts and not is_own,
             owner=owner,
             key=key,
-            said=change.owner if change.was is None and isinstance(key, int) else change.name,
+            said=change.owner if change.was is None and (isinstance(key, int) or key is change.now) else change.name,
             is_new=change.place in kept,
             holds=not isinstance(change.now, PLAIN),
         )

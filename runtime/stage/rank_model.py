@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from quintsched.errors import MisfitError
 from quintsched.ir.instructions import BwdInput
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
@@ -107,6 +108,8 @@ class RankModel:
         self.pp_rank = self._coordinates.get("pp", 0)
         self.sequences = ContextParallel(options.context, groups.context, transport, options.compiled)
         self._copies: Sequence[Copies] = getattr(blocks, "copies", ())
+        self._given = blocks if isinstance(blocks, list | nn.Sequential | nn.ModuleList) else None
+        self._given_ids = [*map(id, blocks)]
         self._cut(blocks, block_costs, cut_logits=cut_logits)
         self._build(blocks)
         self.tied = TiedWeights(plan, options.tied or {}, self.cuts, self.stages, groups)
@@ -271,6 +274,8 @@ class RankModel:
         Raises `ModesLeftError` where other modes are in force behind it than before.
         """
         around = Modes.now()
+        if self._given is not None and [*map(id, self._given)] != self._given_ids:
+            self._require_as_given(self._given)
         for source in self._sources:
             source.evaluates = evaluates
         if not evaluates and not self._num_steps & (self._num_steps - 1):  # what is put in between comes to light
@@ -295,6 +300,17 @@ class RankModel:
         finally:
             for source in self._sources:
                 source.evaluates = None
+
+    def _require_as_given(self, blocks: Sequence[Any]) -> None:
+        """Raise `MisfitError` where blocks were put in place of those that the engine was given; it may be emptied."""
+        found = [*zip(map(id, blocks), self._given_ids, strict=False)]
+        places = [k for k, (one, was) in enumerate(found) if one != was and blocks[k] is not None]
+        if len(blocks) and (places or len(blocks) != len(self._given_ids)):
+            raise MisfitError(
+                f"the list of blocks has been changed at place {[*places, len(found)][0]} since the engine was built, "
+                "which runs those that it was given: build another Engine for other blocks, or let a block's forward "
+                "do what is to change"
+            )
 
     def _evaluating(self, run: Callable[[], Result]) -> Result:
         before = [(module, module.training) for stage in self.stages.values() for module in stage.modules()]

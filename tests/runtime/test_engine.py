@@ -6,12 +6,15 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import quintsched as qs
+from quintsched.errors import MisfitError
 from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model
 from quintsched.runtime.blocks.costs import estimate_costs, measure_costs
 from quintsched.runtime.comm import Transport, run_local
@@ -158,6 +161,21 @@ def test_modules_built_by_the_user_start_alike_everywhere() -> None:
     first, *others = run_local(4, run)
     for other in others:
         assert all(torch.equal(weight, first[name]) for name, weight in other.items())
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_a_list_of_blocks_that_is_changed_later_is_refused_but_may_be_emptied(is_emptied: bool) -> None:
+    plan, x = qs.compile("1f1b", mesh="pp=2", microbatches=2), torch.ones(4, 3)
+
+    def run(transport: Transport) -> None:
+        blocks = [nn.Linear(3, 3) for _ in range(3)]
+        engine = Engine(plan, blocks, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        engine.step(x, x)
+        blocks[:] = [] if is_emptied else reversed(blocks)
+        engine.step(x, x)
+
+    with nullcontext() if is_emptied else pytest.raises(MisfitError, match=r"list of blocks .* changed at place 0"):
+        run_local(2, run)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_by_every_rank() -> None:

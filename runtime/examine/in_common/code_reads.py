@@ -81,8 +81,9 @@ def snapshot_of(thing: Any) -> Snapshot:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor, which others may have as well."""
-    return id(tensor) if tensor.is_meta else -tensor.untyped_storage().data_ptr() or id(tensor)
+    """Return what tells the memory of a tensor, which others may have as well; wrappers have none of their own."""
+    has_none = tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter)
+    return id(tensor) if has_none else -tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def _function_of(thing: Any) -> FunctionType | None:

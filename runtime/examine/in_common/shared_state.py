@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import Parcel
 from ...blocks.shapes import HAND_ON
 from ...objects.snapshot import Snapshot, label_in
-from ...objects.spaces import is_of_torch
+from ...objects.spaces import Items, is_of_torch
 from ..followed import sources_of
 from ..weights_elsewhere import require_own_weights
 from .code_reads import CodeReads, snapshot_of
@@ -56,7 +56,7 @@ class SharedState:
         self._blocks = [ref(block) for block in blocks]
         self._runs: list[Runs] = []
         self._functions: dict[str, Any] = {}
-        self._judged = set[tuple[int, str | int | None]]()
+        self._judged, self._rows = set[tuple[int, str | int | None]](), set[int]()
         first: dict[int, Place] = {}
         owns: dict[Place, int] = {}
         tensors: list[Sequence[tuple[str, Tensor]]] = []
@@ -65,6 +65,7 @@ class SharedState:
             if len(cuts) > 1:
                 self._runs.append(self._run_of(number, block, snapshot))
             tensors.append(snapshot.tensors())
+            self._rows |= {id(space.holder) for _, space in snapshot.spaces() if isinstance(space, Items)}
             holders = [*snapshot.holders()]
             for name, token in (*holders, *snapshot.cells()):
                 self._tokens.setdefault((number, name), set()).add(token)
@@ -135,7 +136,9 @@ class SharedState:
         marks: dict[int, list[tuple[str, str | int, ReadMark]]] = {}
         for number, state in setters:
             tensor = f"{state.owner}.{state.key}"
-            self._judged |= {(token, None) for token in self._tokens_at(number, state.owner, tensor)}
+            grown = self._rows if state.said == state.owner else ()  # others may go by how long it is
+            tokens = self._tokens_at(number, state.owner, tensor)
+            self._judged |= {(token, None) for token in tokens.difference(grown)}
             cell = f", {state.key}"  # a variable around functions of both
             for token in self._tokens_at(number, state.owner, state.owner + cell):
                 self._judged.add((token, state.key))

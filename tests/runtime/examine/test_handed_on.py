@@ -17,7 +17,7 @@ class Place:
     h = None
 
     def __init__(self):
-        self.log, self.norms, self.calls = [], {}, 0
+        self.log, self.norms, self.calls, self.seen = [], {}, 0, set()
 
 
 def counters_of(offsets):
@@ -108,6 +108,18 @@ def append_late(layer, place, h):
     return h * (1 + len(place.log)) if layer.number == 3 else h
 
 
+def append_at_once(layer, place, h):
+    if layer.number == 0:
+        place.log.append(1)
+    return h * (1 + len(place.log)) if layer.number == 3 else h
+
+
+def add_at_once(layer, place, h):
+    if layer.number == 0:
+        place.seen.add(len(place.seen))
+    return h * (1 + len(place.seen)) if layer.number == 3 else h
+
+
 def append_in_backward(layer, place, h):
     if layer.number == 3 and h.requires_grad:
         h.register_hook(lambda grad: place.log.append(1))
@@ -157,9 +169,9 @@ def test_what_stages_hand_on_through_objects_is_refused(do, loss, says):
         step(do, loss)
 
 
-@pytest.mark.parametrize("do", [append_late, append_in_backward])
+@pytest.mark.parametrize("do", [append_late, append_in_backward, append_at_once, add_at_once])
 def test_what_steps_begin_to_write_or_backwards_write_is_refused(do):
-    says = r"block \d \(Layer\), or what runs on its stage, sets .*log' .*, and block \d \(Layer\) reads it"
+    says = r"block \d \(Layer\), or what runs on its stage, sets .*(log|seen)' .*, and block \d \(Layer\) reads it"
     with pytest.raises(MisfitError, match=says):
         step(do, plain, 4)
 

@@ -6,9 +6,12 @@ import logging
 from array import array
 from collections import deque
 from contextvars import Context, ContextVar
+from dataclasses import dataclass
+from fractions import Fraction
 from queue import SimpleQueue
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,6 +159,128 @@ def test_what_forwards_hold_and_write_is_named_whenever_it_begins(kind, mesh, la
         run_local(2, run)
     place = "fc.held" if kind == "of another module" else "held"
     assert any(f"block 0 (Holding).{place}" in record.message for record in caplog.records)
+
+
+class Stats:
+    def __init__(self):
+        self.n = 0
+        self.total = torch.zeros(())
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+
+@dataclass
+class Record:
+    n: int = 0
+
+
+def around(kept, change):
+    """Return a function that changes what is around it."""
+
+    def count(layer):
+        change(kept)
+
+    return count
+
+
+def beside(layer, kept=[0]):  # noqa: B006
+    kept[0] += 1
+
+
+def of_function(layer):
+    of_function.n += 1
+
+
+def of_class(layer):
+    type(layer).made = getattr(type(layer), "made", 0) + 1
+
+
+def by_name(layer):
+    setattr(layer, "n", layer.n + 1)  # noqa: B010
+
+
+def by_fraction(layer):
+    layer.n = layer.n * Fraction(9, 10)
+
+
+def of_object(layer):
+    layer.stats.n += 1
+
+
+of_function.n = 0
+MOVES = {
+    "an object": (of_object, {"stats": Stats()}, "block 0 (Layer).stats.n"),
+    "slots": (of_object, {"stats": Slotted()}, "block 0 (Layer).stats.n"),
+    "a dataclass": (of_object, {"stats": Record()}, "block 0 (Layer).stats.n"),
+    "a tensor of an object": (
+        lambda layer: layer.stats.total.add_(1),
+        {"stats": Stats()},
+        "block 0 (Layer).stats.total",
+    ),
+    "a plain tensor in place": (lambda layer: layer.t.add_(1), {"t": torch.zeros(())}, "block 0 (Layer).t"),
+    "a tuple's tensor": (lambda layer: layer.t[0].add_(1), {"t": (torch.zeros(()),)}, "block 0 (Layer).t"),
+    "setattr": (by_name, {"n": 0}, "block 0 (Layer).n"),
+    "__dict__": (lambda layer: vars(layer).update(n=layer.n + 1), {"n": 0}, "block 0 (Layer).n"),
+    "a fraction": (by_fraction, {"n": Fraction(1)}, "block 0 (Layer).n"),
+    "a list around": (around([0], lambda kept: kept.append(1)), {}, "kept"),
+    "a dict around": (around({}, lambda kept: kept.update(n=kept.get("n", 0) + 1)), {}, "kept['n']"),
+    "a tensor around": (around(torch.zeros(()), lambda kept: kept.add_(1)), {}, "kept"),
+    "a set around": (around(set(), lambda kept: kept.add(len(kept))), {}, "kept"),
+    "an array around": (around(np.zeros(3), lambda kept: kept.__iadd__(1)), {}, "kept"),
+    "a default": (beside, {}, "[0]"),
+    "an attribute of a function": (of_function, {}, "['n']"),
+    "an attribute of the class": (of_class, {}, "Layer.made"),
+}
+
+
+@pytest.mark.parametrize("begins", [0, 2])
+@pytest.mark.parametrize(("does", "has", "name"), MOVES.values(), ids=MOVES)
+def test_all_that_code_can_change_is_named_whenever_it_begins(does, has, name, begins, caplog):
+    layer = Layer(lambda layer, does=does: does(layer) if layer.late else None, **copy.deepcopy(has))
+    state = LateState({"0": layer}, are_whole=True)
+    for step in range(begins + 3):
+        layer.late = step >= begins
+        state.begin(is_due=step in (0, 1, 2, 4))
+        layer.does(layer)
+        caplog.clear() if step < begins else None
+        state.tell(2, 1)
+    said = [record.message.partition(": ")[0] for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].endswith(name)
+    vars(Layer).get("made") and delattr(Layer, "made")
+
+
+def test_what_is_as_it_was_or_a_table_is_not_named(caplog):
+    def replaces(layer):
+        layer.sizes, layer.shape, layer.device = [3, {"a": 4}], torch.Size([3]), torch.device("cpu")
+        layer.tables[len(layer.tables)] = torch.ones(1)
+        layer.array = np.zeros(2)
+
+    layer = Layer(replaces, sizes=[3, {"a": 4}], shape=torch.Size([3]), device=torch.device("cpu"), tables={0: 1})
+    layer.array = np.zeros(2)
+    state = LateState({"0": layer}, are_whole=True)
+    for _ in range(3):
+        state.begin(is_due=True)
+        layer.does(layer)
+        state.tell(2, 2)
+    assert not caplog.records
+
+
+def test_what_a_loop_puts_in_is_looked_at_too(caplog):
+    layer = Layer(of_object, stats=None)
+    state = LateState({"0": layer}, are_whole=True)
+    for step in range(4):
+        layer.stats = Stats() if step == 2 else layer.stats
+        state.begin(is_due=False)
+        if step == 3:
+            layer.does(layer)
+        state.tell(2, 1)
+    assert [record.message.partition(": ")[0] for record in caplog.records] == ["block 0 (Layer).stats.n"]
 
 
 class Cached(nn.Module):
