@@ -118,7 +118,7 @@ def found_of(block, samples=SAMPLES, seed=0, **extras):
 @pytest.mark.parametrize("name", EVERY)
 def test_sums_and_means_are_told_from_others(name):
     loss, over = EVERY[name]
-    for samples in (SAMPLES, 3):
+    for samples in (SAMPLES, 3)[: 1 if loss is near else 2]:  # of three none is five times their mean
         found = found_of(Block(loss), samples)
         assert found == ([] if over is None else [over])
 
