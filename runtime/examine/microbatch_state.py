@@ -32,7 +32,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..blocks.blocks import Parcel, State
 from ..objects.snapshot import Snapshot
-from ..objects.spaces import CONTAINERS, HOOKS, LONGEST, OF_TORCH, Entries, Space, Trained, is_of_torch
+from ..objects.spaces import CONTAINERS, LONGEST, OF_TORCH, Entries, Space, Trained, is_of_torch
 from ..objects.user_code import PLAIN, is_of_library, is_ours
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -277,27 +277,28 @@ def _entries_of(container: Any, depth: int = 0) -> _Marks:
 
 def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[_Holder]:
     """Yield what users' code in blocks may change, each once: no weights and norms, and nothing of this package's."""
-    seen, of_modules = set[tuple[int, type]](), dict[int, tuple[dict[str, Any], set[str]]]()
+    seen, of_modules = set[int](), dict[int, tuple[dict[str, Any], set[str]]]()
     for number, block in blocks.items():
         snapshot = Snapshot({"": block}, numbers=False)
         modules = [thing for thing in snapshot.values() if isinstance(thing, nn.Module)]
-        seen |= {(id(held), Entries) for module in modules for held in _not_looked_at(module)}
+        seen |= {id(held) for module in modules for held in _not_looked_at(module)}
         attributes = {id(vars(module)) for module in modules}
         for name, space in snapshot.spaces():
-            token = id(space.holder), type(space)
+            token = id(space.holder)
             if isinstance(space, Entries) and space.names is not None:
-                of_modules.setdefault(token[0], (space.holder, set()))[1].update(space.names)
-            elif token not in seen and not (isinstance(space, Trained) or name.endswith(HOOKS)):
+                of_modules.setdefault(token, (space.holder, set()))[1].update(space.names)
+            elif token not in seen and not isinstance(space, Trained):
                 seen.add(token)
-                yield _Holder(space, partial(_said, number, block), name, token[0] in attributes)
+                yield _Holder(space, partial(_said, number, block), name, token in attributes)
     for holder, names in of_modules.values():
         own = frozenset(name for name in names if not isinstance(holder.get(name), (*_NO_STATE, type)))
         yield _Holder(Entries(holder, "{}", own), str, "", is_module=False)
 
 
-def _not_looked_at(module: nn.Module) -> Iterator[dict[str, Any]]:
-    yield from (module._parameters, module._modules)
+def _not_looked_at(module: nn.Module) -> Iterator[Any]:
+    own = vars(module)
+    yield from (own[key] for key in OF_TORCH & own.keys() if key != "_buffers")
     if is_ours(type(module)):
-        yield vars(module)
+        yield own
     if is_ours(type(module)) or isinstance(module, _NormBase):
-        yield module._buffers
+        yield own["_buffers"]
