@@ -222,7 +222,7 @@ class Engine(EngineState, RankView):
             NotFiniteError: gradients of `max_skipped` steps in a row were not finite.
         """
         self.weights.require_steppable()
-        plan = self._plans.training(microbatches)
+        plan = self.plan if microbatches is None else self._plans.training(microbatches)
         result = self._run(self._settle(plan, inputs, targets, extras, microbatches), last=last)
         if result.empty:
             raise MisfitError("no replica has samples in this step; end the loop, as `drained(loader, engine)` does")
@@ -272,7 +272,8 @@ class Engine(EngineState, RankView):
             try:
                 if plan.mode == "train":
                     self.weights.require_unchanged()
-                self._model.follow_model()
+                for source in self._model.sources:
+                    source.follow()
                 prepared = targets if targets is None or self._prepare is None else self._prepare(targets)
                 batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
             except (MisfitError, UsageError) as error:

@@ -50,6 +50,7 @@ class HostCopies:
 
     Attributes:
         flows: what its instructions take and make.
+        moves_some: whether anything goes.
         track: counts what is saved on the device, if somebody wants to know.
         first_behind: places of the computations that are the first behind an `OffloadAct`.
     """
@@ -68,6 +69,7 @@ class HostCopies:
         self._waits, self._link, self._device, self._find_resident = waits, link, device, resident
         offloads = [i for i in flows.program if isinstance(i, ins.OffloadAct)]
         self._moving = frozenset(value for i in offloads for value in flows.taken(i, Kind.SAVED))
+        self.moves_some = bool(self._moving)
         self.first_behind = _first_behind(flows.program)
         self._resident: set[int] = set()
         self._leaving: dict[Value, _Leaving] = {}
@@ -77,8 +79,7 @@ class HostCopies:
 
     def begin(self) -> None:
         """Start a step: what is resident is looked up anew."""
-        if self._moving:
-            self._resident = identities(self._find_resident())
+        self._resident = identities(self._find_resident())
 
     def moves(self, saved: Value) -> bool:
         """Whether what a forward saves goes to the host."""

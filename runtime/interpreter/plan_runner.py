@@ -25,8 +25,10 @@ from ..agreement.sections import Section, agree, require_same
 from ..blocks.blocks import Parcel, accepted_extras
 from ..comm import Group, Transport
 from ..comm.control import greatest
+from ..comm.device import generator_states
 from ..comm.interleaving import Overlaps
 from ..objects.user_code import arguments_of
+from ..parallel.dropout import MOST_ALARMS
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
@@ -72,12 +74,8 @@ class StepCount:
     """How many steps a training has made: in this run, and in those that it goes on from."""
 
     in_run: int = 0
-    before: int = 0
-
-    @property
-    def total(self) -> int:
-        """The steps of all runs."""
-        return self.before + self.in_run
+    total: int = 0
+    """The steps of all runs."""
 
 
 class PlanRunner:
@@ -148,7 +146,9 @@ class PlanRunner:
         else:
             units = self._settler.settle(plan, batch)
             compare()
-        return PreparedStep(batch, units, self._interpreter_of(plan, units))
+        if self._same is None or self._same[0] is not plan or self._same[1] is not units:
+            self._same = plan, units, self._interpreter_of(plan, units)
+        return PreparedStep(batch, units, self._same[2])
 
     def _settle_first(self, plan: Plan, batch: Batch, compare: Callable[[], None]) -> Units:
         """Settle the first step of a mode; what one rank cannot do, all refuse in the same words."""
@@ -230,7 +230,8 @@ class PlanRunner:
         watch = partial(self.losses.watch, *given, self.steps.in_run, is_part=is_part)
         shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else NO_CONTEXT
         watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else NO_CONTEXT
-        masks, before = self._model.masks, self._model.masks.read_generators()
+        masks, device = self._model.masks, self._transport.device
+        before = generator_states(device) if masks.alarms < MOST_ALARMS else ()
         with shared, watched:
             alone = trains and last and calls is None and not self._samples_before
             if self._graphs and alone and not interpreter.records(self.steps.in_run):
@@ -240,23 +241,21 @@ class PlanRunner:
                 interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
-        masks.alarms += bool(before) and not all(map(torch.equal, before, masks.read_generators()))
+        masks.alarms += bool(before) and not all(map(torch.equal, before, generator_states(device)))
         if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step()) is not None:
             # after the first steps, the same way on all holders of the same stages
             agree("what overlapping stages exchange", noted, self._groups.holders)
             overlaps.settle(self._groups.holders)
         if self._options.shows_modules:
             self._state.weights.settle()
-        self._is_broken = False
-        tally, outcome = state.compute.tally, state.step_end.outcome
+        self._is_broken, outcome = False, state.step_end.outcome
         if trains:
-            self._samples_before = (
-                0 if last else self._samples_before + self._model.num_replicas * step.units.num_samples
-            )
+            samples = self._model.num_replicas * step.units.num_samples
+            self._samples_before = 0 if last else self._samples_before + samples
             if not last:
                 self._state.masters.note_versions()
         if trains and last and not outcome.empty:
-            self.steps.in_run += 1
+            self.steps.in_run, self.steps.total = self.steps.in_run + 1, self.steps.total + 1
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
                 self._settler.draws = any(greatest(self._groups.world, [drawn]))
@@ -264,7 +263,7 @@ class PlanRunner:
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
         doubts = ("", "") if trains else (self.losses.why_late(), self.losses.of_evaluation)
-        return StepResult(tally.figures, (*self._options.metrics,), *told, *doubts, self.losses.unit)
+        return StepResult(state.compute.tally.figures, (*self._options.metrics,), *told, *doubts, self.losses.unit)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
         """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""
@@ -282,7 +281,8 @@ class PlanRunner:
         if trains:
             model.boundaries.begin_step(step.units.first_spec, is_first=not self._samples_before, is_last=last)
         self._transport.stamp.begin(number + 1)
-        self._state.gradients.reducer.follow(state.flows.program)
+        if (reducer := self._state.gradients.reducer).program is not state.flows.program:
+            reducer.follow(state.flows.program)
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current
@@ -292,8 +292,6 @@ class PlanRunner:
 
     def _interpreter_of(self, plan: Plan, units: Units) -> Interpreter:
         """Return what runs a plan on such units, bound anew where their messages are much larger than ever before."""
-        if self._same is not None and self._same[0] is plan and self._same[1] is units:
-            return self._same[2]
         shapes = list(dict.fromkeys(filter(None, units.shapes)))
         shape = max(shapes, key=lambda shape: shape.cargo.nbytes, default=None) or self._settler.any_shape()
         if any(other.structure != shape.structure for other in shapes):
@@ -306,7 +304,7 @@ class PlanRunner:
         if outgrows(shape.cargo, found.state.messages.shape.cargo):
             self._bound.forget(key)
             found = self._bound.get(key, lambda: self._bind(plan, shape))
-        self.interpreters[plan.mode], self._same = found, (plan, units, found)
+        self.interpreters[plan.mode] = found
         return found
 
     def _bind(self, plan: Plan, shape: UnitShape) -> Interpreter:

@@ -277,7 +277,8 @@ class RankState:
         self.current.batch = batch
         accumulates = self.flows.trains and not self.current.last
         self.compute.tally.begin(alone=accumulates)
-        self.compute.host.begin()
+        if self.compute.host.moves_some:
+            self.compute.host.begin()
         outcome = self.step_end.outcome
         outcome.norm, outcome.skipped, outcome.empty, outcome.stop_asked = None, False, False, False
         if self.flows.trains:

@@ -32,6 +32,7 @@ class LossScale:
             )
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.value = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        self.scales = self._scaler is not None
         self._latest, self._key = torch.empty(0), tuple[Any, ...]()
 
     def gradient_of(self, loss: torch.Tensor, times: float) -> torch.Tensor:
@@ -53,9 +54,8 @@ class LossScale:
         return self._scaler is not None and self.value >= 1
 
     def update(self, *, skipped: bool) -> None:
-        """Change the scale after a step, which was skipped as its gradient was not finite, or not."""
-        if self._scaler is None:
-            return
+        """Change the scale, where it scales, after a step, which was skipped as its gradient was not finite, or not."""
+        assert self._scaler is not None
         state: dict[str, Any] = self._scaler.state_dict()
         steps = 0 if skipped else state["_growth_tracker"] + 1
         if skipped:

@@ -48,7 +48,6 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group
 from ..comm.autograd_collectives import outside_compiled
-from ..comm.device import generator_states
 
 
 @dataclass
@@ -79,7 +78,8 @@ class ColumnRowPair:
 
 
 WORD = 0xFFFF_FFFF
-_MOST_ALARMS = 3
+MOST_ALARMS = 3
+"""Once there were so many nobody looks at generators any more, for an optimizer may draw too."""
 BY_SAMPLES = -1
 """The dimension of heads that are with samples in the first."""
 
@@ -126,13 +126,6 @@ class Masks:
         """How often torch's generators moved in a step: something was drawn that is not keyed."""
         self.cut_dims: dict[CutSite, int | None] = {}
         """Sites where ranks of tp draw for unusual parts of tensors (see `words`), to their dimension; None: all."""
-
-    def read_generators(self) -> tuple[Tensor, ...]:
-        """Return where torch's generators are; nothing once there were so many alarms, for an optimizer may draw too.
-
-        An alarm is raised where they move in a step.
-        """
-        return () if self.alarms >= _MOST_ALARMS else generator_states(self.device)
 
     @contextmanager
     def of(self, unit: Unit) -> Iterator[None]:

@@ -48,14 +48,10 @@ from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, Sizes, parts_o
 
 
 class Steps(Protocol):
-    """How many steps were made: in this run, and before it."""
+    """How many steps were made: in this run, and in all."""
 
-    before: int
     in_run: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
+    total: int
 
 
 @dataclass(frozen=True)
@@ -211,7 +207,7 @@ class RankTensors:
 
     def take_progress(self, saved: SavedState) -> None:
         """Let the number of steps and the scale of losses be those of a state; without such, no step was made."""
-        self.steps.before = (int(saved.whole(STEP)) if STEP in saved.pieces else 0) - self.steps.in_run
+        self.steps.total = int(saved.whole(STEP)) if STEP in saved.pieces else 0
         if SCALE in saved.pieces:
             self.scale.load_state_dict({SCALE: saved.whole(SCALE)})
 

@@ -227,10 +227,10 @@ class RankModel:
         needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
-            self.marks.note(given, needed, extras)
-            if not self.needs_inputs and inputs is not None and self.marks.has_noted("inputs"):
+            has_inputs, has_targets = self.marks.note(given, needed, extras)
+            if not self.needs_inputs and inputs is not None and has_inputs:
                 self._transport.publisher.note_given(*shape_of(inputs), 0)
-            if not self.needs_targets and targets is not None and self.marks.has_noted("targets"):
+            if not self.needs_targets and targets is not None and has_targets:
                 self._transport.publisher.note_given(0, 0, shape_of(targets)[0])
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
@@ -252,13 +252,9 @@ class RankModel:
         size = self._groups.experts.size
         return expert_report(self.outlines, size) if size > 1 else None
 
-    def follow_model(self) -> None:
-        """Let blocks of a split model be those of the model as it is now; raises `MisfitError` if they cannot be."""
-        for source in self._sources:
-            source.follow()
-
     @cached_property
-    def _sources(self) -> list[Source]:
+    def sources(self) -> list[Source]:
+        """What blocks of split models have in common: each lets them be those of the model as it is now."""
         return [
             *sources_of(block for stage in self.stages.values() for block in stage.blocks.values()),
             *self._copies,
@@ -276,7 +272,7 @@ class RankModel:
         around = Modes.now()
         if self._given is not None and [*map(id, self._given)] != self._given_ids:
             self._require_as_given(self._given)
-        for source in self._sources:
+        for source in self.sources:
             source.evaluates = evaluates
         if not evaluates and not self._num_steps & (self._num_steps - 1):  # what is put in between comes to light
             self.common = self.shared_state.common(self.own_blocks)
@@ -298,7 +294,7 @@ class RankModel:
                 around.require_kept("a block on this rank, a hook or the loss function")
             return result
         finally:
-            for source in self._sources:
+            for source in self.sources:
                 source.evaluates = None
 
     def _require_as_given(self, blocks: Sequence[Any]) -> None:

@@ -49,7 +49,7 @@ class GradReducer:
         """The parameters whose gradients are summed."""
         self._sharded, self._in_turn = sharded, in_turn
         self._order: list[GradBucket] = []
-        self._program: Sequence[Instruction] | None = None
+        self.program: Sequence[Instruction] | None = None
         self._num_launched = 0
         self._under_way: list[tuple[GradBucket, Work]] = []
         self._sums: list[tuple[Sequence[Tensor], Work | None]] = []
@@ -102,9 +102,9 @@ class GradReducer:
 
     def follow(self, program: Sequence[Instruction]) -> None:
         """Take over the order of a program's reductions, each as often as it makes it, before its step begins."""
-        if program is self._program:
+        if program is self.program:
             return
-        self._program, of_plan = program, self._buckets.of_plan
+        self.program, of_plan = program, self._buckets.of_plan
         reductions = (i for i in program if isinstance(i, AllReduceBucket | ReduceScatterBucket))
         buckets = (bucket for i in reductions for bucket in of_plan.get(PlanBucket(i.stage, i.bucket), ()))
         self._order = [bucket for bucket in buckets if not bucket.comes_summed]

@@ -96,7 +96,8 @@ class Masters:
             if low:
                 with torch.no_grad():
                     torch._foreach_copy_(low, high)
-        self.note_versions()
+        if self._watched:
+            self.note_versions()
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

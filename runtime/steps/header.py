@@ -83,14 +83,19 @@ class Announcer:
         return self._told[1]
 
     def _send(self, numbers: Sequence[int], kind: int, text: str) -> None:
+        """Tell the others, and go on at once; the source waits when it speaks again."""
         while self._under_way:
             self._under_way.pop().wait()
         number = self._texts.get(text, -1) if kind == _FINE else -1
         if self._group.size > 1:
             coded = b"" if number >= 0 else text.encode()
-            self._say([kind, number, len(coded), *numbers])
+            said = [kind, number, len(coded), *numbers]
+            if said != self._said[0]:
+                self._said = said, torch.tensor(said).to(self._group.device, non_blocking=True)
+            self._under_way.append(self._group.broadcast(self._said[1], self._source))
             if coded:
-                self._say(list(coded))
+                whole = torch.tensor(list(coded)).to(self._group.device, non_blocking=True)
+                self._under_way.append(self._group.broadcast(whole, self._source))
         if kind == _FINE and number < 0:
             self._remember(text)
 
@@ -99,13 +104,6 @@ class Announcer:
             del self._texts[next(iter(self._texts))]
         self._texts[text] = self._num_texts
         self._num_texts += 1
-
-    def _say(self, numbers: list[int]) -> None:
-        """Tell the others, and go on at once; the source waits when it speaks again."""
-        if numbers != self._said[0]:
-            sent = torch.tensor(numbers, dtype=torch.int64)
-            self._said = numbers, sent.to(self._group.device, non_blocking=True)
-        self._under_way.append(self._group.broadcast(self._said[1], self._source))
 
     def _hear(self, memory: Tensor) -> list[int]:
         """Return what the source says, for which there is memory."""

@@ -80,9 +80,10 @@ class StepSettler:
 
         Raises `MisfitError` where blocks cannot take them, or ranks have other numbers of samples or microbatches.
         """
-        microbatches, samples, inputs, targets = self._announce(batch, plan.schedule.slices)
+        model, (microbatches, samples, inputs, targets) = self._model, self._announce(batch, plan.schedule.slices)
         alike = self._experts is None or self._agree(plan, batch, (microbatches, samples, inputs, targets))
-        first = self._first_sample(plan, batch.microbatches, samples)
+        counts = self.draws and model.num_replicas > 1 and plan.mode == "train"
+        first = self._first_sample(batch.microbatches, samples) if counts else model.replica * samples
         said = (batch.microbatches, batch.num_samples, microbatches, samples, first, inputs, targets, alike)
         if self._same is not None and self._same[0] is plan and self._same[1] == said and not batch.extras[0]:
             return self._same[2]
@@ -217,11 +218,9 @@ class StepSettler:
     def _read(self, text: str) -> list[TreeSpec]:
         return self._specs.get(text, lambda: [from_words(words) for words in json.loads(text)])
 
-    def _first_sample(self, plan: Plan, microbatches: int, samples: int) -> int:
-        """Return the number of this replica's first sample in the whole batch, where anything depends on it."""
+    def _first_sample(self, microbatches: int, samples: int) -> int:
+        """Return the number of this replica's first sample in the whole batch (collective over the replicas)."""
         model = self._model
-        if plan.mode != "train" or not self.draws or model.num_replicas == 1:
-            return model.replica * samples
         table = torch.zeros(2, model.num_replicas, dtype=torch.int64, device=self._device)
         if self._has_inputs and self._groups.context.index == 0:
             table[:, model.replica] = torch.tensor([samples, microbatches])

@@ -8,6 +8,7 @@ Weights are tied, where both blocks have them in submodules, and tables that no 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
@@ -22,7 +23,7 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import Parcel
 from ...blocks.shapes import HAND_ON
 from ...objects.snapshot import Snapshot, label_in
-from ...objects.spaces import Items, is_of_torch
+from ...objects.spaces import is_of_torch
 from ..followed import sources_of
 from ..weights_elsewhere import require_own_weights
 from .code_reads import CodeReads, snapshot_of
@@ -65,7 +66,7 @@ class SharedState:
             if len(cuts) > 1:
                 self._runs.append(self._run_of(number, block, snapshot))
             tensors.append(snapshot.tensors())
-            self._rows |= {id(space.holder) for _, space in snapshot.spaces() if isinstance(space, Items)}
+            self._rows |= {id(thing) for thing in snapshot.values() if isinstance(thing, list | set | deque)}
             holders = [*snapshot.holders()]
             for name, token in (*holders, *snapshot.cells()):
                 self._tokens.setdefault((number, name), set()).add(token)

@@ -80,7 +80,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
             state.settle_loss(accumulates=reducer.accumulates, again=True)
         outcome.stop_asked, outcome.skipped = asked % DOUBT > 0, not math.isfinite(length)
         outcome.empty = outcome.skipped and not tally.figures.rest[-1]
-        if not outcome.empty:
+        if scale.scales and not outcome.empty:
             scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:
             absent.find()

@@ -24,7 +24,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError, listed_ranks
 
 from ...blocks.trees import flatten
-from .digests import Number, differ, digest, has_numbers, samples_of, structure_of, top_bits
+from .digests import Number, differ, digest, samples_of, structure_of, top_bits
 
 KINDS = ("inputs", "targets", "extras")
 
@@ -93,13 +93,14 @@ class DataMarks:
         self._turn = self._noted = 0
         self._equal: Sequence[float] = ()
 
-    def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> None:
+    def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> list[bool]:
         """Take in what this rank is given for a step, or for one more batch of it.
 
-        `given` and `needed` have "inputs" and "targets".
+        `given` and `needed` have "inputs" and "targets": return whether the rank is known to be given something of
+        each, and no place holder.
         """
         if not self._compares:
-            return
+            return [False, False]
         turn = self._noted
         of_extras = mark_of(dict(sorted(extras.items())), is_needed=True, turn=turn) if extras else _NO_EXTRAS
         of_inputs = mark_of(given["inputs"], is_needed=needed["inputs"], turn=turn)
@@ -108,11 +109,7 @@ class DataMarks:
         if self._marks is not None:
             found = [_folded(before, now) for before, now in zip(self._marks, found, strict=True)]
         self._marks = found
-
-    def has_noted(self, kind: str) -> bool:
-        """Whether this rank is known to be given something of a kind in this step, and no place holder."""
-        mark = None if self._marks is None else self._marks[KINDS.index(kind)]
-        return mark is not None and isinstance(mark.is_given, int)
+        return [mark is not None and isinstance(mark.is_given, int) for mark in found[:2]]
 
     def take(self) -> Tensor | None:
         """Return the step's numbers, to be summed over the ranks: float64, one row; None where none are compared."""
@@ -171,12 +168,13 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
     if tree is None and not is_needed:
         return None
     built, tensors = flatten(tree)
-    shown = [*filter(has_numbers, tensors)]
-    if not is_needed and not (tensors and len(shown) == len(tensors)):
+    samples, is_shown = list[Tensor](), bool(tensors)
+    for tensor in tensors:
+        found = samples_of(tensor, turn)
+        is_shown = is_shown and found is not None
+        samples += found if found is not None and tensor.numel() else ()
+    if not (is_needed or is_shown):
         return None
-    samples: list[Tensor] = []
-    for tensor in shown:
-        samples += samples_of(tensor, turn) if tensor.numel() else ()
     is_given = 1 if is_needed else differ(samples)
     if isinstance(is_given, int) and not is_given:
         return None
@@ -187,7 +185,7 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
 def is_place_holder(tree: Any) -> bool:
     """Whether a tree only keeps the place of data that a rank does not need: no numbers, or all of a tensor are one."""
     _, tensors = flatten(tree)
-    if not all(map(has_numbers, tensors)):
+    if None in map(samples_of, tensors):
         return True
     return all(not tensor.numel() or bool((tensor == tensor.reshape(-1)[0]).all()) for tensor in tensors)
 

@@ -27,6 +27,7 @@ _WHOLE_BYTES = 2**18
 _SCATTERED = 256
 _BITS = 64
 _ODD = 0x9E3779B97F4A7C15
+_ALL_BITS = 2**_BITS - 1
 _AT_ONCE = 64
 _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8))
 
@@ -42,7 +43,9 @@ def digest(words: str, samples: Sequence[Tensor]) -> Number:
     """Return the digest of a structure and of numbers, (n,) each: an int below 2^64, or a tensor of the same bits."""
     total: Number = _digest_words(words)
     for numbers in samples:
-        total = _joined(total, _digest(numbers))
+        found = _digest(numbers)
+        both_here = type(total) is int and type(found) is int
+        total = (total * _ODD + found) & _ALL_BITS if both_here else _joined_on_device(total, found)
     return total
 
 
@@ -52,16 +55,13 @@ def top_bits(number: Number, count: int) -> Number:
     return found
 
 
-def has_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor has plain memory that can be looked at: one on the meta device has none."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
-
-
-def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor]:
+def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor] | None:
     """Return all numbers of a small tensor; of a large one some from all over it, and neighbours: each contiguous.
 
-    Of one that has numbers to be looked at.
+    None: it has no plain memory that can be looked at, as one on the meta device.
     """
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return None
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -118,10 +118,8 @@ def _digest_words(words: str) -> int:
     return int.from_bytes(hashlib.blake2b(words.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
-def _joined(before: Number, now: Number) -> Number:
+def _joined_on_device(before: Number, now: Number) -> Number:
     """Fold two numbers into one, in which their order counts, modulo 2^64."""
-    if isinstance(before, int) and isinstance(now, int):
-        return int((before * _ODD + now) & (2**_BITS - 1))
     rotated = before * _signed(_ODD) if isinstance(before, Tensor) else _signed(before * _ODD)
     return rotated + (_signed(now) if isinstance(now, int) else now)
 
@@ -167,7 +165,7 @@ def _digest(numbers: Tensor) -> Number:
         whole = raw.size & ~7
         raw, rest = raw[:whole], int.from_bytes(raw[whole:].tobytes(), "little") * _ODD
     words = raw.view(np.int64)
-    found: int = (int((words ^ (words >> 29)).dot(_weights()[: words.size])) + rest) & (2**_BITS - 1)
+    found: int = (int((words ^ (words >> 29)).dot(_weights()[: words.size])) + rest) & _ALL_BITS
     return found
 
 

@@ -13,7 +13,14 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.stage.batches.data_marks import Mark, mark_of, who_is_odd
-from quintsched.runtime.stage.batches.digests import _digest, _joined, digest_on_device, top_bits
+from quintsched.runtime.stage.batches.digests import (
+    _ODD,
+    _digest,
+    _joined_on_device,
+    digest,
+    digest_on_device,
+    top_bits,
+)
 from quintsched.runtime.stage.batches.same_data import fingerprint
 
 from ..toys import sgd
@@ -130,8 +137,11 @@ def test_an_accelerator_finds_the_same_digest(dtype: torch.dtype, count: int) ->
     numbers = (torch.randn(count + 1, generator=torch.Generator().manual_seed(count)) * 100).to(dtype)[1:]
     assert int(digest_on_device(numbers)) % 2**64 == _digest(numbers)
     assert top_bits(digest_on_device(numbers), 20) == top_bits(_digest(numbers), 20)
-    assert int(_joined(digest_on_device(numbers), 5)) % 2**64 == _joined(_digest(numbers), 5)
-    assert int(_joined(2**63, digest_on_device(numbers))) % 2**64 == _joined(2**63, _digest(numbers))
+    one = _joined_on_device(digest("words", []), digest_on_device(numbers))
+    assert int(one) % 2**64 == digest("words", [numbers])
+    two = _joined_on_device(one, digest_on_device(numbers))
+    assert int(two) % 2**64 == digest("words", [numbers, numbers])
+    assert int(_joined_on_device(two, 5)) % 2**64 == (digest("words", [numbers, numbers]) * _ODD + 5) % 2**64
 
 
 def test_rows_that_change_places_change_the_mark() -> None:
