@@ -113,7 +113,7 @@ BUDGET = {
     "saving": 3334,
     "examine": 3913,
     "comm": 2675,
-    "interpreter": 2682,
+    "interpreter": 2685,
     "splitting": 2458,
     "stage": 2181,
     "watch": 1781,

@@ -71,11 +71,15 @@ MOST_BOUND = 8
 
 @dataclass
 class StepCount:
-    """How many steps a training has made: in this run, and in those that it goes on from."""
+    """How many steps a training has made: in this run, and with those that it goes on from."""
 
     in_run: int = 0
     total: int = 0
     """The steps of all runs."""
+
+    def take_back(self) -> None:
+        """Let the last step not have been made."""
+        self.in_run, self.total = self.in_run - 1, self.total - 1
 
 
 class PlanRunner:

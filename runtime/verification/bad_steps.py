@@ -237,7 +237,7 @@ class BadSteps:
     def _look_again(self, parts: list[PreparedStep]) -> list[FiniteChecks]:
         """Run the step again, and return what was looked at in each of its parts."""
         runner, model = self._runner, self._model
-        runner.steps.in_run -= 1
+        runner.steps.take_back()
         looked = []
         for part in parts:
             state = part.interpreter.state
