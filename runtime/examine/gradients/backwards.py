@@ -8,6 +8,7 @@
     backward: return g.clamp(…)                 for each sample alone  right where the loss is a sum
     backward: return g - g.mean(0), g * len(g)  mixes samples          those of a microbatch, and not of the batch
     forward: self.kept = x; backward: … kept    a later forward's      where it has run before the backward
+    backward: self.seen = g; forward: … seen    times that weight      of nothing that is taken back
     p.grad.mul_(0.5), of a sum so far           earlier ones again     once for each microbatch
 
 Blocks that can do so (`own_backwards`) are run on a few samples before the first step, backwards from gradients of
@@ -29,26 +30,24 @@ from torch.distributed.tensor import DTensor
 
 from ...blocks.blocks import accepted_extras
 from ...blocks.dtensor import is_sharded
-from ...blocks.trees import TensorSpec
 from ...blocks.untouched import Kept, untouched
 from ...objects.plain_code import asking_elsewhere
 from ...objects.snapshot import Snapshot
-from ...parallel.proof.arrivals import Arrival, draw
-from ...parallel.proof.features_apart import draws_of_python
+from ...parallel.proof.arrivals import Arrival
 from ...parallel.proof.kinds import content_of
 from ..block_runs import RunBlock, run_with_graph
 from ..other_numbers import Agree, others_of
-from .microbatch_gradients import Alike, anyhow, gradients_kept, why_of_microbatch, why_of_others
+from .microbatch_gradients import Alike, anyhow, why_of_microbatch, why_of_others
 from .other_answers import MOST_ASKED, OtherAnswers, answered
 from .own_backwards import Calls, Code, Shape, Watched, hooks_of
+from .trial_backwards import Begin, Draws, Gradients, gradients_of, made_behind
 
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
 _TINY = 2.0**-60
-_DRAWS, _OF_ONE = 4, 2.0**4
-"""How often gradients are drawn; after the first time, how many times larger those of one sample are."""
+_DRAWS = 4
+"""How often gradients are drawn."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
-Gradients = Sequence[Tensor]
 _FROZEN = 4096
 """Larger weights that are not trained are not compared, nor blocks with such."""
 _ALWAYS = 8
@@ -63,23 +62,11 @@ ArrivalOf = Callable[[int, bool], Arrival]
 """What a block of a number is given: of a few samples, or as many as cost least to find out."""
 
 
+_SEES = (
+    "block {} ({}) goes in its forward by gradients that its backward, or a hook, has seen (let a hook of the "
+    "optimizer's step look at p.grad)"
+)
 _COUNTS = "block {} ({}) divides gradients by how often ids are in a batch, scale_grad_by_freq=True"
-
-
-class _Draws(Exception):
-    """A block has drawn from Python's or numpy's generator."""
-
-
-class _Begin(NamedTuple):
-    """What gradients a trial backward begins with: those drawn from a seed, times `scale`.
-
-    `only` one sample has such; others, or all without a scale, have `rest` of them.
-    """
-
-    seed: int
-    scale: float
-    only: int | None = None
-    rest: float = 0.0
 
 
 class Unlinear(NamedTuple):
@@ -121,7 +108,7 @@ def why_unlinear(
     def backward(seed: int, scale: float, only: int | None = None) -> Gradients:
         for rest in (0.0, _TINY):  # of nothing, 0 / 0
             with alike(range(arrival.samples)):
-                found = _gradients(run, number, block, arrival, _Begin(seed, scale, only, rest), kept)
+                found = gradients_of(run, number, block, arrival, Begin(seed, scale, only, rest), kept)
             if all(bool(gradient.isfinite().all()) for gradient in found):
                 return found
         if is_brief:
@@ -135,7 +122,11 @@ def why_unlinear(
         draws, samples = range(1 if is_brief else _DRAWS), range(arrival.samples)
         ones = [backward(seed, 1.0) for seed in draws]
         halves = [[backward(seed, 1.0, only=sample) for sample in samples] for seed in draws]
-    except _Draws:
+        later = []
+        for scale in (1.0, *scales)[: 0 if is_brief else None]:
+            hooks.put_back()
+            later.append(made_behind(run, number, block, arrival, Begin(0, scale), kept, alike))
+    except Draws:
         return Unlinear(_STEERED.format(number, type(block).__name__, "draws from Python's or numpy's generator"))
     except Exception as error:  # what a user's code says to numbers that no block has given
         if is_brief:
@@ -149,6 +140,12 @@ def why_unlinear(
 
     if asked:
         return Unlinear(_STEERED.format(number, type(block).__name__, asked[0]))
+    if not all(
+        _is_close(t, one, torch.zeros_like(t), (1.0, one))
+        for its in later
+        for t, one in zip(its, later[0], strict=True)
+    ):
+        return Unlinear(_SEES.format(number, type(block).__name__))
     return _judged(f"block {number} ({type(block).__name__})", none, others, ones, halves)
 
 
@@ -207,35 +204,6 @@ def calls_own(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) ->
             ran = run_with_graph(run, number, block, arrival)
         calls.look_at(ran.made)
     return calls.has_own
-
-
-def _gradients(
-    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: _Begin, kept: Kept
-) -> list[Tensor]:
-    """Return gradients of what a block, which is as `kept`, is given and of its weights."""
-    with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
-        drawn = draws_of_python()
-        leaves, weights, made, _ = run_with_graph(run, number, block, arrival)
-        if made:  # not by autograd.grad, which checkpoints may refuse
-            torch.autograd.backward(made, [_begun(t, k, arrival.samples, begin) for k, t in enumerate(made)])
-        if draws_of_python() != drawn:
-            raise _Draws
-        found = [torch.zeros_like(t) if t.grad is None else t.grad for t in (*leaves, *weights) if t.numel()]
-        return [(g.to_dense() if g.is_sparse else g).detach().clone() for g in found]
-
-
-def _begun(output: Tensor, place: int, samples: int, begin: _Begin) -> Tensor:
-    number = 100 * (1 + begin.seed) + place
-    drawn = draw(TensorSpec(tuple(output.shape), output.dtype), number, output.device).to(output.dtype)
-    scales = torch.full_like(drawn, begin.scale or begin.rest)
-    has_samples = bool(drawn.dim()) and drawn.shape[0] == samples
-    if begin.seed and has_samples:
-        drawn[begin.seed % samples] *= _OF_ONE
-    if begin.only is not None and has_samples:
-        scales[: begin.only] = scales[begin.only + 1 :] = begin.rest
-    elif begin.only:
-        scales.fill_(begin.rest)  # of what belongs to no sample all is in the first
-    return drawn * scales
 
 
 class BlockBackwards:
@@ -349,7 +317,7 @@ class BlockBackwards:
                 return found._replace(why=f"{found.why}, {words}")
         answers = OtherAnswers()
         with suppress(Exception), answered(alike, answers)(range(arrival.samples)):
-            _gradients(self._run, number, block, arrival, _Begin(0, 1.0), Kept(block))
+            gradients_of(self._run, number, block, arrival, Begin(0, 1.0), Kept(block))
         for place in range(1, 1 + min(answers.count, MOST_ASKED) * (not is_sharded(block))):
             otherwise = answered(alike, OtherAnswers(place))
             if (found := self._found_briefly(number, block, arrival, otherwise)).why:

@@ -153,6 +153,38 @@ def test_extras_that_are_others_later_are_tried(block, first, later):
     run_local(2, run)
 
 
+class Seeing(Block):
+    """Keeps how large its gradients are; its forward may go by that."""
+
+    def __init__(self, goes):
+        super().__init__()
+        self.seen, self.goes = [0.0], goes
+
+    def forward(self, x):
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.seen.append(float(gradient.norm())))
+        return x * (1 - 0.1 * self.seen[-1]) if self.goes else x
+
+
+@pytest.mark.parametrize("begins", [0, 2, None])
+def test_a_forward_that_goes_by_gradients_that_were_seen_is_refused(begins):
+    def run(transport):
+        block, plan = Seeing(begins == 0), qs.compile("1f1b", mesh="dp=1", microbatches=1)
+        engine = Engine(plan, [block], F.mse_loss, torch.optim.SGD, transport=transport)
+        x = torch.ones(4, 3, dtype=torch.float64)
+        for step in range(4):
+            block.goes = block.goes or step == begins
+            says = pytest.raises(MisfitError, match=r"block 0 \(Seeing\) goes in its forward by gradients")
+            with says if block.goes else contextlib.nullcontext():
+                engine.step(x, x)
+            if block.goes:
+                break
+        assert block.goes is (begins is not None)
+
+    run_local(1, run)
+
+
 def test_extras_that_leave_a_backward_as_it_is_are_taken():
     def run(transport):
         plan = qs.compile("1f1b", mesh="dp=1", microbatches=4)  # of one sample
