@@ -111,7 +111,7 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6051,
     "saving": 3334,
-    "examine": 3945,
+    "examine": 3951,
     "comm": 2675,
     "interpreter": 2685,
     "splitting": 2458,

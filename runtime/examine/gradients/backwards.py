@@ -122,10 +122,7 @@ def why_unlinear(
         draws, samples = range(1 if is_brief else _DRAWS), range(arrival.samples)
         ones = [backward(seed, 1.0) for seed in draws]
         halves = [[backward(seed, 1.0, only=sample) for sample in samples] for seed in draws]
-        later = []
-        for scale in (1.0, *scales)[: 0 if is_brief else None]:
-            hooks.put_back()
-            later.append(made_behind(run, number, block, arrival, Begin(0, scale), kept, alike))
+        sees = not is_brief and _sees_gradients(run, number, block, arrival, alike, scales, (hooks, kept))
     except Draws:
         return Unlinear(_STEERED.format(number, type(block).__name__, "draws from Python's or numpy's generator"))
     except Exception as error:  # what a user's code says to numbers that no block has given
@@ -140,13 +137,28 @@ def why_unlinear(
 
     if asked:
         return Unlinear(_STEERED.format(number, type(block).__name__, asked[0]))
-    if not all(
-        _is_close(t, one, torch.zeros_like(t), (1.0, one))
-        for its in later
-        for t, one in zip(its, later[0], strict=True)
-    ):
+    if sees:
         return Unlinear(_SEES.format(number, type(block).__name__))
     return _judged(f"block {number} ({type(block).__name__})", none, others, ones, halves)
+
+
+def _sees_gradients(
+    run: RunBlock,
+    number: int,
+    block: nn.Module,
+    arrival: Arrival,
+    alike: Alike,
+    scales: Sequence[float],
+    before: tuple[Snapshot, Kept],
+) -> bool:
+    """Whether a block gives something else behind a backward from larger gradients."""
+    hooks, kept = before
+    found = list[Sequence[Tensor]]()
+    for scale in (1.0, *scales):
+        hooks.put_back()
+        found.append(made_behind(run, number, block, arrival, Begin(0, scale), kept, alike))
+    pairs = (pair for its in found[1:] for pair in zip(its, found[0], strict=True))
+    return not all(_is_close(now, one, torch.zeros_like(one), (1.0, one)) for now, one in pairs)
 
 
 def _judged(
