@@ -183,13 +183,13 @@ class _Version:
     """Which tensor something is, and how often it was written to. Another may have come where one is gone."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._of, self._place = ref(tensor), id(tensor)
+        self._of, self.place = ref(tensor), id(tensor)
         self._version = 0 if tensor.is_inference() else tensor._version
 
     def __eq__(self, now: object) -> bool:
         return (
             isinstance(now, _Version)
-            and (self._place, self._version) == (now._place, now._version)
+            and (self.place, self._version) == (now.place, now._version)
             and self._of() is not None
         )
 
@@ -282,17 +282,33 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[_Holder]:
         snapshot = Snapshot({"": block}, numbers=False)
         modules = [thing for thing in snapshot.values() if isinstance(thing, nn.Module)]
         seen |= {id(held) for module in modules for held in _not_looked_at(module)}
-        attributes = {id(vars(module)) for module in modules}
+        attributes, found, held = {id(vars(module)) for module in modules}, list[_Holder](), set[int]()
         for name, space in snapshot.spaces():
             token = id(space.holder)
             if isinstance(space, Entries) and space.names is not None:
                 of_modules.setdefault(token, (space.holder, set()))[1].update(space.names)
+                held.update(tensor for value in space.read().values() for tensor in _tensors_of(_mark_of(value)))
             elif token not in seen and not isinstance(space, Trained):
                 seen.add(token)
-                yield _Holder(space, partial(_said, number, block), name, token in attributes)
+                found.append(_Holder(space, partial(_said, number, block), name, token in attributes))
+        yield from found
+        held.update(
+            tensor for one in found for mark in one.marks(is_due=False).values() for tensor in _tensors_of(mark)
+        )
+        loose = {name: t for name, t in snapshot.tensors() if id(t) not in held | seen and type(t) is Tensor}
+        yield _Holder(Entries(loose, "{}"), partial(_said, number, block), "", is_module=False)
     for holder, names in of_modules.values():
         own = frozenset(name for name in names if not isinstance(holder.get(name), (*_NO_STATE, type)))
         yield _Holder(Entries(holder, "{}", own), str, "", is_module=False)
+
+
+def _tensors_of(mark: Any) -> Iterator[int]:
+    """Yield the ids of tensors that a mark is of."""
+    if isinstance(mark, tuple):
+        for part in mark:
+            yield from _tensors_of(part)
+    elif isinstance(mark, _Version):
+        yield mark.place
 
 
 def _not_looked_at(module: nn.Module) -> Iterator[Any]:
@@ -302,3 +318,4 @@ def _not_looked_at(module: nn.Module) -> Iterator[Any]:
         yield own
     if is_ours(type(module)) or isinstance(module, _NormBase):
         yield own["_buffers"]
+        yield from own["_buffers"].values()

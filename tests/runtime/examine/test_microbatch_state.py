@@ -212,6 +212,10 @@ def of_object(layer):
     layer.stats.n += 1
 
 
+def beside_in_place(layer, kept=torch.zeros(())):  # noqa: B008
+    kept.add_(1)
+
+
 of_function.n = 0
 MOVES = {
     "an object": (of_object, {"stats": Stats()}, "block 0 (Layer).stats.n"),
@@ -233,6 +237,7 @@ MOVES = {
     "a set around": (around(set(), lambda kept: kept.add(len(kept))), {}, "kept"),
     "an array around": (around(np.zeros(3), lambda kept: kept.__iadd__(1)), {}, "kept"),
     "a default": (beside, {}, "[0]"),
+    "a default tensor": (beside_in_place, {}, "[0]"),
     "an attribute of a function": (of_function, {}, "['n']"),
     "an attribute of the class": (of_class, {}, "Layer.made"),
 }
