@@ -18,6 +18,7 @@ teacher that begins as a copy, large arrays, and what there are too many places 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..blocks.blocks import Parcel, State
+from ..objects.host_values import numbers_of
 from ..objects.snapshot import Snapshot
 from ..objects.spaces import CONTAINERS, LONGEST, OF_TORCH, Entries, Space, Trained, is_of_torch
 from ..objects.user_code import PLAIN, is_of_library, is_ours
@@ -120,12 +122,12 @@ class LateState:
         are_whole: whether frozen weights are resident between steps, as they are without ZeRO-3.
 
     Attributes:
-        known: what is named already.
+        known, known_apart: what is named already as going by microbatches, and by replicas.
         is_empty: whether nothing but frozen weights may change: no code is a user's.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool) -> None:
-        self.known: list[str] = []
+        self.known, self.known_apart = list[str](), list[str]()
         self._frozen_in = blocks if are_whole else {}
         self._blocks = {number: block for number, block in blocks.items() if not is_of_torch(block)}
         self.is_empty = not self._blocks
@@ -145,20 +147,37 @@ class LateState:
             self._holders = [*_holders_in(self._blocks)]
             self._before, self._met = self._now()
 
-    def tell(self, microbatches: int, replicas: int) -> None:
-        """Write a line on what a step has changed and nobody has named."""
+    def tell(
+        self,
+        microbatches: int,
+        replicas: int,
+        share: Callable[[bytes], Sequence[bytes]] | None = None,
+        *,
+        speaks: bool = True,
+    ) -> None:
+        """Write a line on what a step has changed and nobody has named.
+
+        `share` tells the replicas what each has made that was not there, and returns what all have: unlike numbers are
+        state of replicas, others a table. Without `speaks` it does no more than that.
+        """
         frozen = dict(self._frozen_now()) if self._frozen else {}
         moved = [name for name, numbers in frozen.items() if self._frozen.get(name, numbers) != numbers]
-        if self._is_first:
-            self.known += moved  # which `weights_unchanged` names
+        if self._is_first:  # which `weights_unchanged` names
+            self.known, self.known_apart = self.known + moved, self.known_apart + moved
+        made = dict[str, str]()
         now, _ = self._now()
         for holder, was, found in zip(self._holders, self._before, now, strict=True):
             if was != found:
-                moved += holder.moved(was, found, is_first=self._is_first)
+                names, new = holder.moved(was, found)
+                made |= new if self._is_first else {}
+                moved += [*names, *(new if (holder.is_module if self._is_first else not holder.is_container) else ())]
         self._is_first, self._before = False, []
-        names = [*dict.fromkeys(name for name in moved if name not in self.known)]
-        self.known += names
-        for line in filter(None, (changed_line(names, microbatches), replicas_line(names, replicas))):
+        apart = [name for name in moved if name not in made] + (_unlike(made, share) if share is not None else [])
+        of_steps = [*dict.fromkeys(name for name in moved if name not in self.known)]
+        of_replicas = [*dict.fromkeys(name for name in apart if name not in self.known_apart)]
+        self.known, self.known_apart = self.known + of_steps, self.known_apart + of_replicas
+        lines = changed_line(of_steps, microbatches), replicas_line(of_replicas, replicas)
+        for line in filter(None, lines if speaks else ()):
             _logger.warning("%s", line)
 
     def _now(self) -> tuple[list[_Marks], set[int]]:
@@ -236,21 +255,39 @@ class _Holder(NamedTuple):
     def marks(self, *, is_due: bool) -> _Marks:
         """Return what tells whether it has changed; nothing for a large array unless it is due."""
         holder = self.space.holder
-        if self.space.form == "[{}]":
+        if self.is_container:
             return _entries_of(holder)
         if isinstance(holder, np.ndarray) and holder.nbytes > _MOST_BYTES and not is_due:
             return {}
         return {key: _mark_of(value) for key, value in self.space.read().items() if key not in OF_TORCH}
 
-    def moved(self, was: _Marks, now: _Marks, *, is_first: bool) -> list[str]:
-        """Return the names of what is another now. What was not there before the first step is a table."""
-        is_container = self.space.form == "[{}]"
-        keys = [*was, *(() if is_container else now.keys() - was.keys())]
-        keys = [key for key in keys if was.get(key) != now.get(key)]
-        if is_first and not self.is_module:
-            keys = [key for key in keys if was.get(key) is not None]
-        is_whole = is_container and (None in keys or (len(keys) > 1 and not isinstance(self.space.holder, dict)))
-        return [self.said(self.name)] if is_whole else [self.said(self.space.label(self.name, key)) for key in keys]
+    @property
+    def is_container(self) -> bool:
+        """Whether the places are entries."""
+        return self.space.form == "[{}]"
+
+    def moved(self, was: _Marks, now: _Marks) -> tuple[list[str], dict[str, str]]:
+        """Return the names of what is another now, and of what is where nothing was, with its numbers in words."""
+        changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+        if not isinstance(self.space.holder, dict) and (None in changed or (self.is_container and len(changed) > 1)):
+            return [self.said(self.name)], {}
+        said = {key: self.said(self.space.label(self.name, key)) for key in changed}
+        new = [key for key in changed if was.get(key) is None]
+        values = self.space.read() if new else {}
+        return [said[k] for k in changed if k not in new], {said[k]: _words_of(values.get(k)) for k in new}
+
+
+def _unlike(made: Mapping[str, str], share: Callable[[bytes], Sequence[bytes]]) -> list[str]:
+    """Return the names of what not all have made alike."""
+    told = [json.loads(text) for text in share(json.dumps(made).encode())]
+    return [name for name, words in made.items() if any(its.get(name) != words for its in told)]
+
+
+def _words_of(value: Any) -> str:
+    """Return what tells a number, or a small tensor's; empty for anything else."""
+    if type(value) is Tensor:
+        return numbers_of(value) or ""
+    return repr(value) if isinstance(value, PLAIN) else ""
 
 
 def _mark_of(value: Any, depth: int = 0) -> Any:

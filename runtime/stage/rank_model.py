@@ -280,8 +280,9 @@ class RankModel:
         if self.common is not None:
             self.common.begin()
         is_due = not (evaluates or (self._num_steps - 1) & (self._num_steps - 2))
-        tells = is_due or not self.late_state.is_empty
-        tells = tells and not (self.replica or self._groups.tensor.index or self._groups.context.index)
+        is_one_of_all = not (self.replica or self._groups.tensor.index or self._groups.context.index)
+        shares = self._num_steps == 1 and not evaluates and self.num_replicas > 1 and not self._groups.tensor.index
+        tells = (is_due or not self.late_state.is_empty) and (is_one_of_all or shares)
         if tells:
             self.late_state.begin(is_due=is_due)
         try:
@@ -289,7 +290,9 @@ class RankModel:
             if self.common is not None:
                 self.common.why_changed()
             if tells:
-                self.late_state.tell(self.plan.schedule.microbatches, self.num_replicas)
+                share = partial(share_bytes, self._groups.replicas) if shares else None
+                counts = self.plan.schedule.microbatches, self.num_replicas
+                self.late_state.tell(*counts, share, speaks=is_one_of_all)
             if Modes.now() != around:
                 around.require_kept("a block on this rank, a hook or the loss function")
             return result

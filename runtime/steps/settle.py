@@ -194,7 +194,7 @@ class StepSettler:
         model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
         blocks, buffers = list(map(on_meta, model.outlines)), model.options.buffers != "first"
         model.late_state.known = state_named(blocks, parcels)
-        apart = state_of_replicas(blocks, parcels, buffers=buffers)
+        model.late_state.known_apart = apart = state_of_replicas(blocks, parcels, buffers=buffers)
         lines = changed_line(model.late_state.known, batch.microbatches), replicas_line(apart, model.num_replicas)
         if any(lines) and plan.mode == "train" and self._groups.world.index == 0 and not self._has_warned:
             self._has_warned = True
