@@ -147,7 +147,8 @@ class Followed:
         for name, module in modules.items():
             its = theirs.get(name, module)
             if module is not its:
-                found = {key: vars(its)[key] for key in vars(its).keys() & names}
+                named = vars(its).keys() - OF_TORCH if self._state.enumerates else vars(its).keys() & names
+                found = {key: vars(its)[key] for key in named}
                 plain = {key: value for key, value in found.items() if not isinstance(value, Tensor)}
                 module.__dict__.update(copy.deepcopy(plain, memo))
                 self._copy_tensors(module, its)

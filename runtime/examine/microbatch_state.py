@@ -36,6 +36,7 @@ from ..objects.host_values import numbers_of
 from ..objects.snapshot import Snapshot
 from ..objects.spaces import CONTAINERS, LONGEST, OF_TORCH, Entries, Space, Trained, is_of_torch
 from ..objects.user_code import PLAIN, is_of_library, is_ours
+from ..parallel.dropout import KeyedDropout
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -45,6 +46,8 @@ _MOST_EACH, _MOST_BYTES, _MOST_NESTED, _MOST_WALKS = 2000, 1 << 16, 3, 16
 """More holders, or larger arrays, are looked at in few steps; values so deep; blocks are walked again so often."""
 
 _NO_STATE = (FunctionType, ModuleType)
+_NO_KEYS = OF_TORCH | KeyedDropout.__annotations__.keys()
+"""Attributes that are torch's and ours."""
 
 _Numbers = tuple[float, float]
 """What tells the numbers of a weight."""
@@ -259,7 +262,7 @@ class _Holder(NamedTuple):
             return _entries_of(holder)
         if isinstance(holder, np.ndarray) and holder.nbytes > _MOST_BYTES and not is_due:
             return {}
-        return {key: _mark_of(value) for key, value in self.space.read().items() if key not in OF_TORCH}
+        return {key: _mark_of(value) for key, value in self.space.read().items() if key not in _NO_KEYS}
 
     @property
     def is_container(self) -> bool:
@@ -351,8 +354,9 @@ def _tensors_of(mark: Any) -> Iterator[int]:
 def _not_looked_at(module: nn.Module) -> Iterator[Any]:
     own = vars(module)
     yield from (own[key] for key in OF_TORCH & own.keys() if key != "_buffers")
-    if is_ours(type(module)):
+    is_made_here = is_ours(type(module)) and not isinstance(module, KeyedDropout)  # which stands for a user's layer
+    if is_made_here:
         yield own
-    if is_ours(type(module)) or isinstance(module, _NormBase):
+    if is_made_here or isinstance(module, _NormBase):
         yield own["_buffers"]
         yield from own["_buffers"].values()

@@ -54,6 +54,8 @@ _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKey
 _STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
 _PASSED_ON = (tuple, MethodType, staticmethod, classmethod, property, functools.cached_property)
 _HOOKS = ", its hooks"
+_ENUMERATING = {"vars", "dir", "__dict__"}
+"""What code names that goes through the attributes of something."""
 OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
 """What torch calls of an autograd Function besides its forward."""
 
@@ -92,7 +94,7 @@ class HostState:
     Attributes:
         places: what is watched.
         unseen: the name and the kind of something among it of which nobody can tell what is in it; None: there is none.
-        names: the names that the code names.
+        names: the names that the code names; enumerates: whether it goes through all that something has.
     """
 
     _most = 20_000
@@ -128,6 +130,10 @@ class HostState:
             for key in self.names & (own.holder.keys() - OF_TORCH):
                 self._found(f"{name} ({type(module).__name__})", own, key)
         self._look_up_all()
+        self.enumerates = not self.names.isdisjoint(_ENUMERATING)
+        for name, holder, _ in self._holders if self.enumerates else ():
+            if isinstance(own := own_attributes(holder), dict):
+                self._watch(f"{name}, its attributes", functools.partial(tuple, own))
 
     @property
     def is_whole(self) -> bool:
@@ -173,7 +179,8 @@ class HostState:
 
     def _enter(self, name: str, thing: Any) -> None:
         """Look into something that code finds under a name."""
-        if isinstance(thing, _STILL) or id(thing) in self._known or len(self._known) > self._most:
+        is_still = isinstance(thing, _STILL) and not isinstance(own_attributes(thing), dict)
+        if is_still or id(thing) in self._known or len(self._known) > self._most:
             return
         self._known[id(thing)] = thing
         enter = next((enter for kinds, enter in _ENTERED if isinstance(thing, kinds)), None)
@@ -189,6 +196,7 @@ class HostState:
         elif not is_of_library(thing if isinstance(thing, type) else type(thing)):
             self._look_up(*self._hold(name, thing))
             self._watch_attributes(name, thing)
+            self._watch(f"{name}, its class", lambda: type(thing))
         else:
             self._enter_foreign(name, thing)
 
@@ -282,7 +290,7 @@ class HostState:
         base: Any = next(kind for kind in (dict, list, set, deque) if isinstance(container, kind))
         length = functools.partial(base.__len__, container)
         self._watch(name, length)
-        if type(container) is not base and isinstance(own := own_attributes(container), dict) and own:
+        if type(container) is not base and isinstance(own := own_attributes(container), dict):
             self._enter_container(name, own)
         if length() > LONGEST:
             entries = dict.values if base is dict else base.__iter__

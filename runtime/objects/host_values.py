@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from io import BytesIO, StringIO
 from itertools import count
@@ -55,7 +56,7 @@ def state_of(thing: Any, most_bytes: int = _MOST_BYTES) -> Callable[[], Any] | N
 def putter_of(thing: Any) -> Callable[[], Any] | None:
     """Return what sets a generator, or an array, as it is now; None for anything else."""
     kind = _kind_of(thing)
-    is_fixed = isinstance(thing, np.ndarray) and (thing.dtype == object or not thing.flags.writeable)
+    is_fixed = isinstance(thing, np.ndarray) and not thing.flags.writeable
     return None if kind is None or kind.put is None or is_fixed else partial(kind.put, thing, kind.get(thing))
 
 
@@ -121,10 +122,16 @@ def _write_again(file: Any, now: tuple[str | bytes, int] | None) -> None:
         file.seek(now[1])
 
 
+def _held_by(variable: ContextVar[Any]) -> Any:
+    """Return what a context variable is in this context; None, too, where it is nothing."""
+    return variable.get(None)
+
+
 _OF_FILES = _Kind(lambda one: hash(_content_of(one)), _content_of, _write_again)
 
 _KINDS: tuple[tuple[type, _Kind], ...] = (
     (count, _Kind(repr)),
+    (ContextVar, _Kind(_held_by, _held_by, lambda one, now: one.set(now))),
     (Random, _Kind(lambda one: hash(one.getstate()), methodcaller("getstate"), lambda one, now: one.setstate(now))),
     (
         np.random.RandomState,

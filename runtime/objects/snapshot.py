@@ -24,6 +24,7 @@ from io import IOBase
 from itertools import compress
 from operator import call, is_
 from queue import Queue, SimpleQueue
+from threading import Event, Semaphore
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -135,7 +136,9 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, Any], *, numbers: bool = True, of_libraries: bool = False) -> None:
         self._numbers = numbers
-        self._looked_into: Any = object if of_libraries else SimpleNamespace | MutableMapping | Queue
+        self._looked_into: Any = (
+            object if of_libraries else SimpleNamespace | MutableMapping | Queue | Event | Semaphore
+        )
         self._most = _MOST_NEAR if of_libraries else _MOST
         self.plain: list[Any] = []
         self.iterators: list[tuple[str, Any]] = []

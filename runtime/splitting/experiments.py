@@ -29,7 +29,7 @@ from ..comm.modes import Modes, modes_kept
 from ..examine.drawn_values import DrawnValues, memory_of
 from ..examine.steady_state import BetweenLayers, HostChanges
 from ..objects.plain_code import asking_elsewhere
-from ..objects.user_code import arguments_of, is_of_library
+from ..objects.user_code import arguments_of, is_of_framework, is_of_library
 from .building import materialised
 from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
 from .weightless_model import Frame, Walk
@@ -208,7 +208,7 @@ def _explored(
     flows: list[Flow] = []
     with attributes_untouched(model):
         followed = map(frame.root.get_submodule, frame.followed)
-        apart = [module for module in followed if is_of_library(type(module))]
+        apart = [m for m in followed if is_of_library(type(m)) and not is_of_framework(type(m))]
         watch = BetweenLayers(DrawnValues(), HostChanges(frame.root, apart))
 
         def run(given: Mapping[str, Any] = inputs) -> None:
