@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -131,7 +132,7 @@ class LateState:
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool) -> None:
         self.known, self.known_apart = list[str](), list[str]()
-        self._frozen_in = blocks if are_whole else {}
+        self._are_whole, self._frozen_in = are_whole, blocks if are_whole else {}
         self._blocks = {number: block for number, block in blocks.items() if not is_of_torch(block)}
         self.is_empty = not self._blocks
         self._frozen, self._is_first = dict[str, _Numbers](), True
@@ -139,6 +140,9 @@ class LateState:
         self._before: list[_Marks] = []
         self._met = set[int]()
         self._walks, self._is_due = 0, False
+        self._weights: list[tuple[str, nn.Parameter]] = []
+        self._versions: list[int] = []
+        self._written: list[str] | None = []
 
     def begin(self, *, is_due: bool) -> None:
         """Note what all is before a step, or an evaluation; where it is due, also what takes long."""
@@ -148,7 +152,20 @@ class LateState:
         if (is_due or self._walks < _MOST_WALKS) and not (self._walks and met <= self._met):  # by what was put there
             self._walks += 1
             self._holders = [*_holders_in(self._blocks)]
+            self._weights = [
+                (_said(number, block, f" ().{name}"), weight)
+                for number, block in (self._blocks if self._are_whole else {}).items()
+                for name, weight in block.named_parameters()
+            ]
             self._before, self._met = self._now()
+        self._versions, self._written = [weight._version for _, weight in self._weights], None
+
+    def look(self) -> None:
+        """Find the weights that have been written to since the beginning, before an optimizer does so."""
+        now = [weight._version for _, weight in self._weights]
+        self._written = [
+            name for (name, _), was, its in zip(self._weights, self._versions, now, strict=True) if was != its
+        ]
 
     def tell(
         self,
@@ -165,6 +182,9 @@ class LateState:
         """
         frozen = dict(self._frozen_now()) if self._frozen else {}
         moved = [name for name, numbers in frozen.items() if self._frozen.get(name, numbers) != numbers]
+        if self._written is None:
+            self.look()
+        moved += [] if self._is_first or self._written is None else self._written
         if self._is_first:  # which `weights_unchanged` names
             self.known, self.known_apart = self.known + moved, self.known_apart + moved
         made = dict[str, str]()
@@ -204,14 +224,16 @@ class LateState:
 class _Version:
     """Which tensor something is, and how often it was written to. Another may have come where one is gone."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._of, self.place = ref(tensor), id(tensor)
-        self._version = 0 if tensor.is_inference() else tensor._version
+    def __init__(self, tensor: Tensor, *, is_due: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._of, self.place = ref(tensor), id(tensor)
+            self._version = 0 if tensor.is_inference() else tensor._version
+            self._numbers = numbers_of(tensor) if is_due and tensor.nbytes <= _MOST_BYTES else None
 
     def __eq__(self, now: object) -> bool:
         return (
             isinstance(now, _Version)
-            and (self.place, self._version) == (now.place, now._version)
+            and (self.place, self._version, self._numbers) == (now.place, now._version, now._numbers)
             and self._of() is not None
         )
 
@@ -262,7 +284,7 @@ class _Holder(NamedTuple):
             return _entries_of(holder)
         if isinstance(holder, np.ndarray) and holder.nbytes > _MOST_BYTES and not is_due:
             return {}
-        return {key: _mark_of(value) for key, value in self.space.read().items() if key not in _NO_KEYS}
+        return {key: _mark_of(value, is_due=is_due) for key, value in self.space.read().items() if key not in _NO_KEYS}
 
     @property
     def is_container(self) -> bool:
@@ -293,13 +315,13 @@ def _words_of(value: Any) -> str:
     return repr(value) if isinstance(value, PLAIN) else ""
 
 
-def _mark_of(value: Any, depth: int = 0) -> Any:
+def _mark_of(value: Any, depth: int = 0, *, is_due: bool = False) -> Any:
     if isinstance(value, PLAIN):
         return value
-    if type(value) is Tensor:
-        return _Version(value)
+    if isinstance(value, Tensor):
+        return _Version(value, is_due=is_due)
     if isinstance(value, tuple) and depth < _MOST_NESTED:
-        return tuple(_mark_of(part, depth + 1) for part in value[:LONGEST])
+        return tuple(_mark_of(part, depth + 1, is_due=is_due) for part in value[:LONGEST])
     return _Thing(value, depth)
 
 
@@ -335,7 +357,8 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[_Holder]:
         held.update(
             tensor for one in found for mark in one.marks(is_due=False).values() for tensor in _tensors_of(mark)
         )
-        loose = {name: t for name, t in snapshot.tensors() if id(t) not in held | seen and type(t) is Tensor}
+        seen |= held | {id(weight) for weight in block.parameters()}
+        loose = {name: tensor for name, tensor in snapshot.tensors() if id(tensor) not in seen}
         yield _Holder(Entries(loose, "{}"), partial(_said, number, block), "", is_module=False)
     for holder, names in of_modules.values():
         own = frozenset(name for name in names if not isinstance(holder.get(name), (*_NO_STATE, type)))

@@ -250,6 +250,8 @@ class RunLosses:
         They do until one has found it; in steps that are compared on all ranks; and `again`, where one has a doubt.
         Raises `MisfitError` on all ranks, unless there is one microbatch alone, whose loss may be over anything.
         """
+        if not (accumulates or self._model.late_state.is_empty):
+            self._model.late_state.look()
         if self.loss.was_called:
             self._look()
         if again and self._trains:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quintsched.errors import MisfitError
 
@@ -148,6 +148,8 @@ class Snapshot:
         self._containers: list[Any] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor, Tensor]] = []
         self._waiting = deque(roots.items())
+        modules = (root for root in roots.values() if isinstance(root, nn.Module))
+        self._weights = {id(weight) for root in modules for weight in root.parameters()}
         while self._waiting:
             self._look_into(*self._waiting.popleft())
 
@@ -316,11 +318,19 @@ class Snapshot:
                 self._enter(base.__name__, base)
 
     def _enter_tensor(self, name: str, tensor: Tensor) -> None:
-        """Note the numbers of a tensor of torch's own with memory of its own; weights are what training changes."""
-        if isinstance(tensor, nn.Parameter):
+        """Note the numbers of a tensor with memory of its own; weights are what training changes, but for frozen ones
+        of modules that are in no root.
+        """
+        is_weight = isinstance(tensor, nn.Parameter)
+        if is_weight:
             self._hold(name, Trained(tensor))
-        if isinstance(tensor, nn.Parameter | DTensor) or type(tensor) is not Tensor or tensor.is_inference():
+        is_of_root = is_weight and (tensor.requires_grad or id(tensor) in self._weights)
+        wraps = is_traceable_wrapper_subclass(tensor)
+        if is_of_root or wraps or tensor.is_inference():
             return
+        if not is_weight and type(tensor) is not Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                tensor = tensor.as_subclass(Tensor)
         if tensor.is_meta or (tensor.layout is torch.strided and tensor.untyped_storage().size()):
             was = tensor.detach().clone() if self._numbers else tensor
             self._tensors.append((name, tensor, tensor._version, tensor.data, was))

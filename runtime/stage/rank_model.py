@@ -183,7 +183,7 @@ class RankModel:
             {str(n): block for n, block in self.own_blocks.items()}, are_whole=not self.plan.zero.shards_weights
         )
         self.common: CommonState | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_evaluations = 0
         self._published: tuple[object, tuple[int, int, int]] = None, (0, 0, 0)
         is_resident = not self.plan.zero.shards_weights or self.num_replicas == 1
         self.elsewhere.settle(self.stages.values(), is_resident=is_resident)
@@ -279,7 +279,9 @@ class RankModel:
         self._num_steps += not evaluates
         if self.common is not None:
             self.common.begin()
-        is_due = not (evaluates or (self._num_steps - 1) & (self._num_steps - 2))
+        self._num_evaluations += evaluates
+        count = self._num_evaluations if evaluates else self._num_steps
+        is_due = not (count - 1) & (count - 2)
         is_one_of_all = not (self.replica or self._groups.tensor.index or self._groups.context.index)
         shares = self._num_steps == 1 and not evaluates and self.num_replicas > 1 and not self._groups.tensor.index
         tells = (is_due or not self.late_state.is_empty) and (is_one_of_all or shares)
