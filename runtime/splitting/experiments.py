@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,13 +38,20 @@ Place = tuple[int, str]
 """A call, and a place among its arguments."""
 
 
-def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None) -> Flow:
+def capture(
+    frame: Frame,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    watch: BetweenLayers | None = None,
+    *,
+    training: bool = True,
+) -> Flow:
     """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer.
 
-    `watch` watches the code between layers.
+    `watch` watches the code between layers, which takes itself to be in training, or not.
     """
     walk = _Capture(frame, model, torch.device("cpu"), watch)
-    frame.set_training(True)  # code between layers that drops out makes something else of a hidden state
+    frame.set_training(training)  # code between layers that drops out makes something else of a hidden state
     try:
         with torch.enable_grad(), modes_kept() as walk.around, nullcontext() if watch is None else watch.drawn:
             with asking_elsewhere() if watch else nullcontext(list[str]()) as asked:
@@ -215,6 +222,14 @@ def _explored(
             flows.append(capture(frame, model, given, watch))
 
         watch.require_steady(type(model).__name__, run, lambda: _run_for_others(run, inputs))
+        # as code runs that is between layers of others
+        as_evaluated = BetweenLayers(DrawnValues(), HostChanges(frame.root, apart))
+
+        def evaluate(given: Mapping[str, Any] = inputs) -> None:
+            with suppress(Exception):  # it may not be made for that
+                capture(frame, model, given, as_evaluated, training=False)
+
+        as_evaluated.require_steady(type(model).__name__, evaluate, lambda: _run_for_others(evaluate, inputs))
         return _found(frame, flows[0], inputs, select)
 
 
