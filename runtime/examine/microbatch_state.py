@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from ..blocks.blocks import Parcel, State
 from ..objects.host_values import numbers_of
@@ -124,13 +125,14 @@ class LateState:
     Args:
         blocks: by their numbers.
         are_whole: whether frozen weights are resident between steps, as they are without ZeRO-3.
+        may_hook: whether blocks may have a hook of ours for a while.
 
     Attributes:
         known, known_apart: what is named already as going by microbatches, and by replicas.
         is_empty: whether nothing but frozen weights may change: no code is a user's.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool, may_hook: bool = False) -> None:
         self.known, self.known_apart = list[str](), list[str]()
         self._are_whole, self._frozen_in = are_whole, blocks if are_whole else {}
         self._blocks = {number: block for number, block in blocks.items() if not is_of_torch(block)}
@@ -143,6 +145,9 @@ class LateState:
         self._weights: list[tuple[str, nn.Parameter]] = []
         self._versions: list[int] = []
         self._written: list[str] | None = []
+        self._last = [*self._blocks.values()][-1:] if may_hook else []
+        self._handles: list[RemovableHandle] = []
+        self._between: list[_Marks] = []
 
     def begin(self, *, is_due: bool) -> None:
         """Note what all is before a step, or an evaluation; where it is due, also what takes long."""
@@ -159,6 +164,15 @@ class LateState:
             ]
             self._before, self._met = self._now()
         self._versions, self._written = [weight._version for _, weight in self._weights], None
+        self._look_between()
+        if is_due:
+            self._handles = [block.register_forward_hook(self._look_between) for block in self._last]
+
+    def _look_between(self, *_: object) -> None:
+        """Note what all is behind the first forward: others may let it be what it was."""
+        self._between = self._now()[0] if self._handles else []
+        while self._handles:
+            self._handles.pop().remove()
 
     def look(self) -> None:
         """Find the weights that have been written to since the beginning, before an optimizer does so."""
@@ -188,10 +202,9 @@ class LateState:
         if self._is_first:  # which `weights_unchanged` names
             self.known, self.known_apart = self.known + moved, self.known_apart + moved
         made = dict[str, str]()
-        now, _ = self._now()
-        for holder, was, found in zip(self._holders, self._before, now, strict=True):
-            if was != found:
-                names, new = holder.moved(was, found)
+        for now in filter(None, (self._between, self._now()[0])):
+            for holder, was, found in zip(self._holders, self._before, now, strict=True):
+                names, new = holder.moved(was, found) if was != found else ([], {})
                 made |= new if self._is_first else {}
                 moved += [*names, *(new if (holder.is_module if self._is_first else not holder.is_container) else ())]
         self._is_first, self._before = False, []

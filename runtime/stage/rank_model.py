@@ -180,7 +180,9 @@ class RankModel:
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
         self.own_blocks = {int(n): b for stage in self.stages.values() for n, b in stage.blocks.items()}
         self.late_state = LateState(
-            {str(n): block for n, block in self.own_blocks.items()}, are_whole=not self.plan.zero.shards_weights
+            {str(n): block for n, block in self.own_blocks.items()},
+            are_whole=not self.plan.zero.shards_weights,
+            may_hook=not (options.compiled or options.cuda_graph),
         )
         self.common: CommonState | None = None
         self._num_steps = self._num_evaluations = 0
