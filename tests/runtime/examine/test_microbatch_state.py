@@ -9,6 +9,7 @@ from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
 from queue import SimpleQueue
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -286,6 +287,108 @@ def test_what_a_loop_puts_in_is_looked_at_too(caplog):
             layer.does(layer)
         state.tell(2, 1)
     assert [record.message.partition(": ")[0] for record in caplog.records] == ["block 0 (Layer).stats.n"]
+
+
+def turned(layer):
+    layer.on = not layer.on
+
+
+FLAG = ContextVar("flag", default=0)
+
+
+def counts_in_context(layer):
+    FLAG.set(FLAG.get() + 1)
+
+
+def writes_a_weight(layer):
+    with torch.no_grad():
+        layer.fc.bias.mul_(0.9)
+
+
+def hidden(layer):
+    with torch.no_grad():
+        layer.teacher.weight.lerp_(layer.fc.weight, 0.5)
+
+
+def kept_apart():
+    """Return a frozen layer of which its module does not know."""
+    teacher = nn.Linear(3, 3).requires_grad_(False)
+    return SimpleNamespace(weight=teacher.weight)
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+LATE = {
+    "a flag that is turned over": (turned, {"on": False}, "on"),
+    "a context variable": (counts_in_context, {}, "FLAG"),
+    "a weight": (writes_a_weight, {}, "fc.bias"),
+    "a hidden teacher": (hidden, {"teacher": kept_apart()}, "teacher.weight"),
+    "a tensor of a class": (lambda layer: layer.t.add_(1), {"t": torch.zeros(()).as_subclass(Marked)}, "t"),
+    "an array of objects": (lambda layer: layer.a.__setitem__(0, [1]), {"a": np.array([0, None], dtype=object)}, "a"),
+    "an event": (lambda layer: layer.event.set(), {"event": Event}, "event._flag"),
+    "an attribute of a dropout": (lambda layer: setattr(layer.fc, "n", getattr(layer.fc, "n", 0) + 1), {}, "fc.n"),
+    "through .data": (lambda layer: layer.t.data.add_(1), {"t": torch.zeros(())}, "t"),
+}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(("does", "has", "name"), LATE.values(), ids=LATE)
+def test_what_begins_in_a_step_or_an_evaluation_of_a_run_is_named(does, has, name, evaluates, caplog):
+    def begins(layer):
+        if layer.late and layer.training is not evaluates:
+            does(layer)
+        return 1.0
+
+    layer = Layer(begins, **{name: held() if held is Event else held for name, held in has.items()})
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        Context().run(losses, layer, steps=5)
+    said = [record.message.partition(": ")[0] for record in caplog.records if "changed by forwards" in record.message]
+    assert [line.rpartition(".")[2] for line in said] == [name.rpartition(".")[2]]
+
+
+def normed(layer, x):
+    if layer.scale is None:
+        layer.scale = float(x.detach().std())
+    return x / layer.scale
+
+
+def tabled(layer, x):
+    if layer.scale is None:
+        layer.scale = float(x.shape[1])
+    return x / layer.scale
+
+
+def previous(layer, x):
+    layer.found["scale"], before = float(x.detach().std()), layer.found.get("scale", 1.0)
+    return x / before
+
+
+class Scaled(nn.Module):
+    def __init__(self, does):
+        super().__init__()
+        self.fc, self.does, self.scale, self.found = nn.Linear(3, 3), does, None, {}
+
+    def forward(self, x):
+        return self.does(self, self.fc(x))
+
+
+@pytest.mark.parametrize(("does", "names"), [(normed, ["scale"]), (tabled, []), (previous, ["found['scale']"])])
+def test_what_replicas_make_of_their_own_samples_is_named(does, names, caplog):
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
+
+    def run(transport):
+        torch.manual_seed(0)
+        engine = Engine(plan, [Scaled(does)], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        for step in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+            engine.step(x, x)
+
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        run_local(2, run)
+    said = [record.message.partition(": ")[0] for record in caplog.records if "replicas" in record.message]
+    assert said == [f"block 0 (Scaled).{name}" for name in names]
 
 
 class Cached(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from itertools import chain
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -133,6 +134,17 @@ def of_the_class(self, x):
     return x
 
 
+def as_evaluated(self, x):
+    if not self.training:
+        type(self).tally = getattr(type(self), "tally", 0) + 1
+    return x
+
+
+def on_a_layer_of_torch(self, x):
+    self.head.seen = getattr(self.head, "seen", 0) + 1
+    return x
+
+
 def a_weight(self, x):
     with torch.no_grad():
         self.head.weight.mul_(0.9)
@@ -160,6 +172,8 @@ def looking(self, x):
         (in_a_list, r"options\['seen'\]\[0\]"),
         (past_setattr, "count"),
         (of_the_class, "tally"),
+        (as_evaluated, "tally"),
+        (on_a_layer_of_torch, "seen"),
         (a_weight, "head.weight"),
         (a_weights_data, "head.weight"),
         (a_new_buffer, "late"),
@@ -381,6 +395,48 @@ def delegating(settings):
             return x * self.rate * self.scheduled * settings.rate
 
     return Delegating()
+
+
+class Rate(float):
+    factor = 1.0
+
+
+class Half:
+    factor = 0.5
+
+
+class Whole:
+    factor = 1.0
+
+
+class Held(Traced):
+    def __init__(self):
+        super().__init__()
+        self.rate, self.table, self.whole = Rate(1.0), OrderedDict(), Whole()
+
+    def middle(self, x):
+        factor = self.rate.factor * getattr(self.table, "factor", 1.0) * self.whole.factor
+        return x * factor * (0.5 if any(name.startswith("late_") for name in vars(self)) else 1.0)
+
+
+CHANGES = {
+    "of a number": lambda model: setattr(model.rate, "factor", 0.5),
+    "of a dict": lambda model: setattr(model.table, "factor", 0.5),
+    "its class": lambda model: setattr(model.whole, "__class__", Half),
+    "a name": lambda model: setattr(model, "late_name", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_an_object_is_and_has_is_followed(change):
+    model = Held()
+    blocks, x = split(model), inputs().float()
+    change(model)
+    blocks[0]._origin.follow()
+    expected = model(x)
+    for block in blocks:
+        x = block(x)
+    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("change", ["config", "descriptor", "module"])
