@@ -111,10 +111,10 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6051,
     "saving": 3334,
-    "examine": 4016,
+    "examine": 4017,
     "comm": 2675,
     "interpreter": 2687,
-    "splitting": 2463,
+    "splitting": 2460,
     "stage": 2186,
     "watch": 1781,
     "objects": 1304,

@@ -98,12 +98,14 @@ class BetweenLayers:
     Attributes:
         drawn: whether it makes Python values of draws.
         host: what it changes.
+        trains: whether it takes itself to be in training: it does not where it is between layers of other blocks.
         written: a weight that it changes, if there is one.
         asked: what it asks elsewhere.
     """
 
     drawn: DrawnValues
     host: HostChanges
+    trains: bool = True
     written: str = ""
     asked: list[str] = field(default_factory=list)
 

@@ -38,20 +38,15 @@ Place = tuple[int, str]
 """A call, and a place among its arguments."""
 
 
-def capture(
-    frame: Frame,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    watch: BetweenLayers | None = None,
-    *,
-    training: bool = True,
-) -> Flow:
+def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None) -> Flow:
     """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer.
 
-    `watch` watches the code between layers, which takes itself to be in training, or not.
+    `watch` watches the code between layers.
     """
     walk = _Capture(frame, model, torch.device("cpu"), watch)
-    frame.set_training(training)  # code between layers that drops out makes something else of a hidden state
+    frame.set_training(
+        watch is None or watch.trains
+    )  # code between layers that drops out makes something else of a hidden state
     try:
         with torch.enable_grad(), modes_kept() as walk.around, nullcontext() if watch is None else watch.drawn:
             with asking_elsewhere() if watch else nullcontext(list[str]()) as asked:
@@ -216,20 +211,14 @@ def _explored(
     with attributes_untouched(model):
         followed = map(frame.root.get_submodule, frame.followed)
         apart = [m for m in followed if is_of_library(type(m)) and not is_of_framework(type(m))]
-        watch = BetweenLayers(DrawnValues(), HostChanges(frame.root, apart))
+        for trains in (True, False):
+            watch = BetweenLayers(DrawnValues(), HostChanges(frame.root, apart), trains)
 
-        def run(given: Mapping[str, Any] = inputs) -> None:
-            flows.append(capture(frame, model, given, watch))
+            def run(given: Mapping[str, Any] = inputs, watch: BetweenLayers = watch) -> None:
+                with nullcontext() if watch.trains else suppress(Exception):  # it may not be made for evaluations
+                    flows.append(capture(frame, model, given, watch))
 
-        watch.require_steady(type(model).__name__, run, lambda: _run_for_others(run, inputs))
-        # as code runs that is between layers of others
-        as_evaluated = BetweenLayers(DrawnValues(), HostChanges(frame.root, apart))
-
-        def evaluate(given: Mapping[str, Any] = inputs) -> None:
-            with suppress(Exception):  # it may not be made for that
-                capture(frame, model, given, as_evaluated, training=False)
-
-        as_evaluated.require_steady(type(model).__name__, evaluate, lambda: _run_for_others(evaluate, inputs))
+            watch.require_steady(type(model).__name__, run, partial(_run_for_others, run, inputs))
         return _found(frame, flows[0], inputs, select)
 
 
