@@ -27,6 +27,7 @@ from queue import Queue, SimpleQueue
 from threading import Event, Semaphore
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import CallableProxyType, ProxyType
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,8 @@ from .spaces import (
 )
 from .user_code import PLAIN, globals_of, is_library_module, is_of_library, is_ours, names_of
 
+_NO_ITERATORS: tuple[type, ...] = (IOBase, ProxyType, CallableProxyType)
+"""What has `__next__` and gives something else than it takes away, or may not have it."""
 _MOST, _MOST_NEAR, _MOST_BYTES = 100_000, 2000, 1 << 24
 """No more things than so many are looked into, fewer where libraries' objects are too, nor larger arrays."""
 
@@ -99,7 +102,7 @@ def require_undone(held: Snapshot, what: str) -> None:
 
 def require_no_iterator(what: str, name: str, thing: Any) -> None:
     """Raise `UntriedError` where something goes by an iterator of a library, or a queue, which has this name."""
-    takes = isinstance(thing, Iterator) and is_of_library(type(thing)) and not isinstance(thing, IOBase)
+    takes = isinstance(thing, Iterator) and is_of_library(type(thing)) and not issubclass(type(thing), _NO_ITERATORS)
     if (takes or isinstance(thing, SimpleQueue)) and not is_ours(type(thing)):
         raise UntriedError(
             f"{what} goes by {name.lstrip('. ')}, a {type(thing).__name__}: what is taken from an iterator cannot be "

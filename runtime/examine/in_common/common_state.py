@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...blocks.shapes import HAND_ON
 from ...objects.host_values import GONE, numbers_of
 from ...objects.snapshot import Snapshot, is_same
-from ...objects.spaces import OF_TORCH, Cells, Entries, Items, Space, Trained, Whole
+from ...objects.spaces import OF_TORCH, Cells, Entries, Items, OfClass, Space, Trained, Whole
 from .code_reads import CodeReads, memory_of
 
 Judged = Collection[tuple[int, str | int | None]]
@@ -100,7 +100,7 @@ class CommonState:
                     read, may_grow = partial(_content_of, space), not reader.reads.awaits_entries(id(space.holder))
                     yield _Spot(name.lstrip(" ."), read, one.name, reader.name, may_grow)
             elif not isinstance(space, Trained):
-                yield from self._places_in(space, one, others)
+                yield from self._places_in(name, space, one, others)
 
     def _reader_of(self, others: Iterable[Runs], token: int) -> Runs | None:
         """Return who may read what is in a container or a tensor, one that waits for entries rather than others."""
@@ -113,7 +113,7 @@ class CommonState:
         """Return how often a tensor was written, and at first its numbers, as `.data` is written without count."""
         return {"": tensor._version, "numbers": numbers_of(tensor) if self._num_steps == 1 else None}
 
-    def _places_in(self, space: Space, one: Runs, others: Sequence[Runs]) -> Iterator[_Spot]:
+    def _places_in(self, name: str, space: Space, one: Runs, others: Sequence[Runs]) -> Iterator[_Spot]:
         """Yield the places of a holder that code here sets, and code elsewhere reads."""
         keys = one.reads.stored - OF_TORCH if space.form == ".{}" and type(space) is Entries else set(space.keys())
         for key in sorted(keys & one.reads.stored):
@@ -123,7 +123,8 @@ class CommonState:
                 o for o in others if key in o.reads.names and token in o.reads.held and (blocks or not o.is_block)
             )
             if (reader := next(readers, None)) is not None:
-                yield _Spot(key, partial(_place_of, space.reader(key)), one.name, reader.name)
+                said = space.label(name, key) if isinstance(space, OfClass) else key
+                yield _Spot(said, partial(_place_of, space.reader(key)), one.name, reader.name)
 
 
 def _is_kept(was: Mapping[Any, Any] | Sequence[Any], now: Mapping[Any, Any] | Sequence[Any], *, may_grow: bool) -> bool:
