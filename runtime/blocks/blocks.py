@@ -61,7 +61,7 @@ class State:
         is_named: whether it belongs to no module.
         owner, key: of what holds it, in a snapshot of the block, and its name there.
         said: of it, in a snapshot of the block; of what a list or set has more, that of all of it.
-        is_new: whether there was none before, or None.
+        is_new: whether there was none before, or None; counts: whether it is a whole number, a flag or a string.
         holds: whether it may be a tensor that the forward was given: neither a number nor a buffer written in place.
     """
 
@@ -72,6 +72,7 @@ class State:
     key: str | int = ""
     said: str = ""
     is_new: bool = False
+    counts: bool = False
     holds: bool = False
 
 

@@ -192,6 +192,7 @@ def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None 
             key=key,
             said=change.owner if change.was is None and (isinstance(key, int) or key is change.now) else change.name,
             is_new=change.place in kept,
+            counts=isinstance(change.now, int | str),
             holds=not isinstance(change.now, PLAIN),
         )
 

@@ -72,6 +72,11 @@ def state_of_replicas(blocks: Sequence[nn.Module], parcels: Sequence[Parcel], *,
     ]
 
 
+def counters_made(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
+    """Return the names of counters that forwards have made: each replica has one, and they count alike."""
+    return [name for name, _, state in _own_state(blocks, parcels) if state.is_new and state.counts]
+
+
 def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterator[tuple[str, nn.Module | None, State]]:
     """Yield what users' modules in blocks, classes and globals have, and forwards change: its name, the module, if it
     is one's, and what it is.
@@ -153,6 +158,8 @@ class LateState:
         """Note what all is before a step, or an evaluation; where it is due, also what takes long."""
         self._is_due = is_due
         self._frozen = dict(self._frozen_now()) if is_due else {}
+        if self.is_empty:
+            return
         self._before, met = self._now()
         if (is_due or self._walks < _MOST_WALKS) and not (self._walks and met <= self._met):  # by what was put there
             self._walks += 1

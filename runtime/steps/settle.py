@@ -28,7 +28,7 @@ from ..blocks.shapes import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
 from ..comm.control import is_same
-from ..examine.microbatch_state import changed_line, replicas_line, state_named, state_of_replicas
+from ..examine.microbatch_state import changed_line, counters_made, replicas_line, state_named, state_of_replicas
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, Sizes, sizes_of
 from ..stage.cargo import Cargo, require_numbers_alone, require_planned_skips
@@ -194,7 +194,8 @@ class StepSettler:
         model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
         blocks, buffers = list(map(on_meta, model.outlines)), model.options.buffers != "first"
         model.late_state.known = state_named(blocks, parcels)
-        model.late_state.known_apart = apart = state_of_replicas(blocks, parcels, buffers=buffers)
+        apart = state_of_replicas(blocks, parcels, buffers=buffers)
+        model.late_state.known_apart = apart + counters_made(blocks, parcels)
         lines = changed_line(model.late_state.known, batch.microbatches), replicas_line(apart, model.num_replicas)
         if any(lines) and plan.mode == "train" and self._groups.world.index == 0 and not self._has_warned:
             self._has_warned = True
