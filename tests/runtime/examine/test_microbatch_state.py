@@ -348,6 +348,100 @@ def test_what_begins_in_a_step_or_an_evaluation_of_a_run_is_named(does, has, nam
     assert [line.rpartition(".")[2] for line in said] == [name.rpartition(".")[2]]
 
 
+class Running(nn.Module):
+    """Takes a running mean away, which training moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = 0.0
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def with_hook(layer):
+    running = Running()
+    layer.fc.register_forward_hook(lambda module, args, output: running(output))
+
+
+def with_module(layer):
+    layer.act = Running()
+
+
+@pytest.mark.parametrize(("puts", "name"), [(with_hook, "running (Running).mean"), (with_module, "act.mean")])
+def test_what_a_loop_puts_in_later_is_looked_at_from_then_on(puts, name, caplog):
+    torch.manual_seed(0)
+    layer = Layer(lambda layer: 1.0)
+    layer.act = nn.Identity()
+    layer.forward = lambda x: layer.act(layer.fc(x))
+    engine = Engine(
+        qs.compile("gpipe", mesh="pp=1", microbatches=2), [layer], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1)
+    )
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        for step in range(6):
+            if step == 3:
+                puts(layer)
+            engine.step(torch.ones(4, 3), torch.ones(4, 3))
+    said = [record.message.partition(": ")[0] for record in caplog.records if "changed by forwards" in record.message]
+    assert len(said) == 1
+    assert said[0].endswith(name)
+
+
+class ByStatistics(nn.Module):
+    """Normalises by the running mean of a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.num_batches_tracked = None
+
+    def forward(self, x):
+        self.norm(x)
+        return x - self.norm.running_mean.clone()
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "says"), [("dp=2", 1, "replicas"), ("dp=1", 2, "microbatches")])
+def test_statistics_of_norms_that_a_forward_goes_by_are_named(mesh, microbatches, says, caplog):
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
+
+    def run(transport):
+        blocks = [nn.Linear(3, 3), ByStatistics()]
+        engine = Engine(plan, blocks, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        for _ in range(2):
+            engine.step(torch.ones(4, 3), torch.ones(4, 3))
+
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        run_local(plan.mesh.size, run)
+    assert any("block 1 (ByStatistics).norm.running_mean" in r.message and says in r.message for r in caplog.records)
+
+
+class Centred(nn.Module):
+    """Keeps a mean that the meta device refuses from the first forward on, on the rank that has run it."""
+
+    mean = None
+
+    def forward(self, x):
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return x - self.mean
+
+
+def test_ranks_agree_on_whether_shapes_take_data_whatever_forwards_have_left():
+    plan, x = qs.compile("1f1b", mesh="pp=2", microbatches=2), torch.ones(4, 3)
+    torch.manual_seed(0)
+    blocks = [nn.Linear(3, 3), Centred(), nn.Linear(3, 3)]
+
+    def run(transport):
+        own = copy.deepcopy(blocks)
+        engine = Engine(plan, own, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        return [(engine.step(x, x).loss.item(), engine.evaluate(x, x).loss.item()) for _ in range(2)]
+
+    first, second = run_local(2, run)
+    assert first == second
+
+
 def normed(layer, x):
     if layer.scale is None:
         layer.scale = float(x.detach().std())
