@@ -122,7 +122,7 @@ BUDGET = {
     "state": 1221,
     "launch": 1108,
     "optim": 918,
-    "steps": 1035,
+    "steps": 1029,
     "train": 892,
     "verification": 738,
     "data": 576,

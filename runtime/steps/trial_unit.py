@@ -31,7 +31,6 @@ from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
 from ..blocks.untouched import Result, run_block, untouched
 from ..comm import Group
-from ..comm.control import greatest
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from .header import Announcer
@@ -55,32 +54,25 @@ class ParcelFinder:
     """
 
     def __init__(self, model: RankModel, pipeline: Group, gathered: Gathered) -> None:
-        self._model, self._trial, self._pipeline = model, Trial(model, pipeline, gathered), pipeline
+        self._model, self._trial = model, Trial(model, pipeline, gathered)
         self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
 
     def find(self, spec: UnitSpec, batch: Batch, unit: int, *, is_first: bool) -> tuple[list[Parcel], bool]:
-        """Return what every block leaves for the next, of a unit, and whether that took data (collective over the
-        pipeline); raises `MisfitError`.
+        """Return what every block leaves for the next, of a unit, and whether that took data; raises `MisfitError`.
 
         `is_first`: no unit of the mode was settled before.
         """
-        problem: MisfitError | None = None
+        needs_data = False
         try:
             parcels = self._trace(spec)
         except MisfitError as error:
-            problem = error
-        needs_data = problem is not None and wants_data(problem)
-        if self._pipeline.size > 1:  # forwards that have run on one rank may have left there what meta devices refuse
-            needs_data = greatest(self._pipeline, [needs_data]) == [1.0]
-        if problem is not None and not wants_data(problem):
-            raise problem
-        if needs_data:
+            if not (needs_data := wants_data(error)):
+                raise
             if not is_first and (self._model.computes_empty_units or self._model.plan.zero.shards_weights):
                 raise MisfitError(
-                    f"{problem or 'a block wants data on another rank'}; where replicas meet within a stage, blocks "
-                    "whose shapes depend on data take units of one shape: pad sequences to one length, and give as "
-                    "many samples in every step"
-                ) from problem
+                    f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
+                    "one shape: pad sequences to one length, and give as many samples in every step"
+                ) from error
             parcels = self._trial.run(spec, batch, unit)
         if any(len(parcel.specs) > 1 for parcel in (parcels if needs_data else parcels[-1:])):
             parcels = self._with_apart(spec, parcels, _twice(batch, unit, spec.num_samples) if needs_data else None)

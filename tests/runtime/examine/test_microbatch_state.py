@@ -417,31 +417,6 @@ def test_statistics_of_norms_that_a_forward_goes_by_are_named(mesh, microbatches
     assert any("block 1 (ByStatistics).norm.running_mean" in r.message and says in r.message for r in caplog.records)
 
 
-class Centred(nn.Module):
-    """Keeps a mean that the meta device refuses from the first forward on, on the rank that has run it."""
-
-    mean = None
-
-    def forward(self, x):
-        now = x.detach().mean(0)
-        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
-        return x - self.mean
-
-
-def test_ranks_agree_on_whether_shapes_take_data_whatever_forwards_have_left():
-    plan, x = qs.compile("1f1b", mesh="pp=2", microbatches=2), torch.ones(4, 3)
-    torch.manual_seed(0)
-    blocks = [nn.Linear(3, 3), Centred(), nn.Linear(3, 3)]
-
-    def run(transport):
-        own = copy.deepcopy(blocks)
-        engine = Engine(plan, own, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
-        return [(engine.step(x, x).loss.item(), engine.evaluate(x, x).loss.item()) for _ in range(2)]
-
-    first, second = run_local(2, run)
-    assert first == second
-
-
 def normed(layer, x):
     if layer.scale is None:
         layer.scale = float(x.detach().std())
