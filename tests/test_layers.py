@@ -115,7 +115,7 @@ BUDGET = {
     "comm": 2675,
     "interpreter": 2687,
     "splitting": 2460,
-    "stage": 2187,
+    "stage": 2193,
     "watch": 1781,
     "objects": 1407,
     "blocks": 1310,

@@ -145,10 +145,13 @@ class RankModel:
                 _logger.warning("%s", line)
         self.target_stages = target_stages(self.cuts, self.outlines)
         self._buffer_choice = synced_choice(options.buffers, self.outlines)
-        is_sliced, device = self.tensor.tokens.inside, self._transport.device
-        require_usable_blocks(
-            Run(self.plan, device, self.outlines, self.cuts, is_sliced, self._buffer_choice, options.cuda_graph)
-        )
+        self._require_usable(lambda number: False)
+
+    def _require_usable(self, is_sliced: Callable[[int], bool]) -> None:
+        """Raise the error for the first block that the plan can do nothing with."""
+        device, graphs = self._transport.device, self.options.cuda_graph
+        run = Run(self.plan, device, self.outlines, self.cuts, is_sliced, self._buffer_choice, graphs)
+        require_usable_blocks(run)
 
     def _build(self, blocks: Blocks) -> None:
         options, device = self.options, self._transport.device
@@ -177,6 +180,8 @@ class RankModel:
             device=device,
         )
         self.tensor.settle(self.prover.share(self._groups.world))
+        if options.sequence_parallel:  # only now it is known which blocks get slices
+            self._require_usable(self.tensor.tokens.inside)
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
         self.own_blocks = {int(n): b for stage in self.stages.values() for n, b in stage.blocks.items()}
         self.late_state = LateState(
