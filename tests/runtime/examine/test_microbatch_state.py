@@ -333,6 +333,7 @@ LATE = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(("does", "has", "name"), LATE.values(), ids=LATE)
 def test_what_begins_in_a_step_or_an_evaluation_of_a_run_is_named(does, has, name, evaluates, caplog):
