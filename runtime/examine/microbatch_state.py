@@ -12,7 +12,8 @@ Code of blocks may begin to change it later, by a flag that the loop sets, or wh
 
 All that a `Snapshot` of the blocks finds is looked at before and behind each step and evaluation: attributes of
 objects, modules and classes, variables around functions, globals, entries of containers, generators; tensors, by which
-they are and the versions that torch counts. In step 0, 1, 2, 4, 8, … also the numbers of frozen weights, as of a
+they are and the versions that torch counts. In step 0, 1, 2, 4, 8, … also what is there behind the first forward, as a
+second may turn it back, numbers of short tensors, which are written past their versions, and of frozen weights, as of a
 teacher that begins as a copy, large arrays, and what there are too many places of. A dict may grow: it is a table.
 """
 
@@ -187,7 +188,9 @@ class LateState:
             self._handles.pop().remove()
 
     def look(self) -> None:
-        """Find the weights that have been written to since the beginning, before an optimizer does so."""
+        """Find the weights that have been written to since the beginning, before an optimizer does so; once."""
+        if self._written is not None:
+            return
         now = [weight._version for _, weight in self._weights]
         self._written = [
             name for (name, _), was, its in zip(self._weights, self._versions, now, strict=True) if was != its
@@ -208,9 +211,8 @@ class LateState:
         """
         frozen = dict(self._frozen_now()) if self._frozen else {}
         moved = [name for name, numbers in frozen.items() if self._frozen.get(name, numbers) != numbers]
-        if self._written is None:
-            self.look()
-        moved += [] if self._is_first or self._written is None else self._written
+        self.look()
+        moved += [] if self._is_first else self._written or []
         if self._is_first:  # which `weights_unchanged` names
             self.known, self.known_apart = self.known + moved, self.known_apart + moved
         made = dict[str, str]()
@@ -257,11 +259,9 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[Holder]:
     seen, of_modules = set[int](), dict[int, tuple[dict[str, Any], set[str]]]()
     for number, block in blocks.items():
         snapshot = Snapshot({"": block}, numbers=False)
-        modules, reads = (
-            [thing for thing in snapshot.values() if isinstance(thing, nn.Module)],
-            _reads_statistics(block),
-        )
-        seen |= {id(held) for module in modules for held in _not_looked_at(module, norms=reads)}
+        modules = [thing for thing in snapshot.values() if isinstance(thing, nn.Module)]
+        norms = _reads_statistics(block)
+        seen |= {id(held) for module in modules for held in _not_looked_at(module, norms=norms)}
         attributes, found, held = {id(vars(module)) for module in modules}, list[Holder](), set[int]()
         for name, space in snapshot.spaces():
             token = id(space.holder)

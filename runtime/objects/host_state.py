@@ -179,7 +179,7 @@ class HostState:
 
     def _enter(self, name: str, thing: Any) -> None:
         """Look into something that code finds under a name."""
-        is_still = isinstance(thing, _STILL) and not isinstance(own_attributes(thing), dict)
+        is_still = type(thing) in PLAIN or (isinstance(thing, _STILL) and own_attributes(thing) is None)
         if is_still or id(thing) in self._known or len(self._known) > self._most:
             return
         self._known[id(thing)] = thing

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextlib import suppress
+from contextvars import Context, ContextVar
 from functools import partial
 from io import BytesIO, StringIO
 from itertools import count
@@ -123,15 +124,21 @@ def _write_again(file: Any, now: tuple[str | bytes, int] | None) -> None:
 
 
 def _held_by(variable: ContextVar[Any]) -> Any:
-    """Return what a context variable is in this context; None, too, where it is nothing."""
-    return variable.get(None)
+    """Return what a context variable was set to in this context."""
+    return variable.get(GONE)
+
+
+def _set_again(variable: ContextVar[Any], now: Any) -> None:
+    """Let it be what it was: its default where it was not set; one without a default stays as it is."""
+    with suppress(LookupError):
+        variable.set(Context().run(variable.get) if now is GONE else now)
 
 
 _OF_FILES = _Kind(lambda one: hash(_content_of(one)), _content_of, _write_again)
 
 _KINDS: tuple[tuple[type, _Kind], ...] = (
     (count, _Kind(repr)),
-    (ContextVar, _Kind(_held_by, _held_by, lambda one, now: one.set(now))),
+    (ContextVar, _Kind(_held_by, _held_by, _set_again)),
     (Random, _Kind(lambda one: hash(one.getstate()), methodcaller("getstate"), lambda one, now: one.setstate(now))),
     (
         np.random.RandomState,

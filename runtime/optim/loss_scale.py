@@ -22,7 +22,10 @@ SCALE = "engine.loss_scale"
 
 
 class LossScale:
-    """The scale of losses, and how it changes; None: 1, always. Raises `UsageError` for what is no scaler."""
+    """The scale of losses, and how it changes; None: 1, always, and it `scales` none.
+
+    Raises `UsageError` for what is no scaler.
+    """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +15,7 @@ from quintsched.runtime.objects.snapshot import Snapshot
 from quintsched.runtime.parallel.proof.kinds import content_of
 
 RATE = 0.5
+VARIABLE = ContextVar("variable", default=1)
 
 
 class Private:
@@ -90,6 +92,14 @@ def test_what_has_changed_is_named_and_put_back(place: str) -> None:
     assert next(before.changes()).name == name
     before.put_back()
     assert not list(before.changes())
+
+
+def test_a_context_variable_is_its_default_again() -> None:
+    before = Snapshot({"it": VARIABLE})
+    VARIABLE.set(2)
+    assert [change.name for change in before.changes()] == ["it"]
+    before.put_back()
+    assert VARIABLE.get() == 1
 
 
 def test_private_slots_tell_kinds_apart() -> None:
