@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ..train.trainer import Trainer
 
         facts, *_ = run_local(
-            plan.mesh.size, lambda transport: Trainer(job, plan, transport).inspect(), job.runtime.timeout_s
+            plan.mesh.size, lambda transport: Trainer.of_job(job, plan, transport).inspect(), job.runtime.timeout_s
         )
     except QuintschedError as error:
         write_error(error)

@@ -82,7 +82,7 @@ def record(job: JobConfig, plan: Plan, transport: Transport, steps: int) -> Reco
     """Train some steps of a job as one rank, and return what they made."""
     from ..train.trainer import Trainer
 
-    trainer = Trainer(job, plan, transport)
+    trainer = Trainer.of_job(job, plan, transport)
     if transport.rank == 0 and trainer.engine.tensor_cuts is not None:
         sys.stderr.write(f"{shown(trainer.engine.tensor_cuts)}\n")
     return trainer.record(steps)

@@ -184,7 +184,7 @@ def train(
     for line in (*notes, plan.title):
         reporter.say(line)
     stop = stop or StopRequest()
-    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=overrides).fit(start)
+    Trainer.of_job(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=overrides).fit(start)
 
 
 def _say(line: str) -> None:

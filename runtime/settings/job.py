@@ -25,6 +25,9 @@ from quintsched.files.atomic import read_whole
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, Entry, entries
 
+from .intervals import Every, EveryOrEpoch
+from .optimizer_settings import LearningRateConfig as LearningRateConfig
+from .optimizer_settings import OptimizerConfig as OptimizerConfig
 from .run_settings import Mark, Names, RunSettings, Settings, StrictRules, TransportName, fields_in, read_settings
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
@@ -138,49 +141,16 @@ class ParallelConfig(_section("parallel", dict(map(_plan_field, entries())))):  
     """What a block costs when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
 
 
-class OptimizerConfig(Settings):
-    """The optimizer."""
-
-    name: Literal["sgd", "adam", "adamw"] = "adam"
-    """One of torch's."""
-    lr: float = Field(default=1e-3, ge=0)
-    """The learning rate that the schedule's factor multiplies."""
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Of sgd."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Added to the gradient (sgd, adam) or taken off the weights (adamw)."""
-    decay: Literal["all", "matrices"] = "all"
-    """Which weights decay; "matrices" spares biases, norms, embeddings and what is tied to them, and what a module
-    names in its attribute `undecayed`."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), strict=False
-    )
-    """Decay of the running means of adam and adamw."""
-
-    @model_validator(mode="after")
-    def _only_what_is_used(self) -> OptimizerConfig:
-        unused = "betas" if self.name == "sgd" else "momentum"
-        if unused in self.model_fields_set:
-            raise ValueError(f"{self.name!r} has no {unused}")
-        return self
-
-
-class LearningRateConfig(Settings):
-    """How the learning rate changes from step to step; `train.optimizer.learning_rate_factor` has the formula."""
-
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    """The shape of the way down, after the warm-up."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear rise."""
-    min_factor: float = Field(default=0.0, ge=0, le=1)
-    """What the learning rate ends at, as a fraction of `lr`."""
-
-
 class TrainConfig(_section("train")):  # type: ignore[misc]
     """The section `train`: the loop."""
 
     epochs: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
-    """Passes over the training samples."""
+    """Passes over the training samples; with `max_steps` alone, as many as these need."""
+    max_steps: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
+    """Steps after which training ends, in the middle of an epoch too; none: the end of the last epoch."""
+    evaluate_every: Annotated[EveryOrEpoch, Mark.FREE] = 0
+    """Interval between validations: 200, "5M tokens", "10 min"; 0: one at the end of each epoch. The end of the
+    training always has one."""
     batch_size: int = Field(default=32, ge=1)
     """Samples per step, over all microbatches and replicas together."""
     accumulate: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
@@ -192,8 +162,15 @@ class TrainConfig(_section("train")):  # type: ignore[misc]
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()
     """How the learning rate changes."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Factor of the z-loss, log(sum(exp(logits)))² per target, beside the cross-entropy (PaLM, section 5)."""
     patience: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
-    """Epochs without a better validation loss after which training stops."""
+    """Validations without a better loss after which training stops."""
+
+    @property
+    def most_epochs(self) -> int | None:
+        """Passes over the data at most; None: `max_steps` alone ends the training."""
+        return None if self.max_steps is not None and "epochs" not in self.model_fields_set else self.epochs
 
 
 class RuntimeConfig(_section("runtime")):  # type: ignore[misc]
@@ -216,8 +193,8 @@ class CheckpointConfig(Settings):
 
     dir: str | None = None
     """Directory of the checkpoints; none: nothing is saved."""
-    every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: one at the end of each epoch."""
+    every: EveryOrEpoch = 0
+    """Interval between checkpoints: 500, "50M tokens", "30 min"; 0: one at the end of each epoch."""
     keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay."""
     background: bool = True
@@ -243,8 +220,11 @@ class LogConfig(Settings):
 
     path: Annotated[str | None, Mark.OF_A_MACHINE] = None
     """A file of JSON lines; none: no file."""
-    every: int = Field(default=50, ge=1)
-    """Steps between two lines."""
+    every: Every = 50
+    """Interval between two records: 50, "1M tokens", "30 s"."""
+    peak_tflops: Annotated[float | None, Mark.OF_A_MACHINE] = Field(default=None, gt=0)
+    """Peak of a rank's device in 10^12 FLOP/s, for MFU; none: that of a known GPU's datasheet, or of this CPU as
+    `quintsched calibrate` measured it."""
     sinks: Annotated[
         tuple[
             Annotated[SinkConfig, BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given)],

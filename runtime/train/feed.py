@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import Dataset as TorchDataset
 
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
@@ -49,6 +51,54 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
     loaders = together(lambda: load_dataset(data, *replica) if found is None else found)
     assert isinstance(loaders, Loaders)
     return UserFeed(loaders, world)
+
+
+def feed_of(
+    train: Any, validation: Any, batches: int | None, settings: TrainConfig, plan: Plan, transport: Transport
+) -> UserFeed:
+    """Return a feed of objects (collective); see `Trainer` for what `train` and `validation` may be.
+
+    Raises:
+        UsageError: a loader that gives the same samples to all replicas.
+        MisfitError: loaders of replicas differ in length.
+    """
+    share, together = _replica(plan, transport.rank), ControlGroup(transport.world_group()).together
+
+    def find() -> Loaders:
+        given = train(*share) if _is_function(train) else train
+        if isinstance(given, Loaders):
+            return given
+        of_validation = validation(*share) if _is_function(validation) else validation
+        training = _loader_of(given, "train", settings, share, shuffles=True)
+        return Loaders(
+            training, _loader_of(of_validation, "validation", settings, share, shuffles=False), batches=batches
+        )
+
+    return UserFeed(together(find), transport.world_group())
+
+
+def _is_function(given: Any) -> bool:
+    return callable(given) and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__")
+
+
+def _loader_of(given: Any, name: str, settings: TrainConfig, share: tuple[int, int], *, shuffles: bool) -> Any:
+    """Return a loader of one replica's samples; a map-style data set is divided over the replicas."""
+    replica, num_replicas = share
+    if isinstance(given, TorchDataset) and not isinstance(given, IterableDataset):
+        if settings.batch_size % num_replicas:
+            raise UsageError(f"train.batch_size {settings.batch_size} does not divide over {num_replicas} replicas")
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            given, num_replicas, replica, shuffle=shuffles, seed=settings.seed % 2**32
+        )
+        return DataLoader(given, settings.batch_size // num_replicas, sampler=sampler, drop_last=shuffles)
+    is_whole = isinstance(given, DataLoader) and isinstance(given.sampler, RandomSampler | SequentialSampler)
+    if num_replicas > 1 and is_whole:
+        raise UsageError(
+            f"{name}: this DataLoader gives all {num_replicas} replicas the same samples; give the data set itself, or "
+            f"a function: {name}=lambda replica, replicas: DataLoader(data, batch_size, "
+            "sampler=DistributedSampler(data, replicas, replica))"
+        )
+    return given
 
 
 class DatasetFeed:

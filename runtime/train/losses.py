@@ -29,7 +29,7 @@ from ..comm import Group
 from ..comm.clock import now_s
 from ..data import IGNORED_TARGET
 from ..interpreter.tally import StepResult
-from ..parallel.tensor.vocab_loss import cut_argmax, cut_cross_entropy
+from ..parallel.tensor.vocab_loss import cut_argmax, cut_cross_entropy, cut_losses
 from ..splitting.adapters.transformers import CausalLMLoss, token_loss
 from ..splitting.split import Split
 from ..stage.sliced_losses import cuts_sequences
@@ -48,6 +48,62 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None 
     else:
         losses = cut_cross_entropy(rows, wanted, IGNORED_TARGET, vocabulary).sum()
     return losses, (targets != IGNORED_TARGET).sum().to(logits.dtype)
+
+
+class ZLoss:
+    """Cross entropy with a z-loss: factor x log(sum(exp(logits)))² for each target (Chowdhery et al. 2022, PaLM).
+
+    Takes and returns what `cross_entropy_sum` does.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sum of both losses over the targets that count, and how many those are."""
+        logits = logits.to(_at_least_float32(logits))
+        rows, wanted = logits.flatten(0, -2), targets.flatten()
+        if vocabulary is None:
+            losses = F.cross_entropy(rows, wanted, ignore_index=IGNORED_TARGET, reduction="none")
+            normalizers = rows.logsumexp(-1)
+        else:
+            losses, normalizers = cut_losses(rows, wanted, IGNORED_TARGET, vocabulary)
+        counts = wanted != IGNORED_TARGET
+        return (losses + self._factor * normalizers.square().where(counts, 0)).sum(), counts.sum().to(logits.dtype)
+
+
+class CausalZLoss(CausalLMLoss):
+    """The same of each token's successor: labels are the ids (samples, tokens)."""
+
+    def __init__(self, factor: float) -> None:
+        self._loss = ZLoss(factor)
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of (samples, tokens, ids) logits, summed, and how many tokens it is of."""
+        return self._loss(logits[:, :-1], labels[:, 1:])
+
+    def prepared(self, logits: Tensor, successors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss where labels are successors."""
+        return self._loss(logits, successors)
+
+
+def with_z_loss(loss_fn: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    """Return a loss with a z-loss beside it; raises `UsageError` for one that is no cross-entropy of classes."""
+    if not factor:
+        return loss_fn
+    if isinstance(loss_fn, CausalLMLoss):
+        return CausalZLoss(factor)
+    if loss_fn in (cross_entropy_sum, token_loss):
+        return ZLoss(factor)
+    raise UsageError("train.z_loss is for cross-entropies of classes; add the term in your own loss (train.loss)")
+
+
+def has_perplexity(loss_fn: Callable[..., Any]) -> bool:
+    """Return whether exp(loss) is a perplexity: the loss is a cross-entropy of classes alone."""
+    return (isinstance(loss_fn, CausalLMLoss) and not isinstance(loss_fn, CausalZLoss)) or loss_fn in (
+        cross_entropy_sum,
+        token_loss,
+    )
 
 
 def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> Tensor:
@@ -83,7 +139,8 @@ def accuracy_of(loss_fn: Callable[..., Any], plan: Plan) -> dict[str, Callable[.
     """Return the metric "accuracy" where the loss is a cross-entropy of classes; for others there is none."""
     if isinstance(loss_fn, CausalLMLoss):
         return {"accuracy": correct_sum if cuts_sequences(plan) else next_correct_sum}
-    return {"accuracy": correct_sum} if loss_fn in (cross_entropy_sum, token_loss) else {}
+    is_of_classes = isinstance(loss_fn, ZLoss) or loss_fn in (cross_entropy_sum, token_loss)
+    return {"accuracy": correct_sum} if is_of_classes else {}
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:
@@ -131,27 +188,25 @@ class Sums:
 
 
 class Window:
-    """The last `every` steps: their sums and how long they took."""
+    """The steps since the last record: how many, their sums, and how long they took."""
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self) -> None:
         self._restart()
 
     def _restart(self) -> None:
-        self._steps, self._began, self._sums = 0, now_s(), Sums({})
+        self.steps, self._began, self._sums = 0, now_s(), Sums({})
 
-    def add(self, result: StepResult) -> bool:
-        """Add a step; whether the window is full."""
+    def add(self, result: StepResult) -> None:
+        """Add a step."""
         self._sums.add(result)
-        self._steps += 1
-        return self._steps == self.every
+        self.steps += 1
 
-    def take(self) -> tuple[float, dict[str, float]]:
-        """Return (seconds, sums) and begin anew."""
-        sums = self._sums.read()
+    def take(self) -> tuple[int, float, dict[str, float]]:
+        """Return (steps, seconds, sums) and begin anew."""
+        sums, steps = self._sums.read(), self.steps
         seconds = now_s() - self._began
         self._restart()
-        return seconds, sums
+        return steps, seconds, sums
 
 
 def figures_in_words(means: Mapping[str, object]) -> str:

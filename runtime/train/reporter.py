@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from quintsched.errors import UsageError, suggest
 from quintsched.files.atomic import cannot_write
@@ -200,12 +200,19 @@ class Reporter:
         else:
             self._say(line)
 
+    def show_step(self, line: str) -> None:
+        """Show the figures of a step: beside the progress bar where there is one, else as a line."""
+        if self._progress is None:
+            self._say(line)
+        else:
+            self._progress.update(self._progress.task_ids[0], figures=line)
+
     def start_epoch(self, name: str, total: int, done: int) -> None:
         """Show a fresh progress bar, `done` of `total` steps along."""
         if self._progress is not None:
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)
-            self._progress.add_task(name, total=total, completed=done)
+            self._progress.add_task(name, total=total, completed=done, figures="")
 
     def advance(self) -> None:
         """Move the progress bar on by a step."""
@@ -262,7 +269,8 @@ def _writing(file: TextIO) -> Iterator[None]:
 
 
 def _progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    figures = TextColumn("{task.fields[figures]}")
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(), figures)
     return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
 
 

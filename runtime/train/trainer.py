@@ -1,65 +1,141 @@
-"""The training loop, written out: epochs, validation, learning rate, early stopping, checkpoints, log.
+"""Trains a model from a job file, or from objects of one's own: model, loaders, loss, optimizer.
 
-    for each epoch:   for each batch:  set the learning rate ─▶ engine.step ─▶ add up ─▶ log, checkpoint
-                      validate ─▶ log ─▶ stop early?
+    Trainer(model, loader, validation, config).fit()       objects; `config` has the sections of a job file
+    Trainer.of_job(job, plan, transport).fit()             all by name, as `quintsched run` does
 
-Every rank runs the same loop and knows the same figures; rank 0 writes them down.
+Both build an engine and a feed; `training_loop` is the loop.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from quintsched.compiler import compile_request
+from quintsched.errors import UsageError
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
 from ..agreement.records import agree_on_start, agreed_settings
+from ..agreement.sections import Plain
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..comm import Transport
-from ..comm.clock import now_s
+from ..comm.connection import connect_for, watch_by
 from ..engine import Engine
-from ..interpreter.tally import StepResult
 from ..models import build_model, tied_weights
-from ..parallel.expert.load import expert_figures
-from ..saving.checkpoints.checkpoints import OpenCheckpoints, checkpoints_of, remembered_costs
-from ..settings.job import JobConfig
-from ..settings.run_settings import Start
-from ..splitting.split import Split
+from ..saving.checkpoints.checkpoints import checkpoints_of, remembered_costs
+from ..settings.job import JobConfig, load_job
+from ..settings.run_settings import Start, read_settings
+from ..splitting.split import Split, split
 from ..verification.block_facts import ModelFacts
 from ..verification.recording import Recording
-from .feed import open_feed, parts_of
-from .losses import Sums, Window, accuracy_of, figures_in_words, loss_of
-from .optimizer import build_optimizer, learning_rate_factor
+from .feed import Feed, feed_of, open_feed
+from .losses import accuracy_of, has_perplexity, loss_of, with_z_loss
+from .optimizer import build_optimizer, keep_own_rates
 from .reporter import Record, Reporter, Sink, Sinks, require_sinks
-from .resuming import Progress, Scale, StepSamples, go_on_from
-from .trace_window import TracedSteps, traced_steps
+from .resuming import Progress, StepSamples, go_on_from
+from .trace_window import traced_steps
+from .training_loop import TrainingLoop
+
+Config = JobConfig | Mapping[str, Any] | str | Path | None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The objects that are trained; `settings` are recorded beside those of the job."""
+
+    blocks: Blocks
+    feed: Feed
+    tied: Mapping[str, Sequence[str]] | None
+    loss_fn: Callable[..., Any]
+    optimizer: Any
+    metrics: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    block_costs: Sequence[float] | None = None
 
 
 class Trainer:
-    """Trains a job's model on its data with a plan.
+    """Trains a model with a plan: the loop with validation, log, early stopping and checkpoints.
 
     Args:
-        job: the job file.
-        plan: the plan; `job.plan_of` makes it from the job.
-        transport: this rank's transport (`connect_for`).
-        reporter: where figures go; None: nowhere.
+        model: blocks in order, `split(model)`, or a module, which is split.
+        train: batches of training: a loader of this replica's samples, `Loaders`, a function (replica, num_replicas)
+            that returns one of these, or a map-style data set of torch, which is divided over the replicas.
+        validation: batches of validation, likewise; None: nothing is validated.
+        config: the sections `parallel`, `train`, `runtime`, `checkpoint` and `log` of a job file, as a mapping, a file
+            or a `JobConfig`.
+        plan: None compiles that of `config`.
+        loss_fn: (output, targets) → a mean, or (sum, weight); None: that of the split model, or cross-entropy.
+        optimizer: what `Engine` takes; its own learning rates are multiplied by `train.lr_schedule`. None: that of
+            `config`.
+        metrics: name → function (output, targets) → a sum, beside accuracy, which cross-entropies have.
+        batches: batches of an epoch, for a loader without a length.
+        transport: this rank's; None: as `config` says, under torchrun, or this process alone.
+        reporter: where figures go; None: standard output and `log.path`, on rank 0.
         sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
+        wants_stop: whether this rank was asked to stop: all then finish the step, save if `checkpoint.dir` is given,
+            and return.
         overrides: settings, or sections of them, that may differ from those of the run that is resumed.
-        wants_stop: whether this rank was asked to stop: all then finish the step, save if the job does, and return.
 
-    Raises what loading the data, building the model and the engine raise.
+    Attributes:
+        engine: the engine that is trained.
+        settings: those of the run, by name, which its checkpoints keep.
+
+    Raises what loading the data, building the model and the engine raise; `UsageError` for what `config` says of model
+    and data.
     """
+
+    settings: dict[str, Plain]
+    _loop: TrainingLoop
 
     def __init__(
         self,
+        model: Blocks | Split | nn.Module,
+        train: Any,
+        validation: Any = None,
+        config: Config = None,
+        *,
+        plan: Plan | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: Any = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        batches: int | None = None,
+        transport: Transport | None = None,
+        reporter: Reporter | None = None,
+        sinks: Sequence[Sink] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        if isinstance(model, JobConfig):
+            raise UsageError("a job file is trained by Trainer.of_job(job, plan, transport, …)")
+        job = _config_of(config)
+        plan = plan or compile_request(job.parallel.request())
+        transport = transport or _connect(job, plan)
+        self._begin(job, plan, transport, reporter or _reporter(job, transport), sinks, wants_stop, overrides)
+        self.settings = {n: v for n, v in self.settings.items() if not n.startswith(("model.", "data."))}
+        blocks = split(model) if isinstance(model, nn.Module) else model
+        loss = loss_fn or loss_of(job.train.loss, blocks)
+        parts = _Parts(
+            blocks,
+            feed_of(train, validation, batches, job.train, plan, transport),
+            None,
+            loss,
+            optimizer,
+            metrics or {},
+        )
+        self._build(parts, wants_stop)
+
+    @classmethod
+    def of_job(
+        cls,
         job: JobConfig,
         plan: Plan,
         transport: Transport,
@@ -68,79 +144,96 @@ class Trainer:
         sinks: Sequence[Sink] = (),
         wants_stop: Callable[[], bool] = lambda: False,
         overrides: Sequence[str] = (),
-    ) -> None:
-        self.job, self.plan, self._overrides = job, plan, overrides
+    ) -> Trainer:
+        """Return the trainer of a job file: its model, data, loss and optimizer, by name.
+
+        Args:
+            job: the job file.
+            plan: the plan; `plan_of` makes it from the job.
+            transport: this rank's transport (`connect_for`).
+            reporter: where figures go; None: nowhere.
+            sinks, wants_stop, overrides: as above.
+        """
+        self = cls.__new__(cls)
         require_sinks(job.log.sinks)
-        self._reporter = reporter or Reporter(None, lambda _: None)
-        self._publisher = transport.publisher
+        reporter = reporter or Reporter(None, lambda _: None)
+        self._begin(job, plan, transport, reporter, sinks, wants_stop, overrides)
+        feed = open_feed(job.data, job.train, plan, transport)
+        blocks = build_model(job.model, feed.spec, job.run.seed)
+        tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
+        costs = _block_costs(job, plan, blocks, feed, transport)
+        self._build(_Parts(blocks, feed, tied, loss_of(job.train.loss, blocks), None, {}, costs), wants_stop)
+        return self
+
+    def _begin(
+        self,
+        job: JobConfig,
+        plan: Plan,
+        transport: Transport,
+        reporter: Reporter,
+        sinks: Sequence[Sink],
+        wants_stop: Callable[[], bool],
+        overrides: Sequence[str],
+    ) -> None:
+        self.job, self.plan, self._overrides, self._reporter = job, plan, overrides, reporter
+        self._transport, self._publisher = transport, transport.publisher
         if transport.rank == 0:
-            self._reporter.sinks = Sinks(job.log.sinks, sinks)
-        self._wants_stop = wants_stop
+            reporter.sinks = Sinks(job.log.sinks, sinks)
         self.settings = agreed_settings(job, plan, transport)
-        self._feed = open_feed(job.data, job.train, plan, transport)
-        self.settings |= self._feed.settings
-        self.engine = self._build_engine(transport)
         self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
         self._export_dir = None if job.checkpoint.export is None else whole_path(job.checkpoint.export)
-        self._saves: OpenCheckpoints | None = None
-        self.progress, self._stop_asked = Progress(self._feed.num_batches), False
-        self._samples = StepSamples(self.engine, self._feed, self.settings, tuple(overrides))
-        self._scale = Scale(self.engine, job.train.accumulate)
 
-    def _build_engine(self, transport: Transport) -> Engine:
-        """Build the job's model, loss and optimizer, and bind the plan to them."""
-        job = self.job
-        blocks, optimizer = build_model(job.model, self._feed.spec, job.run.seed), job.train.optimizer
-        tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
-        loss_fn = loss_of(job.train.loss, blocks)
-        metrics = accuracy_of(loss_fn, self.plan)
-        self._figures = ("loss", *metrics)
-        undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
-        return Engine(
+    def _build(self, parts: _Parts, wants_stop: Callable[[], bool]) -> None:
+        """Bind the plan to what is trained."""
+        job, blocks, config = self.job, parts.blocks, self.job.train.optimizer
+        feed = self._feed = parts.feed
+        self.settings |= feed.settings
+        loss_fn = with_z_loss(parts.loss_fn, job.train.z_loss)
+        metrics = {**accuracy_of(loss_fn, self.plan), **parts.metrics}
+        undecayed = undecayed_weights(blocks, parts.tied or {}) if config.decay == "matrices" else ()
+        self.engine = Engine(
             self.plan,
             blocks,
             loss_fn,
-            lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
+            (lambda named: build_optimizer(config, named, undecayed)) if parts.optimizer is None else parts.optimizer,
             metrics=metrics,
-            block_costs=self._block_costs(blocks, transport),
+            block_costs=parts.block_costs,
             trace_steps=traced_steps(job.runtime),
-            wants_stop=self._wants_to_stop,
+            wants_stop=lambda: self._loop.must_stop(),
             spike_dir=job.folder,
-            **{**dict(job.run), "tied": tied},
-            transport=transport,
+            **{**dict(job.run), "tied": parts.tied},
+            transport=self._transport,
+        )
+        if parts.optimizer is not None:
+            keep_own_rates(self.engine.optimizers.values())
+        samples = StepSamples(self.engine, feed, self.settings, tuple(self._overrides))
+        self._loop = TrainingLoop(
+            job,
+            self.engine,
+            feed,
+            self._reporter,
+            ("loss", *metrics),
+            samples,
+            wants_stop,
+            lr=config.lr if parts.optimizer is None else 1.0,
+            shows_perplexity=has_perplexity(loss_fn),
         )
 
-    def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
-        """Return what blocks cost: estimated, or measured by rank 0 for all; None where the plan cuts the stages."""
-        if self.plan.blocks_per_stage:
-            return None
-        if self.job.parallel.balance == "estimated":
-            return estimate_costs(blocks)
-        costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
-        if transport.rank == 0:
-            costs += torch.tensor(self._measured_costs(blocks, transport.device), device=transport.device)
-        transport.world_group().broadcast(costs, 0).wait()
-        return [float(cost) for cost in costs.tolist()]
-
-    def _measured_costs(self, blocks: Blocks, device: torch.device) -> list[float]:
-        """Measure blocks once per directory of checkpoints: stages must be cut alike when a run is resumed."""
-        inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1)).to(device)
-        example = inputs.to(self.job.run.dtype) if inputs.is_floating_point() else inputs
-        directory = self.job.checkpoint.dir
-        if directory is None:
-            return measure_costs(blocks, example)
-        return remembered_costs(Path(directory), len(blocks), lambda: measure_costs(blocks, example))
+    @property
+    def progress(self) -> Progress:
+        """How far the training has come."""
+        return self._loop.progress
 
     @property
     def total_steps(self) -> int:
-        """The steps of all epochs."""
-        return self.job.train.epochs * self._feed.num_batches
+        """The steps of the whole training."""
+        return self._loop.total_steps
 
     def fit(self, start: Start = "new", *, resume: bool = False) -> list[Record]:
         """Train to the end, and return the record of each epoch.
 
-        Where the folder of the checkpoints holds an earlier run, that is refused, unless one says to "resume" from its
-        newest checkpoint that is whole (`resume` says the same), or to start "fresh", which moves it away.
+        Where the folder of the checkpoints holds an earlier run, that is refused, unless `start` is "resume", which
+        goes on from its newest whole checkpoint (`resume` means the same), or "fresh", which moves it away.
         """
         start = "resume" if resume else start
         agree_on_start(start, self._overrides, self.engine.transport)
@@ -153,33 +246,37 @@ class Trainer:
                     reporter.say(line)
             begun = {"plan": self.plan.title, "step": self.progress.step}
             reporter.record({"event": "start", **begun, "deferred_share": self.engine.deferred_share})
-            if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
-                self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
-            if not self._stop_asked:
+            self._loop.run()
+            if not self._loop.is_stopped:
                 self._export()
         return self.progress.history
 
+    def validate(self) -> dict[str, float]:
+        """Return the means over all batches of validation, the same on every rank; without such, NaN."""
+        return self._loop.validate()
+
     @contextmanager
     def _opened(self, start: Start) -> Iterator[None]:
-        """A context in which the folder of the checkpoints, if the job has one, is this run's alone."""
+        """A context in which the folder of the checkpoints, if there is one, belongs to this run alone."""
         if self._checkpoints is None:
             yield
             return
-        with self._checkpoints.opened(self.engine.saves, start, self.settings) as self._saves:
+        with self._checkpoints.opened(self.engine.saves, start, self.settings) as saves:
+            self._loop.saves = saves
             if self.engine.transport.rank == 0:
                 self.engine.transport.begin_run()
-            if self._saves.moved:
-                self._reporter.say(self._saves.moved)
+            if saves.moved:
+                self._reporter.say(saves.moved)
             yield
             with self._publisher.phase("save"):
-                self._saves.finish()
+                saves.finish()
 
     def record(self, steps: int) -> Recording:
         """Train at most so many steps from the start, and return what each of them makes on this rank."""
         self._load_pretrained()
         recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
         for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
-            self._set_learning_rate()
+            self._loop.set_learning_rate()
             self.engine.checks.record_step(recording, inputs, targets, **extras)
             self.progress.step += 1
         return recording
@@ -190,7 +287,7 @@ class Trainer:
         return self.engine.inspect(inputs, targets, **extras)
 
     def _load_pretrained(self) -> None:
-        """Start from the weights that the job names, if it does; say which of the model's they do not have."""
+        """Load the weights that the job starts from, if it names some; report those of the model's they lack."""
         model = self.job.model
         if model.pretrained is None:
             return
@@ -198,172 +295,88 @@ class Trainer:
         if loaded.fresh:
             self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
-    def _train(self, traced: TracedSteps) -> None:
-        while self.progress.epoch < self.job.train.epochs and not (self.progress.stopped or self._stop_asked):
-            self._train_epoch(traced)
-        traced.finish(self.engine)
-
-    def _train_epoch(self, traced: TracedSteps) -> None:
-        progress, reporter = self.progress, self._reporter
-        name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
-        reporter.start_epoch(name, self._feed.num_batches, progress.batch)
-        window = Window(self.job.log.every)
-        self.engine.clock.read_s()  # what validation computed belongs to no window
-        began, first_batch = now_s(), progress.batch
-        totals = Sums(progress.totals, lambda: self._scale.of_sums(progress))
-        for result in self._steps(traced):
-            totals.add(result)
-            reporter.advance()
-            if result.skipped:
-                reporter.say(f"step {progress.step} was skipped: its gradient is not finite")
-            if window.add(result):
-                reporter.record(self._step_record(window, result))
-            if result.stop_asked:
-                progress.totals = totals.read()
-                self._stop()
-                return
-            if self._is_due() and progress.batch < self._feed.num_batches:  # else: after the validation
-                progress.totals = totals.read()
-                self._save()
-        steps = progress.batch - first_batch
-        seconds = now_s() - began
-        progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
-        self._end_epoch(totals.read(), steps, seconds)
-
-    def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
-        """Yield the result of each batch that is left of the epoch."""
-        progress = self.progress
-        for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
-            self._set_learning_rate()
-            self._samples.take((inputs, targets))
-            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), self.job.train.accumulate)
-            earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
-            result = self.engine.step(inputs, targets, **extras).with_earlier(earlier)
-            traced.count(self.engine)
-            progress.step += 1
-            progress.batch += 1
-            yield result
-
-    def _set_learning_rate(self) -> None:
-        train = self.job.train
-        rate = train.optimizer.lr * learning_rate_factor(train.lr_schedule, self.progress.step, self.total_steps)
-        for optimizer in self.engine.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-
-    def _step_record(self, window: Window, result: StepResult) -> Record:
-        """Return the figures of the last steps; collective, for the bubble and the experts."""
-        seconds, sums = window.take()
-        busy = self.engine.busy_share(seconds)
-        norm = result.grad_norm
-        return {
-            "event": "step",
-            "step": self.progress.step,
-            "epoch": self.progress.epoch + 1,
-            **self._means(sums),
-            "grad_norm": math.nan if norm is None else norm.item(),
-            "skipped": result.skipped,
-            "step_s": seconds / window.every,
-            "samples_per_s": window.every * self.job.train.batch_size / seconds,
-            "bubble": 1 - busy,
-            **expert_figures(self.engine.expert_tokens()),
-        }
-
-    def _end_epoch(self, totals: dict[str, float], steps: int, seconds: float) -> None:
-        """Validate, write the epoch down, decide whether to go on, and save."""
-        progress = self.progress
-        validation = self.validate()
-        record: Record = {
-            "event": "epoch",
-            "epoch": progress.epoch,
-            "step": progress.step,
-            **self._means(totals),
-            **{f"validation_{name}": mean for name, mean in validation.items()},
-            "samples_per_s": steps * self.job.train.batch_size / seconds,
-            "step_s": seconds / max(steps, 1),
-        }
-        progress.history.append(record)
-        self._reporter.record(record)
-        self._reporter.say(
-            f"epoch {progress.epoch}/{self.job.train.epochs}  {figures_in_words(record)}  "
-            f"validation {figures_in_words(validation)}  {record['samples_per_s']:.0f} samples/s"
-        )
-        self._watch_for_gain(validation["loss"])
-        is_last = progress.stopped or progress.epoch == self.job.train.epochs
-        if not is_last and self.engine.everyone.add(self._wants_to_stop())[0]:
-            self._stop()  # a rank was asked to while it validated
-        elif is_last or self._is_due():
-            self._save()
-
-    def _wants_to_stop(self) -> bool:
-        return self._wants_stop() or (self._saves is not None and self._saves.has_failed)
-
-    def _is_due(self) -> bool:
-        """Whether a checkpoint is due after this step, or at this end of an epoch."""
-        every, progress = self.job.checkpoint.every, self.progress
-        return progress.step % every == 0 if every else progress.batch == 0
-
-    def validate(self) -> dict[str, float]:
-        """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
-        totals = Sums({})
-        for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
-            totals.add(self.engine.evaluate(inputs, targets, **extras))
-        return self._means(totals.read())
-
-    def _means(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return loss, and accuracy where the loss is one of classes, per what counts; without any, NaN."""
-        weight = sums.get("weight", 0.0)
-        return {name: sums[name] / weight if weight else math.nan for name in self._figures}
-
-    def _watch_for_gain(self, loss: float) -> None:
-        """Stop once the validation loss has not fallen for `patience` epochs; rank 0 decides for all."""
-        progress, patience = self.progress, self.job.train.patience
-        if math.isfinite(loss) and (progress.best is None or loss < progress.best):
-            progress.best, progress.epochs_without_gain = loss, 0
-        else:
-            progress.epochs_without_gain += 1
-        wants_stop = patience is not None and progress.epochs_without_gain >= patience
-        if patience is not None and self.engine.everyone.first_says(int(wants_stop)):
-            progress.stopped = True
-            self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
-
-    def _save(self, *, waits: bool = False) -> None:
-        """Save the run as it is; in the background, unless one `waits` for it."""
-        if self._saves is None:
-            return
-        with self._publisher.phase("save"):
-            self._samples.note_varying()
-            state = self.engine.everyone.together(self._feed.state)
-            self._saves.save(self.progress.step, asdict(self.progress), state)
-            if waits:
-                self._saves.finish()
-
-    def _stop(self) -> None:
-        """Save the run as it is, since a rank was asked to stop, or could not write the last save."""
-        self._stop_asked = True
-        self._save(waits=True)
-        step, saves = self.progress.step, self._saves is not None
-        self._reporter.record({"event": "stop", "step": step, "saved": saves})
-        where = (
-            f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
-        )
-        self._reporter.say(f"stopped as asked: {where}")
-
     def _export(self) -> None:
-        """Write the trained weights for others, if the job wants them."""
+        """Write the trained weights for other programs, if the job asks for them."""
         if self._export_dir is not None:
             with self._publisher.phase("save"):
                 self.engine.save_pretrained(self._export_dir)
             self._reporter.say(f"weights saved in {self.job.checkpoint.export}")
 
     def _resume(self) -> bool:
-        """Go on from the newest checkpoint that is whole; rank 0 says which that is. Return whether there was one."""
-        found = None if self._saves is None else self._saves.newest_whole()
+        """Go on from the newest whole checkpoint, which rank 0 finds. Return whether there was one."""
+        saves = self._loop.saves
+        found = None if saves is None else saves.newest_whole()
         if found is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
             return False
         say, overrides = self._reporter.say, tuple(self._overrides)
-        self.progress = go_on_from(found, self.engine, self._feed, self.settings, overrides, say)
-        self._samples.expect(found)
-        self._scale.take_over(self.progress)
+        self._loop.take_over(go_on_from(found, self.engine, self._feed, self.settings, overrides, say))
+        self._loop.samples.expect(found)
         return True
+
+
+def _config_of(config: Config) -> JobConfig:
+    """Return the settings of a trainer whose model and data are objects; raises `UsageError`."""
+    if isinstance(config, str | Path):
+        job = load_job(config)
+    elif isinstance(config, JobConfig):
+        job = config
+    else:
+        job = read_settings(JobConfig, dict(config or {}), "Trainer(…, config=…)")
+    for section in ("model", "data"):
+        if section in job.model_fields_set:
+            raise UsageError(
+                f"Trainer(…, config=…): {section} is given as an object here; leave the section out, or train the job "
+                "with Trainer.of_job(job, plan, transport)"
+            )
+    if job.parallel.auto is not None or job.parallel.balance == "measured":
+        raise UsageError("Trainer(…, config=…): parallel.auto and parallel.balance: measured are for job files")
+    return job
+
+
+def _connect(job: JobConfig, plan: Plan) -> Transport:
+    name, watch = job.runtime.transport, watch_by(job.run, job.folder)
+    if name == "local":
+        raise UsageError(
+            "runtime.transport: local has threads as ranks; pass each its own: "
+            "run_local(plan.mesh.size, lambda transport: Trainer(…, transport=transport).fit())"
+        )
+    return connect_for(plan, watch.timeout_s, name, job.runtime.rules, watch)
+
+
+def _reporter(job: JobConfig, transport: Transport) -> Reporter:
+    """Return what reports on standard output and in the log, on rank 0."""
+    if transport.rank:
+        return Reporter(None, lambda line: None)
+    return Reporter(job.log.path, _say, show_progress=sys.stderr.isatty())
+
+
+def _say(line: str) -> None:
+    """Write a line to standard output, where that is open."""
+    if sys.stdout is not None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+def _block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transport: Transport) -> list[float] | None:
+    """Return what blocks cost: estimated, or measured by rank 0 for all; None where the plan cuts the stages."""
+    if plan.blocks_per_stage:
+        return None
+    if job.parallel.balance == "estimated":
+        return estimate_costs(blocks)
+    costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
+    if transport.rank == 0:
+        measured = _measured_costs(job, plan, blocks, feed, transport.device)
+        costs += torch.tensor(measured, device=transport.device)
+    transport.world_group().broadcast(costs, 0).wait()
+    return [float(cost) for cost in costs.tolist()]
+
+
+def _measured_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, device: torch.device) -> list[float]:
+    """Measure blocks once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+    inputs = feed.example(max(job.train.batch_size // plan.schedule.microbatches, 1)).to(device)
+    example = inputs.to(job.run.dtype) if inputs.is_floating_point() else inputs
+    directory = job.checkpoint.dir
+    if directory is None:
+        return measure_costs(blocks, example)
+    return remembered_costs(Path(directory), len(blocks), lambda: measure_costs(blocks, example))

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from quintsched.errors import MisfitError, nearest
+from quintsched.errors import MisfitError, QuintschedError, nearest
 from quintsched.plan import Plan
 
+from ..blocks.shapes import trace_shapes
 from ..blocks.trees import map_tensors, tensors_of
 from ..comm import Group
 from ..comm.control import first_said, share_texts
@@ -59,6 +61,24 @@ class EngineChecks:
         with SavedBytes(step.interpreter.state, self.model.stages, step.batch) as counted:
             result = self.runner.run(step, step.interpreter.watched(counted))
         return result, counted
+
+    def forward_flops(self) -> float | None:
+        """Return the FLOPs of one sample's forward through the whole model, as torch counts them on the meta device.
+
+        They are those of the latest training step's shapes. None before a step, and where blocks need data.
+        """
+        interpreter = self.runner.interpreters.get("train")
+        if interpreter is None:
+            return None
+        spec, model = interpreter.state.compute.shape.spec, self.model
+        try:
+            with FlopCounterMode(display=False) as counter:
+                trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+        except (QuintschedError, RuntimeError, TypeError, NotImplementedError):
+            return None
+        shards = model.plan.mesh.axis_size("cp") * model.plan.schedule.slices
+        total: int = counter.get_total_flops()
+        return total * shards / max(spec.num_samples, 1)
 
     def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Do a `step`, and write down all that it makes on this rank; see `verification`."""

@@ -34,8 +34,15 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, group: Grou
     Raises:
         RuntimeError: a target that is no id, on every rank (on CUDA: a device-side assertion).
     """
-    losses: Tensor = _CutCrossEntropy.apply(logits, targets, ignored, group)  # type: ignore[no-untyped-call]
-    return losses
+    return cut_losses(logits, targets, ignored, group)[0]
+
+
+def cut_losses(logits: Tensor, targets: Tensor, ignored: int, group: Group) -> tuple[Tensor, Tensor]:
+    """Return each token's cross entropy, as `cut_cross_entropy`, and log(sum(exp(logits))): (tokens,) each."""
+    losses: Tensor
+    normalizers: Tensor
+    losses, normalizers = _CutCrossEntropy.apply(logits, targets, ignored, group)  # type: ignore[no-untyped-call]
+    return losses, normalizers
 
 
 def cut_argmax(logits: Tensor, group: Group) -> Tensor:
@@ -57,7 +64,7 @@ def takes_vocabulary(function: Callable[..., object]) -> bool:
 
 class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, group: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, group: Group) -> tuple[Tensor, Tensor]:
         count = logits.shape[-1]
         highest = _over(logits.amax(-1), group, ReduceOp.MAX)
         exponentials = (logits - highest[:, None]).exp_()
@@ -70,13 +77,14 @@ class _CutCrossEntropy(torch.autograd.Function):
         of_target = (logits.gather(1, places)[:, 0] - highest).where(is_here, 0)
         sums = _over(torch.stack((exponentials.sum(-1), of_target)), group, ReduceOp.SUM)
         ctx.save_for_backward(exponentials.div_(sums[0, :, None]), places, is_here, counts)
-        return (sums[0].log() - sums[1]).where(counts, 0)
+        logs = sums[0].log()
+        return (logs - sums[1]).where(counts, 0), logs + highest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor, of_normalizers: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, places, is_here, counts = ctx.saved_tensors
-        of_logits = softmax * gradient.where(counts, 0)[:, None]
+        of_logits = softmax * (gradient.where(counts, 0) + of_normalizers)[:, None]
         of_target = -gradient.where(is_here, 0)[:, None]
         return of_logits.scatter_add_(1, places, of_target), None, None, None
 

@@ -159,7 +159,7 @@ def test_no_odd_setting_trains_on_in_silence(tmp_path: Path, odd: str) -> None:
 
     def run(transport: Transport) -> None:
         mine = other if transport.rank == 2 else usual
-        Trainer(mine, plan_of(mine), transport)
+        Trainer.of_job(mine, plan_of(mine), transport)
 
     (words,) = set(refusals(4, run))
     assert "(rank 2 differs from the others)" in words
@@ -297,7 +297,7 @@ def test_data_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def run(transport: Transport) -> None:
         given[transport.rank] = odd if transport.rank == 1 else dataset(32)
-        Trainer(job, plan_of(job), transport)
+        Trainer.of_job(job, plan_of(job), transport)
 
     (words,) = set(refusals(4, run))
     assert "the ranks do not agree on the data (rank 1 differs from the others)" in words
@@ -323,7 +323,7 @@ def test_data_that_one_rank_cannot_read_stop_all(tmp_path: Path, monkeypatch: py
 
     def run(transport: Transport) -> None:
         given[transport.rank] = dataset(32)
-        Trainer(job, plan_of(job), transport)
+        Trainer.of_job(job, plan_of(job), transport)
 
     monkeypatch.setattr(feed, "load_dataset", load)
     assert set(refusals(4, run)) == {"no such disk"}

@@ -79,7 +79,7 @@ def fit(config: JobConfig, *, resume: bool = False, overrides: tuple[str, ...] =
 
     def run(transport: Transport) -> list[str]:
         said: list[str] = []
-        trainer = Trainer(config, plan, transport, Reporter(None, said.append), overrides=overrides)
+        trainer = Trainer.of_job(config, plan, transport, Reporter(None, said.append), overrides=overrides)
         trainer.fit(resume=resume)
         return said
 
@@ -106,7 +106,7 @@ def test_ranks_that_begin_in_other_ways_are_stopped(data_file: Path, tmp_path: P
     config = job(data_file, checkpoint={"dir": str(tmp_path / "saved")})
 
     def run(transport: Transport) -> None:
-        Trainer(config, plan_of(config), transport).fit(resume=transport.rank == 2)
+        Trainer.of_job(config, plan_of(config), transport).fit(resume=transport.rank == 2)
 
     with pytest.raises(
         MisfitError, match=r"how the run begins \(rank 2 differs from the others\): start is \"resume\""

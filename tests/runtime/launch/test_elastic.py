@@ -120,7 +120,7 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> N
     assert re.search("resumed after step [24]$", out, re.MULTILINE)
     config = load_job(tmp_path / "job.yaml")
     plan = plan_of(config)
-    expected = run_local(2, lambda transport: Trainer(config, plan, transport).fit())[0][-1]
+    expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
     found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
     assert found["step"] == expected["step"]
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
@@ -143,7 +143,7 @@ def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> N
     assert "1f1b on dp=1" in out
     config = load_job(tmp_path / "job.yaml")
     plan = plan_of(config)
-    expected = run_local(2, lambda transport: Trainer(config, plan, transport).fit())[0][-1]
+    expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
     found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)

@@ -100,7 +100,7 @@ def test_hosts_train_as_one_process_does(tmp_path: Path, count: int, way: str) -
         assert [code for code, _, _ in found] == [0] * count, [err for _, _, err in found]
     config = load_job(job)
     plan = plan_of(config)
-    expected = run_local(4, lambda transport: Trainer(config, plan, transport).fit())[0][-1]
+    expected = run_local(4, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
     told = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
     assert told["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 

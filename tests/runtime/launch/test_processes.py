@@ -113,7 +113,10 @@ def test_eight_processes_equal_one(job_file: Path, tmp_path: Path) -> None:
     from quintsched.runtime.train.reporter import Reporter
 
     run_local(
-        1, lambda transport: Trainer(config, plan_of(config), transport, Reporter(str(alone), lambda _: None)).fit()
+        1,
+        lambda transport: Trainer.of_job(
+            config, plan_of(config), transport, Reporter(str(alone), lambda _: None)
+        ).fit(),
     )
     expected = [record for record in map(json.loads, alone.read_text().splitlines()) if record["event"] == "step"]
     assert len(told) == len(expected) == 10

@@ -74,7 +74,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(t
 
     job = load_job(tmp_path / "job.yaml")
     plan = plan_of(job)
-    expected = run_local(2, lambda transport: Trainer(job, plan, transport).fit())[0][-1]
+    expected = run_local(2, lambda transport: Trainer.of_job(job, plan, transport).fit())[0][-1]
     found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
     for figure in ("step", "loss", "validation_loss"):
         assert found[figure] == expected[figure]

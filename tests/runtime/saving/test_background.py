@@ -104,7 +104,7 @@ def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(
         return write(path, *arguments)
 
     def run(transport: Transport) -> tuple[int, str]:
-        trainer = Trainer(config, plan, transport, Reporter(None, lambda _: None))
+        trainer = Trainer.of_job(config, plan, transport, Reporter(None, lambda _: None))
         with pytest.raises(qs.WriteError) as error:
             trainer.fit()
         return trainer.progress.step, str(error.value)
@@ -142,7 +142,7 @@ def test_a_disk_that_takes_no_note_either_is_told_of_at_once(
 
     def run(transport: Transport) -> str:
         with pytest.raises(qs.WriteError) as error:
-            Trainer(config, plan, transport, Reporter(None, lambda _: None)).fit()
+            Trainer.of_job(config, plan, transport, Reporter(None, lambda _: None)).fit()
         return str(error.value)
 
     monkeypatch.setattr(checkpoints, "write_tensors", write_part)
@@ -164,7 +164,7 @@ def test_checkpoints_go_where_they_began_to_whatever_becomes_of_the_current_dire
     are_made = threading.Barrier(plan.mesh.size)
 
     def run(transport: Transport) -> None:
-        trainer = Trainer(config, plan, transport, Reporter(None, lambda _: None))
+        trainer = Trainer.of_job(config, plan, transport, Reporter(None, lambda _: None))
         are_made.wait(60)
         os.chdir(tmp_path / "elsewhere")
         trainer.fit()

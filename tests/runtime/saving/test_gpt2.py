@@ -364,7 +364,7 @@ def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_p
     def fit(start: Start, epochs: int) -> list[Any]:
         job = JobConfig.model_validate(values | {"train": values["train"] | {"epochs": epochs}})
         plan = plan_of(job)
-        return run_local(2, lambda transport: Trainer(job, plan, transport).fit(start))
+        return run_local(2, lambda transport: Trainer.of_job(job, plan, transport).fit(start))
 
     (record,), _ = fit("new", epochs=1)
     ids = (torch.arange(48)[:, None] + torch.arange(9)) % 10

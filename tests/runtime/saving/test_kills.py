@@ -43,7 +43,7 @@ def train(config: str, start: Start, out: str, victim: int, at: int | None, afte
         os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        trainer = Trainer(settings, plan, connect_for(plan, 60, "gloo", None))
+        trainer = Trainer.of_job(settings, plan, connect_for(plan, 60, "gloo", None))
         if rank == victim and after_s is not None:
             threading.Timer(after_s, die).start()
         with crashing(at if rank == victim else None, halves=bool((at or 0) % 2), end=die) as crash:

@@ -22,7 +22,7 @@ def job(accumulate: int, batch_size: int = 32) -> JobConfig:
 
 def losses(accumulate: int) -> list[float]:
     def run(transport: Transport) -> list[float]:
-        trainer = Trainer(job(accumulate), plan_of(job(accumulate)), transport)
+        trainer = Trainer.of_job(job(accumulate), plan_of(job(accumulate)), transport)
         (record,) = trainer.fit()
         return [record["loss"], record["validation_loss"], record["step"]]
 

@@ -109,7 +109,7 @@ def finetuned(folder: Path, mesh: str, model: dict[str, Any], **train: Any) -> l
 
     def run(transport: Transport) -> list[Any]:
         with Doubles():
-            return Trainer(job, plan_of(job), transport).fit()
+            return Trainer.of_job(job, plan_of(job), transport).fit()
 
     return run_local(plan_of(job).mesh.size, run, timeout_s=120)[0]
 

@@ -208,7 +208,7 @@ def fit(
 
     def body(transport: Any) -> dict[str, Tensor]:
         reporter = Reporter(None, words.append if transport.rank == 0 else lambda _: None)
-        trainer = Trainer(job, plan, transport, reporter, overrides=overrides)
+        trainer = Trainer.of_job(job, plan, transport, reporter, overrides=overrides)
         trainer.fit(resume=resume)
         return trainer.engine.full_weights()
 

@@ -58,7 +58,7 @@ def fit(job: JobConfig, **more: Any) -> None:
 
     def body(transport: Any) -> None:
         reporter = Reporter(job.log.path if transport.rank == 0 else None, lambda _: None)
-        Trainer(job, plan, transport, reporter, **more).fit()
+        Trainer.of_job(job, plan, transport, reporter, **more).fit()
 
     run_local(2, body)
 
@@ -68,7 +68,7 @@ def test_a_users_class_is_given_what_the_log_says(tmp_path: Path) -> None:
     sink = {"name": f"{tmp_path / 'mine.py'}:Sink", "options": {"path": str(tmp_path / "figures")}}
     fit(job(tmp_path, sink))
     taken = json.loads((tmp_path / "figures").read_text())
-    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()][1:]
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()][1:-1]
     assert [step for step, _ in taken] == [record["step"] for record in logged] == [1, 2, 3, 3]
     assert [figures.get("train/loss") for _, figures in taken[:3]] == [record["loss"] for record in logged[:3]]
     assert taken[3][1]["epoch/validation_loss"] == logged[3]["validation_loss"]

@@ -35,7 +35,7 @@ def fit(
         def wants_stop() -> bool:
             return transport.rank == asked and len(begun) >= at_step
 
-        trainer = Trainer(config, plan, transport, Reporter(None, said.append), wants_stop=wants_stop)
+        trainer = Trainer.of_job(config, plan, transport, Reporter(None, said.append), wants_stop=wants_stop)
         step = trainer.engine.step
         trainer.engine.step = lambda *given, **more: begun.append(step) or step(*given, **more)  # type: ignore
         history = trainer.fit(resume=resume)
@@ -90,7 +90,7 @@ def test_a_stop_asked_for_while_it_validates_is_obeyed_before_the_next_step(data
     def run(transport: Transport) -> tuple[int, list[str]]:
         said: list[str] = []
         asked: list[int] = []
-        trainer = Trainer(config, plan, transport, Reporter(None, said.append), wants_stop=lambda: bool(asked))
+        trainer = Trainer.of_job(config, plan, transport, Reporter(None, said.append), wants_stop=lambda: bool(asked))
         evaluate = trainer.engine.evaluate
 
         def evaluate_and_ask(*given: Any, **more: Any) -> Any:
@@ -139,7 +139,7 @@ def losses(config: JobConfig, *, asked_at: int = 10**9, resume: bool = False) ->
     plan = plan_of(config)
 
     def run(transport: Transport) -> list[float]:
-        trainer = Trainer(
+        trainer = Trainer.of_job(
             config, plan, transport, wants_stop=lambda: asked_at in (trainer.progress.step + 1, trainer.progress.step)
         )
         return [float(record["loss"]) for record in trainer.fit(resume=resume)]  # type: ignore[arg-type]

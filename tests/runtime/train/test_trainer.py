@@ -66,7 +66,7 @@ def fit(
     def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
         said: list[str] = []
         reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
-        trainer = Trainer(config, plan, transport, reporter)
+        trainer = Trainer.of_job(config, plan, transport, reporter)
         history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
         return history, trainer.engine.full_weights(), said
 
@@ -97,7 +97,7 @@ def test_short_batches_count_each_sample_once(data_file: Path) -> None:
     trainer_plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
 
     def run(transport: Transport) -> tuple[float, float]:
-        trainer = Trainer(config, trainer_plan, transport)
+        trainer = Trainer.of_job(config, trainer_plan, transport)
         found = trainer.validate()
         return found["loss"], found["accuracy"]
 
@@ -121,7 +121,11 @@ def test_the_log(data_file: Path, tmp_path: Path) -> None:
         assert math.isfinite(record["grad_norm"])
         assert 0 <= record["accuracy"] <= 1
     assert [r for r in records if r["event"] == "epoch"] == history
-    assert [line.split("  ")[0] for line in said] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    lines = [line.split("  ")[0] for line in said]
+    assert lines[:4] == ["step 2/18", "step 4/18", "step 6/18", "epoch 1/3"]
+    assert [line for line in lines if line.startswith("epoch")] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert said[-1].startswith("trained: 18 steps in ")
+    assert (records[-1]["event"], records[-1]["step"]) == ("end", 18)
 
 
 def test_a_trace_is_written_as_soon_as_its_last_step_is_over(data_file: Path, tmp_path: Path) -> None:
@@ -155,7 +159,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_training(
     trainers = []
 
     def run(transport: Transport) -> None:
-        trainers.append(Trainer(config, plan_of(config), transport))
+        trainers.append(Trainer.of_job(config, plan_of(config), transport))
         trainers[-1].fit()
 
     with pytest.raises(error, match=words):
@@ -192,7 +196,7 @@ def interrupt_after(config: JobConfig, steps: int, start: Start = "new") -> None
         pass
 
     def run(transport: Transport) -> None:
-        trainer = Trainer(config, plan, transport)
+        trainer = Trainer.of_job(config, plan, transport)
         step = trainer.engine.step
 
         def interrupted_step(*batch: Tensor | None) -> Any:

@@ -245,9 +245,9 @@ def test_a_first_validation_loss_that_is_not_finite_is_no_best(data_file: Path) 
         from quintsched.runtime.launch.to_plan import plan_of
         from quintsched.runtime.train.trainer import Trainer
 
-        trainer = Trainer(config, plan_of(config), transport)
+        trainer = Trainer.of_job(config, plan_of(config), transport)
         for loss in (math.nan, 3.0, 2.0):
-            trainer._watch_for_gain(loss)
+            trainer._loop.watch_for_gain(loss, "epochs", "1")
         assert not trainer.progress.stopped
         return trainer.progress.best
 
@@ -265,7 +265,7 @@ def test_the_bubble_leaves_validation_out(data_file: Path, tmp_path: Path) -> No
         )
     )
     told = [record["bubble"] for record in map(json.loads, path.read_text().splitlines()) if record["event"] == "step"]
-    assert len(told) == 3
+    assert len(told) == 4
     assert all(0 <= bubble <= 1 for bubble in told)
 
 

@@ -256,6 +256,6 @@ def test_a_job_says_so_and_writes_beside_its_log(data_file: Path, tmp_path: Path
     with pytest.raises(
         NotFiniteError, match=r"3 steps in a row .*the last is step 3.* microbatch 0, replica 0"
     ) as stop:
-        run_local(4, lambda transport: Trainer(config, plan, transport).fit())
+        run_local(4, lambda transport: Trainer.of_job(config, plan, transport).fit())
     assert stop.value.exit_code == 1
     assert f"{tmp_path}/not-finite-step-00000003-rank-00000.safetensors" in str(stop.value)

@@ -1,0 +1,294 @@
+"""The training loop: epochs, validations, learning rate, early stopping, checkpoints, log.
+
+    for each epoch:   for each batch:  set the learning rate ─▶ engine.step ─▶ add up ─▶ log, validate, checkpoint
+                      validate ─▶ log ─▶ stop early?
+
+Every rank runs the same loop and has the same figures; rank 0 writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+
+from ..comm.clock import now_s
+from ..engine import Engine
+from ..interpreter.tally import StepResult
+from ..parallel.expert.load import expert_figures
+from ..saving.checkpoints.checkpoints import OpenCheckpoints
+from ..settings.job import JobConfig
+from .due import Due
+from .feed import Feed, parts_of
+from .losses import Sums, Window, figures_in_words
+from .optimizer import learning_rate_factor, set_learning_rate
+from .reporter import Record, Reporter
+from .resuming import Progress, Scale, StepSamples
+from .step_line import in_words, step_line
+from .throughput import Throughput
+from .trace_window import TracedSteps
+
+
+class TrainingLoop:
+    """Trains an engine on a feed, as the sections `train`, `log`, `checkpoint` and `runtime` of a job say.
+
+    Args:
+        job: the settings; what is trained and on what is given by the others.
+        engine, feed: what is trained, and on what.
+        reporter: where figures go.
+        figures: names of the means of a step: "loss" and the metrics.
+        shows_perplexity: whether exp(loss) is one.
+        samples: how many samples loaders give for a step.
+        wants_stop: whether this rank was asked to stop.
+        lr: the learning rate that the schedule multiplies, and groups have factors of.
+
+    Attributes:
+        progress: how far the training has come.
+        saves: the open folder of checkpoints; None: nothing is saved.
+        is_stopped: whether it has ended before its time, as it was asked to.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        engine: Engine,
+        feed: Feed,
+        reporter: Reporter,
+        figures: tuple[str, ...],
+        samples: StepSamples,
+        wants_stop: Callable[[], bool],
+        *,
+        lr: float,
+        shows_perplexity: bool,
+    ) -> None:
+        self._job, self._engine, self._feed, self._reporter = job, engine, feed, reporter
+        self._figures, self._shows_perplexity, self._lr = figures, shows_perplexity, lr
+        self._wants_stop, self._publisher = wants_stop, engine.transport.publisher
+        self.progress, self.is_stopped = Progress(feed.num_batches), False
+        self.saves: OpenCheckpoints | None = None
+        self.samples = samples
+        self._scale = Scale(engine, job.train.accumulate)
+        precision, peak = job.runtime.precision, job.log.peak_tflops
+        self._throughput = Throughput(engine, precision, peak, engine.checks.forward_flops)
+        due = partial(Due, everyone=engine.everyone, tokens_per_step=self._throughput.tokens_per_step)
+        self._log_is_due = due(job.log.every)
+        self._validation_is_due = due(job.train.evaluate_every)
+        self._save_is_due = due(job.checkpoint.every)
+        self._window = Window()
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of the whole training."""
+        train = self._job.train
+        of_epochs = None if train.most_epochs is None else train.most_epochs * self._feed.num_batches
+        return min(steps for steps in (of_epochs, train.max_steps) if steps is not None)
+
+    def take_over(self, progress: Progress) -> None:
+        """Go on from where another run had come."""
+        self.progress = progress
+        self._scale.take_over(progress)
+
+    def is_over(self) -> bool:
+        """Return whether all steps are made, or the training has stopped early."""
+        return self.progress.stopped or self.is_stopped or self.progress.step >= self.total_steps
+
+    def run(self) -> None:
+        """Train to the end."""
+        began, first = now_s(), self.progress.step
+        if not self.is_over():
+            traced = TracedSteps(self._job.runtime, self.total_steps - first)
+            while not self.is_over():
+                self._train_epoch(traced)
+            traced.finish(self._engine)
+            if not self.is_stopped:
+                self._summarize(self.progress.step - first, now_s() - began)
+
+    def _train_epoch(self, traced: TracedSteps) -> None:
+        progress, reporter = self.progress, self._reporter
+        reporter.start_epoch(self._name_of_epoch(), self._feed.num_batches, progress.batch)
+        self._window = Window()
+        self._engine.clock.read_s()  # what validation computed belongs to no window
+        began, first_batch = now_s(), progress.batch
+        totals, has_logged = Sums(progress.totals, lambda: self._scale.of_sums(progress)), False
+        for result in self._steps(traced):
+            totals.add(result)
+            self._window.add(result)
+            reporter.advance()
+            if result.skipped:
+                reporter.say(f"step {progress.step} was skipped: its gradient is not finite")
+            ends = progress.batch == self._feed.num_batches or progress.step == self.total_steps
+            if self._log_is_due.after(progress.step) or (ends and not has_logged):
+                has_logged = True
+                self._log(result)
+            if result.stop_asked:
+                progress.totals = totals.read()
+                self._stop()
+                return
+            if not ends and self._validation_is_due.after(progress.step):
+                self._validate_between(result)
+            if not ends and self._save_is_due.after(progress.step):  # at an end: after the validation
+                progress.totals = totals.read()
+                self._save()
+            if progress.stopped or (ends and progress.batch < self._feed.num_batches):
+                break  # behind the last batch of an epoch the feed checks its own end
+        steps, sums = progress.batch - first_batch, totals.read()
+        if progress.batch == self._feed.num_batches:
+            progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
+        else:
+            progress.totals = sums
+        self._end_epoch(sums, steps, now_s() - began)
+
+    def _name_of_epoch(self) -> str:
+        most = self._job.train.most_epochs
+        return f"epoch {self.progress.epoch + 1}" + ("" if most is None else f"/{most}")
+
+    def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
+        """Yield the result of each batch that is left of the epoch."""
+        progress, accumulate = self.progress, self._job.train.accumulate
+        for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
+            self.set_learning_rate()
+            self.samples.take((inputs, targets))
+            self._throughput.note(inputs, targets)
+            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), accumulate)
+            earlier = [self._engine.step(x, y, last=False, **beside) for x, y, beside in before]
+            result = self._engine.step(inputs, targets, **extras).with_earlier(earlier)
+            traced.count(self._engine)
+            progress.step += 1
+            progress.batch += 1
+            yield result
+
+    def set_learning_rate(self) -> float:
+        """Set the learning rate of the next step, and return it."""
+        schedule = self._job.train.lr_schedule
+        rate = self._lr * learning_rate_factor(schedule, self.progress.step, self.total_steps)
+        set_learning_rate(self._engine.optimizers.values(), rate)
+        return rate
+
+    def _log(self, result: StepResult) -> None:
+        """Record the figures of the last steps; collective, for the bubble, the rates and the experts."""
+        steps, seconds, sums = self._window.take()
+        progress, norm = self.progress, result.grad_norm
+        groups = [group for optimizer in self._engine.optimizers.values() for group in optimizer.param_groups]
+        record: Record = {
+            "event": "step",
+            "step": progress.step,
+            "epoch": progress.epoch + 1,
+            **self._means(sums),
+            "grad_norm": math.nan if norm is None else norm.item(),
+            "lr": groups[0]["lr"] if groups else math.nan,
+            "skipped": result.skipped,
+            "step_s": seconds / steps,
+            "bubble": 1 - self._engine.busy_share(seconds),
+            **self._throughput.read(seconds),
+            "left_s": (self.total_steps - progress.step) * seconds / steps,
+            **expert_figures(self._engine.expert_tokens()),
+        }
+        self._reporter.record(record)
+        self._reporter.show_step(step_line(record, self.total_steps))
+
+    def _end_epoch(self, totals: dict[str, float], steps: int, seconds: float) -> None:
+        """Validate, record the epoch, or the part of it that was trained, decide whether to go on, and save."""
+        progress, train = self.progress, self._job.train
+        is_due = self._validation_is_due.is_at_epochs or self._validation_is_due.after(progress.step)
+        validates = (is_due or progress.step == self.total_steps) and not progress.stopped
+        validation = self.validate() if validates else {}
+        is_whole = not progress.batch
+        record: Record = {
+            "event": "epoch",
+            "epoch": progress.epoch + (not is_whole),
+            "step": progress.step,
+            **self._means(totals),
+            **{f"validation_{name}": mean for name, mean in validation.items()},
+            "samples_per_s": steps * self._throughput.samples_per_step / seconds,
+            "step_s": seconds / max(steps, 1),
+        }
+        progress.history.append(record)
+        self._reporter.record(record)
+        most = "" if train.most_epochs is None else f"/{train.most_epochs}"
+        where = f"epoch {record['epoch']}{most}" + ("" if is_whole else f", step {progress.step}")
+        said = f"  validation {figures_in_words(validation)}" if validation else ""
+        self._reporter.say(f"{where}  {figures_in_words(record)}{said}  {record['samples_per_s']:.0f} samples/s")
+        if validation:
+            self.watch_for_gain(validation["loss"], "epochs", str(progress.epoch))
+        if not self.is_over() and self._engine.everyone.add(self.must_stop())[0]:
+            self._stop()  # a rank was asked to while it validated
+        elif self.is_over() or self._save_is_due.is_at_epochs or self._save_is_due.after(progress.step):
+            self._save()
+
+    def _validate_between(self, result: StepResult) -> None:
+        """Validate within an epoch, and record it; what was trained before is logged first."""
+        if self._window.steps:
+            self._log(result)
+        progress, validation = self.progress, self.validate()
+        named = {f"validation_{name}": mean for name, mean in validation.items()}
+        self._reporter.record({"event": "evaluation", "step": progress.step, "epoch": progress.epoch + 1, **named})
+        self._reporter.say(f"step {progress.step}  validation {figures_in_words(validation)}")
+        self.watch_for_gain(validation["loss"], "validations", f"step {progress.step}")
+        self._engine.clock.read_s()
+        self._window = Window()
+
+    def must_stop(self) -> bool:
+        """Return whether this rank was asked to stop, or could not write the last checkpoint."""
+        return self._wants_stop() or (self.saves is not None and self.saves.has_failed)
+
+    def validate(self) -> dict[str, float]:
+        """Return the means over all batches of validation, the same on every rank; without such, NaN."""
+        totals = Sums({})
+        for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
+            totals.add(self._engine.evaluate(inputs, targets, **extras))
+        return self._means(totals.read())
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return loss and metrics per loss weight, and the perplexity of token models; without any, NaN."""
+        weight = sums.get("weight", 0.0)
+        means = {name: sums[name] / weight if weight else math.nan for name in self._figures}
+        if self._shows_perplexity and self._throughput.tokens_per_step():
+            means["perplexity"] = math.exp(means["loss"]) if means["loss"] < 700 else math.inf
+        return means
+
+    def watch_for_gain(self, loss: float, counted: str, now: str) -> None:
+        """Stop once the validation loss has not fallen for `patience` validations; rank 0 decides for all."""
+        progress, patience = self.progress, self._job.train.patience
+        if math.isfinite(loss) and (progress.best is None or loss < progress.best):
+            progress.best, progress.epochs_without_gain = loss, 0
+        else:
+            progress.epochs_without_gain += 1
+        wants_stop = patience is not None and progress.epochs_without_gain >= patience
+        if patience is not None and self._engine.everyone.first_says(int(wants_stop)):
+            progress.stopped = True
+            self._reporter.say(f"no gain in validation loss for {patience} {counted}: stopped after {now}")
+
+    def _save(self, *, waits: bool = False) -> None:
+        """Save the run as it is; in the background, unless one `waits` for it."""
+        if self.saves is None:
+            return
+        with self._publisher.phase("save"):
+            self.samples.note_varying()
+            state = self._engine.everyone.together(self._feed.state)
+            self.saves.save(self.progress.step, asdict(self.progress), state)
+            if waits:
+                self.saves.finish()
+
+    def _stop(self) -> None:
+        """Save the run as it is, since a rank was asked to stop, or could not write the last save."""
+        self.is_stopped = True
+        self._save(waits=True)
+        step, saves = self.progress.step, self.saves is not None
+        self._reporter.record({"event": "stop", "step": step, "saved": saves})
+        where = (
+            f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
+        )
+        self._reporter.say(f"stopped as asked: {where}")
+
+    def _summarize(self, steps: int, seconds: float) -> None:
+        """Report the whole run in a line."""
+        progress, parts = self.progress, [f"{steps} steps in {in_words(seconds)}"]
+        if tokens := steps * self._throughput.tokens_per_step():
+            parts.append(f"{tokens:,} tokens")
+        if progress.best is not None:
+            parts.append(f"best validation loss {progress.best:.4f}")
+        if self.saves is not None:
+            parts.append(f"saved in {self._job.checkpoint.dir}")
+        self._reporter.record({"event": "end", "step": progress.step, "seconds": seconds, "best": progress.best})
+        self._reporter.say("trained: " + ", ".join(parts))
