@@ -1,4 +1,4 @@
-"""Checks that the runtime can run a plan, before anything is built: transport, CUDA graphs, types of blocks and loss."""
+"""Checks that the runtime can run a plan, before anything is built: transport, CUDA graphs, types of blocks, loss."""
 
 from __future__ import annotations
 
