@@ -107,7 +107,7 @@ def asking_elsewhere(*, clocks: bool = True, straight: bool = False, backwards: 
     """Context that yields the calls of user code on this thread that are not plain, with file and line, each once.
 
     Without `clocks`, reading a clock counts as measuring, and is not recorded. Code that has to be `straight` must not
-    catch errors, import user modules, or override torch's functions or backwards (`_odd`). The previous profile function
+    catch errors, import user modules, or override torch's functions or backwards (`_odd`). The former profile function
     is restored at the end; of nested contexts, only the inner one records. Without `backwards`, applying an autograd
     Function is recorded too: given no tensor, torch drops its backward.
     """
