@@ -73,8 +73,8 @@ class Difference:
 class Comparison:
     """Result of a comparison: all differences, in the order of computation, and the number of compared tensors.
 
-    `closest` is the largest difference of tensors that agree, relative to its tolerance; `skipped` names tensors that one
-    process does not compute.
+    `closest` is the largest difference of tensors that agree, relative to its tolerance; `skipped` names tensors that
+    one process does not compute.
     """
 
     differences: tuple[Difference, ...]
@@ -175,7 +175,7 @@ def _part_of(full: Tensor, made: Made, plan: Plan, coordinates: Mapping[str, int
 
 
 def _parts(full: Tensor, number: int, plan: Plan, coordinates: Mapping[str, int]) -> Iterator[Tensor]:
-    """Yield candidate parts of a full output: of its tokens (slices, cp, tp), and of its last dimension (cut logits)."""
+    """Yield candidate parts of a full output: tokens (slices, cp, tp) or a share of the last dimension (logits)."""
     rows, slices, tp = full, plan.schedule.slices, plan.mesh.axis_size("tp")
     if slices > 1 and full.dim() > 1 and full.shape[1] % slices == 0:
         rows = full.chunk(slices, 1)[number]
