@@ -130,7 +130,7 @@ class Examined:
         return self.rule
 
     def doubt(self, batch: RealBatch | None, probe: Unit | None, step: int) -> None:
-        """Check behind a step, or evaluation: whether its own calls changed state that it reads; whether its rule holds.
+        """Check after a step, or evaluation: whether its own calls changed state that it reads; whether its rule holds.
 
         Args:
             batch: the step's microbatches, if they are compared.
