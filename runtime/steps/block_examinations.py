@@ -1,7 +1,7 @@
 """Examination of blocks before the first step: backwards that are not linear, losses that are neither mean nor sum.
 
-each kind of block here, run on a few samples ─▶ findings ──sent to all ranks──▶ refused if they do not fit
-                                                                                  the loss function
+each kind of block here, run on a few samples ─▶ findings ──sent to all ranks──▶ refused if they do not
+                                                                                 fit the loss function
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks whose gradients of a microbatch are linear, but no part of the batch's: each block is tried alone.
+"""Blocks whose gradients of a microbatch are linear, but not a part of the batch's; each block is tried alone.
 
 two samples together, and each alone        outputs agree, and gradients have to
 backward, and again on top of its sums      twice the sums

@@ -3,10 +3,10 @@
     rows of a microbatch   x0 x1 x2        o = x0 .9x1 | .8x2 .7x0 .6x1 .5x2        two rows against four
                                                 a      |          b
 
-as they are        and with either part scaled down: the reduction does not depend on outputs
-one of many far away by which thresholds over a batch are reached that a few samples do not reach
-tensors of no sample   moved, to reveal terms that are 0 so far, as of weights that begin at 0
-along the tokens   the first third of each sequence against the rest
+as they are             and with either part scaled down: the reduction does not depend on outputs
+one of many far away    to reach thresholds over a batch that a few samples do not reach
+tensors of no sample    moved, to reveal terms that are 0 so far, as of weights that begin at 0
+along the tokens        the first third of each sequence against the rest
 
 Large outputs are first shortened along dimensions that targets share, such as tokens. No more memory is used than
 that of two microbatches, or 32 MB.
