@@ -181,7 +181,7 @@ class RunLosses:
         """Prepare the checks of the `number`-th step, or of an evaluation, before its instructions run.
 
         `units`, with their `targets` or None, are one object for all steps of the same shapes; `is_part`: gradient
-                accumulation.
+        accumulation.
         """
         self._trains, sizes = plan.mode == "train", frozenset(map(len, units.samples))
         if self._trains:
