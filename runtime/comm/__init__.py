@@ -2,8 +2,8 @@
 
 `base` is the interface, `torch_backends` and `local` implement it, `connection` picks one for a run; `host_link` copies
 to host memory; `autograd_collectives` are differentiable, `message_collectives` are built from point-to-point
-messages; `device` is the only module that knows accelerators, `clock` the only one that reads time. Imports `job`, for
-the names of transports.
+messages; `device` is the only module that knows accelerators, `clock` the only one that reads time. Imports `settings`,
+for the names of transports, and `watch`.
 """
 
 from ..settings.run_settings import Rules

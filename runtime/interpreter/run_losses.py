@@ -1,7 +1,7 @@
 """The loss and the metrics of a run: examined, checked from step to step, and agreed on by all ranks.
 
-first call        finds the unit of the mean (samples, tokens, …)   all ranks agree before weights first change
-step 0, 1, 2, 4   compares the result with its microbatches     all ranks exchange their findings
+first call        finds the unit: samples, tokens, …        all ranks agree before weights first change
+step 0, 1, 2, 4   compares it with the microbatches          all ranks exchange their findings
 other steps       checks only that the state that the loss reads is unchanged, and compares again where it changed;
                   values are compared for user code. A misfit travels with the figures of the step
 """

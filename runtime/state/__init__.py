@@ -2,5 +2,5 @@
 
 `training_state` combines all of it. `grad_buckets` groups gradients for reduction, `grad_hooks` fills the buckets,
 `grad_reducer` reduces them, `grad_norm` measures and clips. `zero_params` has sharded weights, `master_weights` the
-float32 copies. Imports `stage`, `models`, `parallel`, `blocks`, `comm`, `autograd`.
+float32 copies. Imports `stage`, `optim`, `parallel`, `blocks`, `comm`, `autograd`.
 """

@@ -8,7 +8,7 @@ The watch has connections of its own: no process group, no pickle, frames of bou
 A hub on the same machine can read a rank's cell, up to the last store, even after the rank was killed or stopped.
 
 On accelerators the host runs ahead: a verdict names the instruction that the host has begun, and a device that hangs
-shows as a host that waits in a synchronisation. Imports neither torch nor the rest of the runtime.
+shows as a host that waits in a synchronisation. Imports nothing of the runtime, and no torch but in `rendezvous`.
 """
 
 from .publisher import Publisher
