@@ -151,7 +151,7 @@ class RunLosses:
             loss.supposed = Over.SUM
 
     def expect_apart(self, paths: frozenset[str]) -> None:
-        """Except the tensors at these paths of outputs from examination: they have no sample dimension."""
+        """Register the paths of output tensors that have no sample dimension."""
         self.loss.apart |= paths
         for examined in self._examined:
             examined.apart |= paths
