@@ -145,8 +145,7 @@ class LoaderFeed:
 
         a state of its own      saved, and loaded
         a sampler's position    generators are set as at the start of its latest pass, and yielded batches are skipped;
-        the
-                                last one is read, and compared with its mark
+                                the last one is read, and compared with its mark
         neither                 refused when its state is requested, unless not `saves`
 
     Raises `UsageError` for a loader whose number of batches is unknown.

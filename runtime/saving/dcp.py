@@ -197,8 +197,7 @@ VERSION = "1.0.0"
 class Entry(NamedTuple):
     """Table row of one piece in a file; tied tensors have several `names`.
 
-    `shape` is that of the full tensor, None for a value that is no tensor; `offsets` and `sizes` are those of the
-    piece.
+    `shape` is that of the full tensor, None for a value that is none; `offsets` and `sizes` are those of the piece.
     """
 
     names: Sequence[str]

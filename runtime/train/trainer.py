@@ -53,8 +53,7 @@ class Trainer:
         reporter: writes the log; None: no log.
         sinks: further receivers of metrics, called as (figures, step=…) on rank 0, beside those that the job names.
         overrides: settings, or sections of them, that may differ from those of the run that is resumed.
-        wants_stop: returns whether this rank was asked to stop: all then finish the step, save if the job does, and
-        end.
+        wants_stop: returns whether this rank was asked to stop: all finish the step, save if the job does, and end.
 
     Raises errors of loading the data, of building the model, and of the engine.
     """
