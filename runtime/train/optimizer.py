@@ -17,14 +17,14 @@ _OPTIMIZERS: Mapping[str, tuple[Callable[..., Optimizer], str]] = {
     "adam": (torch.optim.Adam, "betas"),
     "adamw": (torch.optim.AdamW, "betas"),
 }
-"""By name: the class, and what it alone takes."""
+"""By name: the class, and the argument that it alone takes."""
 
 _SHAPES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
-"""By name: the height, from 1 to 0, of a schedule after a fraction of its way down."""
+"""By name: the factor, from 1 to 0, after a fraction of the decay phase."""
 
 
 def build_optimizer(
@@ -45,7 +45,7 @@ def build_optimizer(
 def _decay_groups(
     params: Iterable[nn.Parameter] | Iterable[tuple[str, Tensor]], undecayed: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the groups of parameters with and without weight decay, as torch takes them; none is empty."""
+    """Return torch's parameter groups with and without weight decay; none is empty."""
     given = list(params)
     spared = [param for param in given if isinstance(param, tuple) and param[0] in undecayed]
     others = [param for param in given if not isinstance(param, tuple) or param[0] not in undecayed]
@@ -54,7 +54,7 @@ def _decay_groups(
 
 
 def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: int) -> float:
-    """Return what the learning rate is multiplied with in `step` (from 0) of `total_steps`.
+    """Return the factor of the learning rate in `step` (from 0) of `total_steps`.
 
     It rises over `warmup_steps`, reaching 1 in the last of them, and then stays, or falls to `min_factor`, which the
     step after the last one would have:

@@ -1,9 +1,9 @@
-"""The training loop, written out: epochs, validation, learning rate, early stopping, checkpoints, log.
+"""Training loop of a job: epochs, validation, learning rate, early stopping, checkpoints, log.
 
     for each epoch:   for each batch:  set the learning rate ─▶ engine.step ─▶ add up ─▶ log, checkpoint
                       validate ─▶ log ─▶ stop early?
 
-Every rank runs the same loop and knows the same figures; rank 0 writes them down.
+Every rank runs the same loop and has the same metrics; rank 0 writes them.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Trainer:
         job: the job file.
         plan: the plan; `job.plan_of` makes it from the job.
         transport: this rank's transport (`connect_for`).
-        reporter: where figures go; None: nowhere.
-        sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
+        reporter: writes the log; None: no log.
+        sinks: further receivers of metrics, called as (figures, step=…) on rank 0, beside those that the job names.
         overrides: settings, or sections of them, that may differ from those of the run that is resumed.
-        wants_stop: whether this rank was asked to stop: all then finish the step, save if the job does, and return.
+        wants_stop: returns whether this rank was asked to stop: all finish the step, save if the job does, and end.
 
-    Raises what loading the data, building the model and the engine raise.
+    Raises errors of loading the data, of building the model, and of the engine.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Trainer:
         )
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
-        """Return what blocks cost: estimated, or measured by rank 0 for all; None where the plan cuts the stages."""
+        """Return the costs of blocks: estimated, or measured by rank 0 for all; None if the plan fixes the stages."""
         if self.plan.blocks_per_stage:
             return None
         if self.job.parallel.balance == "estimated":
@@ -123,7 +123,7 @@ class Trainer:
         return [float(cost) for cost in costs.tolist()]
 
     def _measured_costs(self, blocks: Blocks, device: torch.device) -> list[float]:
-        """Measure blocks once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+        """Measure blocks once per checkpoint folder: a resumed run must assign stages alike."""
         inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1)).to(device)
         example = inputs.to(self.job.run.dtype) if inputs.is_floating_point() else inputs
         directory = self.job.checkpoint.dir
@@ -133,14 +133,14 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """The steps of all epochs."""
+        """Number of steps of all epochs."""
         return self.job.train.epochs * self._feed.num_batches
 
     def fit(self, start: Start = "new", *, resume: bool = False) -> list[Record]:
         """Train to the end, and return the record of each epoch.
 
-        Where the folder of the checkpoints holds an earlier run, that is refused, unless one says to "resume" from its
-        newest checkpoint that is whole (`resume` says the same), or to start "fresh", which moves it away.
+        Where the checkpoint folder holds an earlier run, that is refused, unless `start` is "resume", from its newest
+        whole checkpoint (`resume` is the same), or "fresh", which moves that run away.
         """
         start = "resume" if resume else start
         agree_on_start(start, self._overrides, self.engine.transport)
@@ -161,7 +161,7 @@ class Trainer:
 
     @contextmanager
     def _opened(self, start: Start) -> Iterator[None]:
-        """A context in which the folder of the checkpoints, if the job has one, is this run's alone."""
+        """Take the checkpoint folder for this run within a context, if the job has one."""
         if self._checkpoints is None:
             yield
             return
@@ -175,7 +175,7 @@ class Trainer:
                 self._saves.finish()
 
     def record(self, steps: int) -> Recording:
-        """Train at most so many steps from the start, and return what each of them makes on this rank."""
+        """Train at most so many steps from the start, and return each one's tensors on this rank."""
         self._load_pretrained()
         recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
         for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
@@ -185,12 +185,12 @@ class Trainer:
         return recording
 
     def inspect(self) -> ModelFacts:
-        """Train one step, and return what it has found of blocks, loss and metrics."""
+        """Train one step, and return the engine's findings on blocks, loss and metrics."""
         inputs, targets, extras = next(iter(self._feed.train(0, start=0)))
         return self.engine.inspect(inputs, targets, **extras)
 
     def _load_pretrained(self) -> None:
-        """Start from the weights that the job names, if it does; say which of the model's they do not have."""
+        """Load the pretrained weights that the job names, if any; print those of the model's that they lack."""
         model = self.job.model
         if model.pretrained is None:
             return
@@ -208,7 +208,7 @@ class Trainer:
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
         reporter.start_epoch(name, self._feed.num_batches, progress.batch)
         window = Window(self.job.log.every)
-        self.engine.clock.read_s()  # what validation computed belongs to no window
+        self.engine.clock.read_s()  # ends the interval: validation belongs to no window
         began, first_batch = now_s(), progress.batch
         totals = Sums(progress.totals, lambda: self._scale.of_sums(progress))
         for result in self._steps(traced):
@@ -252,7 +252,7 @@ class Trainer:
                 group["lr"] = rate
 
     def _step_record(self, window: Window, result: StepResult) -> Record:
-        """Return the figures of the last steps; collective, for the bubble and the experts."""
+        """Return the metrics of the last steps; collective, for the pipeline bubble and the experts."""
         seconds, sums = window.take()
         busy = self.engine.busy_share(seconds)
         norm = result.grad_norm
@@ -270,7 +270,7 @@ class Trainer:
         }
 
     def _end_epoch(self, totals: dict[str, float], steps: int, seconds: float) -> None:
-        """Validate, write the epoch down, decide whether to go on, and save."""
+        """Validate, record the epoch, decide whether to go on, and save."""
         progress = self.progress
         validation = self.validate()
         record: Record = {
@@ -304,14 +304,14 @@ class Trainer:
         return progress.step % every == 0 if every else progress.batch == 0
 
     def validate(self) -> dict[str, float]:
-        """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
+        """Return loss and accuracy over all batches of validation, the same on every rank; NaN without batches."""
         totals = Sums({})
         for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
             totals.add(self.engine.evaluate(inputs, targets, **extras))
         return self._means(totals.read())
 
     def _means(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return loss, and accuracy where the loss is one of classes, per what counts; without any, NaN."""
+        """Return loss, and accuracy where the loss is one of classes, per unit of weight; NaN without any."""
         weight = sums.get("weight", 0.0)
         return {name: sums[name] / weight if weight else math.nan for name in self._figures}
 
@@ -328,7 +328,7 @@ class Trainer:
             self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
 
     def _save(self, *, waits: bool = False) -> None:
-        """Save the run as it is; in the background, unless one `waits` for it."""
+        """Save the run; in the background, unless `waits`."""
         if self._saves is None:
             return
         with self._publisher.phase("save"):
@@ -339,7 +339,7 @@ class Trainer:
                 self._saves.finish()
 
     def _stop(self) -> None:
-        """Save the run as it is, since a rank was asked to stop, or could not write the last save."""
+        """Save the run, since a rank was asked to stop, or could not write the last save."""
         self._stop_asked = True
         self._save(waits=True)
         step, saves = self.progress.step, self._saves is not None
@@ -350,14 +350,14 @@ class Trainer:
         self._reporter.say(f"stopped as asked: {where}")
 
     def _export(self) -> None:
-        """Write the trained weights for others, if the job wants them."""
+        """Write the trained weights for other programs, if the job names a folder."""
         if self._export_dir is not None:
             with self._publisher.phase("save"):
                 self.engine.save_pretrained(self._export_dir)
             self._reporter.say(f"weights saved in {self.job.checkpoint.export}")
 
     def _resume(self) -> bool:
-        """Go on from the newest checkpoint that is whole; rank 0 says which that is. Return whether there was one."""
+        """Resume from the newest whole checkpoint, which rank 0 selects. Return whether there was one."""
         found = None if self._saves is None else self._saves.newest_whole()
         if found is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
