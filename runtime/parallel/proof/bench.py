@@ -43,7 +43,7 @@ _NOT_FINITE = 1e30
 """Stands for a difference that is not a finite number."""
 
 _NOISE = 10.0
-"""Where rounding noise exceeds the tolerance, a difference may be this many times the noise."""
+"""Multiple of the rounding noise that a difference may reach, where the noise exceeds the tolerance."""
 
 
 @dataclass
