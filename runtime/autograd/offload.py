@@ -137,7 +137,7 @@ def identities(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def vacate(leaves: Sequence[Tensor]) -> None:
-    """Free the memory of leaf tensors of which only gradients are needed; they keep shape, strides and dtype."""
+    """Free the memory of leaf tensors whose gradients alone are needed; they keep shape, strides and dtype."""
     for leaf in leaves:
         size, stride, dtype, device = leaf.size(), leaf.stride(), leaf.dtype, leaf.device
         leaf.data = torch.empty(0, dtype=dtype, device=device)

@@ -138,7 +138,7 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, rerun: Rerun, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.rerun = rerun
         ctx.save_for_backward(*given)
-        # Autograd takes returned tensors for this function's outputs: never weights, buffers or extras, so detach.
+        # Autograd marks returned tensors as its outputs; a weight, buffer or extra must not be: return aliases.
         return tuple([output.detach() for output in rerun.flat(_apart(given)[1])])
 
     @staticmethod

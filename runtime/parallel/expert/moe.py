@@ -252,7 +252,7 @@ def apply_expert_parallel(
         group: the ranks of ep.
         context: the ranks that hold slices of the same sequences; None: sequences are whole.
         tokens_alike: whether all ranks of ep pass a layer equally many tokens in every forward. If not, layers that
-            pad exchange row counts as others do. If it is set wrongly, they hang.
+            pad exchange row counts as others do. If set wrongly, the ranks hang.
 
     Raises `MisfitError` if the size of `group` does not divide a layer's number of experts.
     """

@@ -40,7 +40,7 @@ _SEQUENCES = (tuple, list, deque)
 _OBSERVERS = ("quintsched.runtime.examine.", "quintsched.runtime.splitting.")
 """Observers that this package attaches to modules' attributes; only their code is compared."""
 _MODELS = "quintsched.runtime.models."
-"""Exception: objects of this package, which hooks may refer to, are compared by identity, except options of models."""
+"""Models of this package, whose options are compared by content; its other objects are compared by identity."""
 
 _MOST = 100_000
 """Number of entries of a block that are compared by content; further objects are compared by identity."""

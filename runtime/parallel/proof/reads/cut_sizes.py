@@ -42,7 +42,7 @@ Argument = tuple[str, Any]
 
 
 class OtherCalls(Joined):
-    """Raised if a cut block calls other operators than the whole; a second attempt tells if this is permanent."""
+    """Raised if a cut block calls other operators than the whole; a second attempt shows whether that persists."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Apart:
 
     Attributes:
         takes: number of input features of a row, or of a norm of the whole width; None for others.
-        gives: whether its output are features: of a column, or of such a norm.
+        gives: whether its output consists of features: of a column, or of such a norm.
         is_row: whether it is the row of a pair.
     """
 
