@@ -1,12 +1,12 @@
-"""Predictions from a profile of operators, beside Aceso's own, for measured runs of GPTs on L4 GPUs.
+"""Predictions from an operator profile, beside Aceso's own, for measured runs of GPTs on L4 GPUs.
 
     python benchmarks/aceso.py                                       the published runs
     python benchmarks/aceso.py --runs R.json --profiles P.json       others in the same form; P may be a folder of CSVs
     python benchmarks/aceso.py --stages                              forward and backward of each measured rank too
 
-Runs and profiles are Aceso's (Liu et al., EuroSys '24), as published with Mist (`data/aceso_l4.json` says where):
+Runs and profiles are Aceso's (Liu et al., EuroSys '24), as published with Mist (source: see `data/aceso_l4.json`):
 stages of uneven numbers of operators, recomputation per operator, 1F1B, two and four nodes. Nothing is fitted: the
-predictions know the profile and what Aceso's code does. Memory is PyTorch's `max_allocated`, of each measured rank.
+predictions use the profile and the rules of Aceso's code. Memory is PyTorch's `max_allocated`, of each measured rank.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ TIME_LIMIT, MEMORY_LIMIT = 0.06, 0.04
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run, predicted."""
+    """One measured run, with its prediction."""
 
     row: dict[str, Any]
     composed: Composed
 
     @property
     def time_error(self) -> float:
-        """Relative; positive: predicted slower than measured."""
+        """Relative error of the step time; positive: predicted slower than measured."""
         return self.composed.step_s * 1e3 / float(self.row["measured_step_ms"]) - 1
 
     @property
     def aceso_time_error(self) -> float:
-        """Of Aceso's own prediction."""
+        """Relative error of Aceso's own prediction."""
         return float(self.row["aceso_predicted"]["step_ms"]) / float(self.row["measured_step_ms"]) - 1
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
-        """What was measured of each rank."""
+        """Measurements of each rank."""
         return list(self.row["measured_by_rank"].values())
 
     @property
     def memory_errors(self) -> list[float]:
-        """Of each measured rank, relative."""
+        """Relative memory error of each measured rank."""
         peaks = [self.composed.memory[rank["stage"]].peak / MIB for rank in self.ranks]
         return [peak / rank["max_allocated"] - 1 for peak, rank in zip(peaks, self.ranks, strict=True)]
 
     @property
     def aceso_memory_errors(self) -> list[float]:
-        """Of Aceso's prediction without what the allocator reserves beyond it."""
+        """Relative memory errors of Aceso's prediction, without its reserve for the allocator."""
         predicted = self.row["aceso_predicted"]["stage_mem_normal_mb"]
         return [predicted[rank["stage"]] / rank["max_allocated"] - 1 for rank in self.ranks]
 

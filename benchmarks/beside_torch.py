@@ -1,16 +1,16 @@
-"""Data parallelism beside what PyTorch has, over two processes, on gloo, in one run: time of a step and memory.
+"""Data parallelism beside PyTorch's DDP and FSDP2, over two processes, on gloo, in one run: step time and memory.
 
     python benchmarks/beside_torch.py [--rounds 30] [--shape small layers nanogpt] [--json]
 
-    ours, again      two replicas: gradients summed, norm taken, steps that are not finite skipped, as always
+    ours, again      two replicas: gradients all-reduced, norm taken, steps that are not finite skipped, as always
     DDP              DistributedDataParallel alone
     DDP, guarded     with the same guarantees: `clip_grad_norm_`, and a check that the norm is finite
     zero-3           ours, everything sharded               FSDP2     `fully_shard`, layer by layer
-    alone            the whole batch in one process, by a loop written by hand
+    alone            the whole batch in one process, by a hand-written loop
 
 Shapes: `small`, 4 layers 64 wide, whose step takes 2 ms; `layers`, 8 layers 1024 wide; `nanogpt`, 6 layers 384 wide.
 Losses must agree before anything is timed. Times are paired round by round (see paired.py). `--memory` measures fresh
-processes: what is resident before the first step, and the peak of three steps, over what was there before the layers.
+processes: resident memory before the first step, and the peak of three steps, above the level before the layers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: the blocks, a batch (inputs, targets) of both replicas, and how many steps make a sample."""
+    """A benchmark: the blocks, a batch (inputs, targets) of both replicas, the loss, and steps per sample."""
 
     blocks: Callable[[], list[nn.Module]]
     batch: Callable[[], tuple[Tensor, Tensor]]
@@ -65,18 +65,18 @@ class Shape:
 
 
 def layers(width: int, depth: int) -> list[nn.Module]:
-    """Return some layers."""
+    """Return `depth` layers of a width."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
 
 
 def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """Return the sum over the samples of their mean squared error, and how many there are."""
+    """Return the sum over the samples of their mean squared error, and the number of samples."""
     return (output - targets).square().mean(1).sum(), float(len(output))
 
 
 def tokens(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """Return the sum of the tokens' cross entropy, and how many there are."""
+    """Return the sum of the tokens' cross-entropy, and their number."""
     return cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), float(targets.numel())
 
 
@@ -88,7 +88,7 @@ def nanogpt() -> list[nn.Module]:
 
 
 def normal(width: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of numbers."""
+    """Return a batch of normally distributed numbers."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(2, rows, width)
     return inputs, targets
@@ -114,7 +114,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def rival(name: str, rank: int, shape: Shape) -> Step:
-    """Return a training step on this rank; it gives the mean loss, of the batch, or (torch's) of the replica."""
+    """Return a training step on this rank; it returns the mean loss, of the batch, or (torch's) of the replica."""
     inputs, targets = shape.batch()
     if name != ALONE:
         inputs, targets = inputs.chunk(2)[rank], targets.chunk(2)[rank]
@@ -131,7 +131,7 @@ def ours(name: str, shape: Shape, inputs: Tensor, targets: Tensor) -> Step:
 
 
 def torchs(name: str, shape: Shape, inputs: Tensor, targets: Tensor) -> Step:
-    """Return a step written by hand around what PyTorch has."""
+    """Return a hand-written step with PyTorch's DDP, FSDP2, or a plain model."""
     model: nn.Module = nn.Sequential(*shape.blocks())
     if name == FSDP:
         for layer in model.children():
@@ -154,7 +154,7 @@ def torchs(name: str, shape: Shape, inputs: Tensor, targets: Tensor) -> Step:
 
 
 def measure_time(rank: int, shape_name: str, rounds: int) -> Samples:
-    """Time all rivals on this rank, after their losses have been seen to agree."""
+    """Time all rivals on this rank, after a check that their losses agree."""
     shape = SHAPES[shape_name]
     rivals = {name: rival(name, rank, shape) for name in (OURS, AGAIN, DDP, GUARDED, ZERO, FSDP, ALONE)}
     for _ in range(3):
@@ -168,9 +168,9 @@ def measure_time(rank: int, shape_name: str, rounds: int) -> Samples:
 
 
 def measure_memory(rank: int, name: str, shape_name: str) -> list[int]:
-    """Return by how many bytes a rival raises what is resident before its first step, and the peak of three steps.
+    """Return the rise in resident bytes before a rival's first step, and at the peak of three steps.
 
-    The same with tiny layers comes first: what is imported and set up on the way is no one's memory.
+    A run with tiny layers comes first, so that imports and set-up are not counted.
     """
     tiny = Shape(lambda: layers(8, 2), lambda: normal(8, 64), squares, 1)
     rival(name, rank, tiny)()
@@ -185,7 +185,7 @@ def measure_memory(rank: int, name: str, shape_name: str) -> list[int]:
 
 
 def measure_all_memory(shape_name: str) -> dict[str, tuple[float, float]]:
-    """Return, in MB, what the rank that holds most has before the first step, and its peak, of each rival."""
+    """Return, in MB, each rival's memory before the first step, and its peak, of the rank that holds most."""
     found = {}
     # Blocks of a megabyte or more go back to the system when they are freed, so that resident means held.
     with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(2**20)):

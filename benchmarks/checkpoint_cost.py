@@ -1,13 +1,13 @@
-"""What checkpoints cost a run that saves every 100th step, beside the same steps without saving.
+"""Cost of checkpoints for a run that saves every 100th step, beside the same steps without saving.
 
     python benchmarks/checkpoint_cost.py                              a GPT on two pipeline ranks, gloo, a process each
     python benchmarks/checkpoint_cost.py --hidden 256 --rounds 12     another width; more rounds, narrower intervals
     python benchmarks/checkpoint_cost.py --dir /mnt/scratch           another disk
 
-In each round the same engines make 100 steps without a save, 100 with one that is written meanwhile, and 100 with one
-that they wait for; the save comes with the first of them. So the copy into the host's memory, what the writing thread
-takes of the cores, and the fsyncs are all in the figure. Targets: below 2 % where a step takes 50 ms or more. Beside
-that: how long the training itself stood still for a save, what was written, and the memory that saving takes.
+In each round the same engines make 100 steps without a save, 100 with one in the background, and 100 with one
+that they wait for; the save comes with the first of them. So the copy to the host's memory, the writing thread's
+use of the cores, and the fsyncs are all included. Targets: below 2 % where a step takes 50 ms or more. Also
+printed: the time that training itself was blocked by a save, the bytes written, and the memory that saving takes.
 """
 
 from __future__ import annotations

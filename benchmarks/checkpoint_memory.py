@@ -1,13 +1,13 @@
-"""How far a rank's resident memory rises as a checkpoint is saved and loaded, beside what the rank holds of it.
+"""Rise of a rank's resident memory while a checkpoint is saved and loaded, relative to the state that it holds.
 
     python benchmarks/checkpoint_memory.py                    2 GB of weights and Adam's state, of one rank
     python benchmarks/checkpoint_memory.py --blocks 8         less
     python benchmarks/checkpoint_memory.py --dir /mnt/scratch another disk
 
-The peak of each is that of `VmHWM` in /proc, reset before it begins: Linux alone has it. Targets: a rise of at most
-1.2 times what the rank holds for a save in the background, whose buffer stays, and of 0.2 times where training waits
-for the save, and while loading, on the same mesh or on another. glibc is told to give memory back as soon as it is
-freed (MALLOC_MMAP_THRESHOLD_), so that what is measured is what the runtime asks for.
+The peak of each is `VmHWM` in /proc, reset before it begins: Linux only. Targets: a rise of at most
+1.2 times the rank's state for a save in the background, whose buffer stays, and of 0.2 times where training waits
+for the save, and while loading, on the same mesh or on another. glibc is set to return memory as soon as it is
+freed (MALLOC_MMAP_THRESHOLD_), so that the figure is the memory that the runtime asks for.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def status(name: str) -> int:
 
 
 def risen(work: Callable[[], object]) -> int:
-    """Return how many bytes more than before were resident at most while something ran."""
+    """Return the peak rise in resident bytes during a call."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
@@ -62,7 +62,7 @@ def risen(work: Callable[[], object]) -> int:
 
 
 def measure(blocks: int, folder: Path, format: Format) -> tuple[int, dict[str, int]]:
-    """Return the bytes that a rank holds, and the rise of each kind."""
+    """Return the bytes that a rank holds, and the rise of each kind of save or load."""
     found: dict[str, int] = {}
 
     def save(transport: Transport) -> int:
@@ -95,7 +95,7 @@ def measure(blocks: int, folder: Path, format: Format) -> tuple[int, dict[str, i
 
 
 def main() -> int:
-    """Measure, and print a line for each; 1 where one rises too far."""
+    """Measure, and print a line for each; return 1 where one rises too far."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=40, help="layers of 17 MB; Adam keeps two more of each")
     parser.add_argument("--dir", default=None, help="where to save; default: the system's temporary folder")

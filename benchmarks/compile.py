@@ -1,4 +1,4 @@
-"""How long compiling, proving and simulating large plans takes, beside torch.distributed.pipelining in the same run.
+"""Time of compiling, proving and simulating large plans, beside torch.distributed.pipelining in the same run.
 
     python benchmarks/compile.py            about two minutes on one core; torch is left out where it is missing
     python benchmarks/compile.py --large    ten million instructions as well
@@ -150,7 +150,7 @@ def files_and_faults() -> None:
 
 
 def peak_of_one() -> None:
-    """What one process needs for the first plan alone, all that it imports included."""
+    """Print the peak memory of a process that handles the first plan alone, imports included."""
     code = "import quintsched as qs, re\n"
     code += "qs.compile('interleaved-1f1b', mesh='pp=64', microbatches=512, chunks=4).simulate()\n"
     code += "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024)"

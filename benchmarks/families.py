@@ -1,14 +1,14 @@
-"""Which families of transformers and timm train on which meshes as in one process: a matrix, cell by cell.
+"""Matrix of model families of transformers and timm by meshes: does each train there as in one process?
 
     python benchmarks/families.py [--family llama] [--mesh tp2] [--json] [--table]
 
     equal      losses, gradients and weights of two steps are those of one process, to 1e-9 in float64; in bf16 they are
                at most 1.5 times as far from float64's as those of one process in bf16
-    refused    one line says before the first step why not, and what to write instead
+    refused    one line before the first step gives the reason, and an alternative
     wrong, crash, hang      must not be: the exit status is 1 if any cell is
 
-Each family is tried in a process of its own, its ranks threads of that. Models are tiny and drawn; nothing is
-downloaded. It needs the extra `families`. `--table` prints what docs/families.md shows.
+Each family runs in a process of its own, with its ranks as threads. Models are tiny and randomly initialized; nothing
+is downloaded. It needs the extra `families`. `--table` prints the table of docs/families.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def in_process(family: str, meshes: Sequence[str]) -> None:
 
 
 def cells_of(family: str, meshes: Sequence[str]) -> Iterator[Cell]:
-    """Judge cells of a family in processes of their own: the one in which a process stops is a crash, or a hang."""
+    """Judge cells of a family in processes of their own: a cell in which a process stops is a crash, or a hang."""
     left = [mesh for mesh in meshes if MESHES[mesh].takes(family_named(family))]
     while left:
         command = [sys.executable, __file__, "--child", family, *(word for mesh in left for word in ("--mesh", mesh))]
@@ -68,7 +68,7 @@ def cells_of(family: str, meshes: Sequence[str]) -> Iterator[Cell]:
 
 
 def _run(command: Sequence[str], seconds: float) -> tuple[str, Verdict | None]:
-    """Return what a process printed, and how it ended if not well."""
+    """Return a process's output, and the verdict if it crashed or hung."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
@@ -95,7 +95,7 @@ def table(cells: Sequence[Cell], meshes: Sequence[str]) -> str:
 
 
 def summary(cells: Sequence[Cell]) -> Mapping[str, int]:
-    """Return how many cells became what."""
+    """Return the number of cells by result."""
     return dict(Counter(cell.verdict.result for cell in cells))
 
 

@@ -1,4 +1,4 @@
-"""Faults in real processes: what is told of each, how soon, and whether it names the right rank and instruction.
+"""Fault injection in real processes: delay and accuracy of the report, by rank and instruction.
 
 python benchmarks/faults.py                      300 faults on five meshes, 20 minutes on two cores; as root, with links
 python benchmarks/faults.py --count 40 --json out.json
@@ -28,7 +28,7 @@ JOBS = (("pp=3", "1f1b"), ("dp=2,pp=2", "1f1b"), ("pp=4", "zb-h1"), ("pp=2,tp=2"
 
 
 def main() -> None:
-    """Run the faults, and print the table."""
+    """Inject the faults, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--at-once", type=int, default=2)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def run_all(count: int, at_once: int) -> list[Judged]:
-    """Run so many faults, spread over the jobs; those of links where hosts can be made."""
+    """Inject so many faults, spread over the jobs; those of links where network namespaces can be made."""
     found, why = [], why_no_hosts()
     if why is not None:
         sys.stderr.write(f"no link is cut: {why}\n")

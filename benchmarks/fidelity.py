@@ -1,20 +1,20 @@
-"""Is what the simulator says is hidden, hidden? Every schedule, run against its own simulation.
+"""Fidelity of the simulator: every schedule, run against its own simulation. Is communication hidden as predicted?
 
     python benchmarks/fidelity.py [--only sleeps|links|gloo] [--schedules 1f1b,zbv] [--json]
 
-    sleeps   four ranks as threads; every computation sleeps for 20 ms, every message is under way for 5: within 3 %
+    sleeps   four ranks as threads; every computation sleeps for 20 ms, every message takes 5 ms: within 3 %
     links    the same with microbatches from half to twice as long, and messages from 2 to 25 ms, by pair of ranks
     gloo     two processes that really compute; a step is simulated with the costs of a trace
              of the one before: within 5 %
 
-    simulated   F0 ▸▸ F1 ▸▸ F2           ▸▸ a message, hidden behind computation wherever the plan lets it be
-    measured    F0 ▸▸ F1 ·▸▸ F2          ·  here it was not, or something else took time
+    simulated   F0 ▸▸ F1 ▸▸ F2           ▸▸ a message, hidden behind computation wherever the plan allows it
+    measured    F0 ▸▸ F1 ·▸▸ F2          ·  here it was not, or another cost took time
 
-Sleeps leave nothing but the schedule: whatever is beyond the simulation is software, or a wait that the simulator does
-not know of. As nothing makes a sleep shorter, the best step counts; of the real computations, the median. Where a
-schedule is beyond its limit, the computations are named that began later than what came before them explains. The exit
-code is then 1. Where the system allows it, the sleeping threads get real-time priority: they need next to no time, but
-at once.
+Sleeps isolate the schedule: any time beyond the simulation is software overhead, or a wait that the simulator
+misses. As nothing makes a sleep shorter, the best step counts; of the real computations, the median. Where a
+schedule is beyond its limit, the computations are listed that began later than their predecessors explain. The exit
+code is then 1. Where the system allows it, the sleeping threads get real-time priority: they need hardly any CPU time,
+but at once.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from quintsched.trace.measured import MeasuredStep, Trace
 MICROBATCHES = 8
 SLICES = 2
 LENGTHS = (1.0, 0.5, 2.0, 1.0, 1.5, 0.5, 1.0, 0.5)
-"""How long the microbatches of the part `links` are."""
+"""Lengths of the microbatches in the part `links`."""
 NODE = 2
-"""How many ranks are on a node there."""
+"""Ranks per node there."""
 WITHIN_MS, ACROSS_MS = 2.0, 12.0
 OTHERS_MS = {(2, 3): 25.0, (3, 2): 5.0}
-"""How long messages within a node and across nodes are under way, and those between these ranks."""
+"""Latency of messages within a node, across nodes, and between particular ranks."""
 Spans = list[tuple[float, float]]
 AnyRow = TypeVar("AnyRow")
-"""When each step began and ended on one rank, in seconds on a clock that all ranks share."""
+"""Begin and end of each step on one rank, in seconds on a clock that all ranks share."""
 
 
 class Slip(NamedTuple):
-    """By how much a computation began later than what came before it explains."""
+    """Delay of a computation that its predecessors do not explain."""
 
     late_ms: float
     place: str
@@ -74,7 +74,7 @@ class Slip(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule: how long a step takes simulated and measured, and where it fell behind."""
+    """Result of one schedule: simulated and measured step time, and its largest delays."""
 
     schedule: str
     simulated_ms: float
@@ -97,9 +97,9 @@ class Row:
 
 
 def find_slips(simulation: Simulation, measured: MeasuredStep, most: int = 3) -> list[Slip]:
-    """Return the computations that fell behind by most, in milliseconds.
+    """Return the computations with the largest unexplained delays, in milliseconds.
 
-    What comes before is the computation before it on its rank, and whatever makes what it takes.
+    Predecessors are the computation before it on its rank, and those that produce its inputs.
     """
     plan = simulation.plan
     pairs = [
@@ -122,7 +122,7 @@ def find_slips(simulation: Simulation, measured: MeasuredStep, most: int = 3) ->
 
 
 def compile_for(schedule: qs.Schedule, pp: int, costs: qs.Costs | None = None) -> qs.Plan:
-    """Return a plan of a schedule, with its fewest chunks, and slices if it knows any."""
+    """Return a plan of a schedule, with its fewest chunks, and with slices if it supports them."""
     return qs.compile(
         schedule,
         mesh=qs.Mesh(pp=pp),
@@ -133,7 +133,7 @@ def compile_for(schedule: qs.Schedule, pp: int, costs: qs.Costs | None = None) -
 
 
 def took_ms(by_rank: Sequence[Spans]) -> list[float]:
-    """Return how long each step took, from when the first rank began until the last one ended."""
+    """Return the duration of each step, from the first rank's begin to the last one's end."""
     return [
         1e3 * (max(end for _, end in together) - min(begin for begin, _ in together))
         for together in zip(*by_rank, strict=True)
@@ -141,7 +141,7 @@ def took_ms(by_rank: Sequence[Spans]) -> list[float]:
 
 
 def timed(engine: Engine, step: Callable[[], object]) -> tuple[float, float]:
-    """Run a step that all ranks begin together; return when it began and ended on this one."""
+    """Run a step that all ranks begin together; return its begin and end on this one."""
     engine.everyone.barrier()
     begin = time.perf_counter()
     step()
@@ -153,7 +153,7 @@ def timed(engine: Engine, step: Callable[[], object]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Sleeps:
-    """A schedule whose every computation sleeps for so many milliseconds, on so many ranks."""
+    """A schedule in which every computation sleeps for so many milliseconds, on so many ranks."""
 
     schedule: qs.Schedule
     pp: int = 4
@@ -165,14 +165,14 @@ class Sleeps:
 
     @property
     def host_bandwidth(self) -> float | None:
-        """How fast activations go to the host's memory and back, in bytes a second; None: at once."""
+        """Bandwidth of copies of activations to the host's memory and back, in bytes a second; None: no delay."""
         return None
 
     def costs(self) -> qs.Costs:
         return self._costs(p2p=self.wire_ms)
 
     def wire_s(self) -> float | dict[tuple[int, int], float]:
-        """Return what the transport takes."""
+        """Return the latency of the transport's messages."""
         return self.wire_ms / 1e3
 
     def _costs(self, **more: Any) -> qs.Costs:
@@ -184,12 +184,12 @@ class Sleeps:
         return compile_for(self.schedule, self.pp, self.costs())
 
     def trained(self) -> qs.Plan:
-        """Return the plan of the engine: one that trains, beside which the engine evaluates."""
+        """Return the plan of the engine, which trains; schedules for evaluation run by its `evaluate`."""
         plan = self.plan()
         return plan if plan.mode == "train" else qs.compile("gpipe", mesh=plan.mesh, microbatches=MICROBATCHES)
 
     def run(self, directory: Path, transport: Transport) -> Spans:
-        """Run the steps on one rank after one that warms up; leave a trace of those that train."""
+        """Run the steps on one rank after one that warms up; save a trace of training steps."""
         plan, seconds = self.trained(), self.computation_ms / 1e3
         num_blocks = len(plan.routes[0].stages)
         engine = Engine(
@@ -198,7 +198,7 @@ class Sleeps:
             lambda output, _: output.sum(),
             partial(torch.optim.SGD, lr=0.0),
             block_costs=[1.0] * num_blocks,
-            prove="none",  # blocks that only sleep make their gradients up
+            prove="none",  # blocks that only sleep have artificial gradients
             trace_steps=range(1, 1 + self.steps),
             transport=transport,
         )
@@ -210,7 +210,7 @@ class Sleeps:
 
 
 class Links(Sleeps):
-    """The same with wires and microbatches that differ."""
+    """Sleeps with latencies and microbatches that differ."""
 
     def __init__(self, schedule: qs.Schedule, **more: Any) -> None:
         super().__init__(schedule, lengths=LENGTHS, **more)
@@ -251,7 +251,7 @@ LENGTH, HIDDEN, WIDE, BLOCKS = 128, 256, 2048, 4
 
 
 class FeedForward(nn.Sequential):
-    """A block that works on each position by itself: it takes slices and has nothing to look back at."""
+    """A block that works on each position by itself: it takes slices, and needs no past."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN))
@@ -262,7 +262,7 @@ class FeedForward(nn.Sequential):
 
 
 def run_gloo(rank: int, folder: str, names: Sequence[str], rounds: int) -> dict[str, Spans]:
-    """Run all schedules in turn, two steps each: one that is traced, and one that is timed."""
+    """Run all schedules in turn, two steps each: one traced, and one timed."""
     transport = connect("gloo", timeout_s=60)
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, MICROBATCHES, LENGTH, HIDDEN)
@@ -308,7 +308,7 @@ def row_of(trace: Trace, measured_ms: float, limit: float) -> Row:
 
 
 def only_step(trace: Trace, number: int) -> Trace:
-    """Return the trace of the `number`-th step that was recorded, without the others."""
+    """Return the trace of the `number`-th recorded step alone."""
     own = slice(number, number + 1)
     ranks = [
         replace(rank, steps=rank.steps[own], start=rank.start[own], end=rank.end[own], wait=rank.wait[own])

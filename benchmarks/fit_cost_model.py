@@ -1,11 +1,11 @@
-"""Fits the six constants of `strategies.prediction.efficiency` to one published table, and says how well they hold.
+"""Fit of the six constants of `strategies.prediction.efficiency` to one published table, with its errors.
 
     python benchmarks/fit_cost_model.py            the constants, each row's error, and that with the row left out
     python benchmarks/fit_cost_model.py --h100     also the H100's own constant, from the two runs that it names
 
 The table is Korthikanti et al. 2022: nine measured steps, and five forwards and backwards of one layer (which count
-less: they are rounded to 0.1 ms). What is minimised is the sum of squared logarithms of predicted over measured, and
-a little of how far each constant strays from where it starts. Nothing else is ever fitted.
+less: they are rounded to 0.1 ms). The objective is the sum of squared logarithms of predicted over measured, plus
+a small penalty on each constant's distance from its start. Nothing else is ever fitted.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from quintsched.strategies.prediction.table import distinct_blocks, evaluate
 DATA = Path(__file__).parent / "data"
 START = Constants(product=0.85, half=200.0, memory=0.8, link=0.8, network=0.4, contention=0.2)
 MOST = 0.98
-"""No share is more."""
+"""Upper limit of a share."""
 LAYERS_COUNT = 0.4
 """Weight of a layer's time beside a step's."""
 STRAYING = 0.002
-"""Weight of the squared logarithm of a constant over where it starts."""
+"""Weight of the squared logarithm of a constant over its starting value."""
 EXTRAS = ("measured_s", "tflops", "group")
 Vector = NDArray[np.float64]
 
 
 def main() -> int:
-    """Fit and report."""
+    """Fit the constants and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--h100", action="store_true", help="fit the H100's own constant too")
     arguments = parser.parse_args()
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def fit(rows: list[dict[str, Any]], layers: list[dict[str, Any]]) -> Constants:
-    """Return the constants for these rows and layer times."""
+    """Return the constants fitted to these rows and layer times."""
     start = np.log(np.array(astuple(START)))
 
     def loss(x: Vector) -> float:
@@ -115,7 +115,7 @@ def fit_h100() -> float:
 
 
 def minimise(loss: Callable[[Vector], float], start: Vector, steps: int = 600) -> Vector:
-    """Return where a function is least, by Nelder and Mead's simplex."""
+    """Return the minimum of a function, by Nelder and Mead's simplex."""
     corners = [start, *(start + 0.15 * axis for axis in np.eye(len(start)))]
     values = [loss(corner) for corner in corners]
     for _ in range(steps):

@@ -1,9 +1,9 @@
-"""Broken files by the hundred thousand, for every reader of files: no traceback, at most 1 s and 256 MB each.
+"""Fuzzing of all file readers with broken files: no traceback, at most 1 s and 256 MB each.
 
-    python benchmarks/fuzz.py --inputs 1000000 --processes 2        some hours; what was found is listed at the end
+    python benchmarks/fuzz.py --inputs 1000000 --processes 2        some hours; faults are listed at the end
     python benchmarks/fuzz.py --inputs 20000 --readers plan job
 
-A process per share of the inputs; memory is limited by the system. Each fault is written to --faults, to be read again.
+A process per share of the inputs; the system limits its memory. Each fault is written to --faults, to be read again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Found = tuple[Counter[str], float, int, dict[str, bytes]]
 
 
 def fuzz(name: str, first: int, count: int) -> Found:
-    """Feed inputs number `first` on to a reader; return kinds, the longest time, bytes, and faults by their words."""
+    """Feed inputs number `first` on to a reader; return kinds, longest time, bytes, and faults by their messages."""
     warnings.simplefilter("error")
     reader = READERS[name]
     mutator, kinds, slowest, size = Mutator(reader.seeds(), first, stays_json=reader.stays_json), Counter[str](), 0.0, 0
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def _keep(folder: Path, faults: dict[str, bytes]) -> int:
-    """Write faults down; return how many there were."""
+    """Write faults to files; return their number."""
     for words, data in faults.items():
         folder.mkdir(parents=True, exist_ok=True)
         name = hashlib.sha256(data).hexdigest()[:12]

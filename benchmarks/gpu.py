@@ -1,4 +1,4 @@
-"""What a GPU says, in one run: steps beside plain PyTorch, split backwards, ranks that share it, memory, the host.
+"""GPU benchmarks, in one run: steps beside plain PyTorch, split backwards, ranks that share a GPU, memory, host time.
 
     python benchmarks/gpu.py [--only steps …] [--rounds 40] [--json] [--device cuda]
 
@@ -7,13 +7,13 @@
     beside       two and four ranks beside torch.distributed.pipelining: 1F1B, interleaved, zero bubble
     bubbles      two ranks: bubbles of traces, and the step that a trace's costs predict
     halves       both halves of a backward against the whole
-    memory       what CUDA's allocator counts beside the simulator's peak, on one rank and on two
-    host         what the host takes for an instruction
+    memory       the peak of CUDA's allocator beside the simulator's, on one rank and on two
+    host         the host's time for an instruction
     ring         ring attention's computation beside one fused call
-    experts      how often the host waits for the device, per mixture and microbatch
-    predicted    steps that are predicted from what `calibrate` measures here, and their order
+    experts      number of device synchronizations, per mixture and microbatch
+    predicted    steps predicted from measurements of `calibrate` here, and their order
 
-The same job: gradients added up over the microbatches in float32, divided by the batch's weight, their norm and the
+The same job: gradients accumulated over the microbatches in float32, divided by the batch's weight, their norm and the
 finite check, AdamW on float32 masters, rounding to bf16. Ratios are paired round by round (see paired.py). Where a part
 fails the others are measured all the same, and the run ends with 1. `--device cpu` tries the script itself, with tiny
 sizes and over gloo.
@@ -60,7 +60,7 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
 
 
 def run_parts(only: Sequence[str], device: torch.device, rounds: int) -> tuple[dict[str, Any], list[str]]:
-    """Run parts; print tables, and return the figures by part, and which of them failed."""
+    """Run parts; print tables, and return the figures by part, and the names of failed ones."""
     found: dict[str, Any] = {"machine": machine(device)}
     print(", ".join(f"{name} {value}" for name, value in found["machine"].items()))
     failed = []
@@ -80,7 +80,7 @@ def run_parts(only: Sequence[str], device: torch.device, rounds: int) -> tuple[d
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Return what the figures were measured on."""
+    """Return the machine's device and library versions."""
     on_gpu = device.type == "cuda"
     found = {"device": torch.cuda.get_device_name() if on_gpu else platform.machine(), "torch": torch.__version__}
     return found | ({"nccl": ".".join(map(str, nccl_version()))} if on_gpu else {})

@@ -1,10 +1,10 @@
-"""What a split backward moves, and what a trace costs, on one process and a small GPT.
+"""Time of a split backward's halves, and the cost of a trace, on one process and a small GPT.
 
     python benchmarks/halves.py [--rounds 40] [--json]
 
     Bwd        the whole backward, in a plan that has no halves
-    BwdInput   what makes the input's gradient, in a zero-bubble plan of the same microbatches
-    BwdWeight  the weight products that it left for later
+    BwdInput   computes the input's gradient, in a zero-bubble plan of the same microbatches
+    BwdWeight  the deferred weight gradients
 
 Times are those of a trace. The trace's own cost is a paired ratio (see paired.py): the same steps with and without.
 """
@@ -55,7 +55,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def halves(steps: int = 10) -> dict[str, Any]:
-    """Return milliseconds per microbatch of a whole backward and of its halves, and the share that is put off."""
+    """Return milliseconds per microbatch of a whole backward and of its halves, and the deferrable share."""
     costs = {}
     for schedule in ("1f1b", "zb-h1"):
         engine = engine_of(schedule, range(2, 2 + steps))
@@ -76,7 +76,7 @@ def halves(steps: int = 10) -> dict[str, Any]:
 
 
 def tracing(rounds: int) -> dict[str, Any]:
-    """Return what a trace costs, in rounds of one step each."""
+    """Return the cost of a trace, in rounds of one step each."""
     rivals = {
         name: partial(engine_of("1f1b", traced).step, *batch())
         for name, traced in ((PLAIN, None), (AGAIN, None), (TRACED, FOREVER))

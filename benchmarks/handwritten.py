@@ -1,18 +1,18 @@
-"""What the interpreter is measured against: a pipeline loop written by hand, and torch.distributed.pipelining.
+"""Baselines of the interpreter: a pipeline loop written by hand, and torch.distributed.pipelining.
 
-The hand-written loop knows one thing, its schedule, and spends nothing on anything else:
+The hand-written loop implements only its schedule, without any overhead:
 
     for run, unit in order: run(unit)              run = a stage's forward or backward
     forward(unit)    wait for the activation ▸ stage ▸ isend the output ▸ irecv the activation after the next
     backward(unit)   wait for the gradient ▸ autograd.backward ▸ isend the input's gradient ▸ irecv likewise
     end              as the plan's end of step, below
 
-- Order: the forwards and backwards of this rank, as the plan has them.
+- Order: the forwards and backwards of this rank, as in the plan.
 - Messages: `dist.isend` and `dist.irecv`, tagged by stage and direction, on a process group of their own. Two receives
   per tag are always posted ahead; sends are awaited at the end of the step.
-- Buffers: made once, a ring per tag. Activations arrive in leaves that require gradients, so no tensor is made for
+- Buffers: made once, a ring per tag. Activations arrive in leaf tensors that require gradients, so none is made for
   them; a gradient's buffer is free for the message after the next as soon as its backward is done.
-- Gradients: views into one flat tensor, added up over the microbatches; one operation each to divide, measure, clear.
+- Gradients: views into one flat tensor, summed over the microbatches; one operation each to divide, measure, clear.
 - End of step, the same work as the plan's: the loss and its total weight shared between ranks (one all-reduce), the
   gradients divided by that weight, the global norm (one all-reduce), the finite check on the host, SGD, clearing.
 
@@ -46,17 +46,17 @@ Step = Callable[[Tensor | None, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Wire:
-    """How messages travel; `isend(tensor, dst=, tag=)` and `irecv(buffer, src=, tag=)` return what to wait for."""
+    """Communication functions; `isend(tensor, dst=, tag=)` and `irecv(buffer, src=, tag=)` return works to wait for."""
 
     isend: Callable[..., Any]
     irecv: Callable[..., Any]
     all_reduce: Callable[[Tensor], Any]
     group: dist.ProcessGroup | None = None
-    """What torch's runtimes talk over; None is the default group."""
+    """Process group of torch's runtimes; None is the default group."""
 
 
 def gloo_wire() -> Wire:
-    """Return the wire of a process group of its own, of all ranks."""
+    """Return a wire with a process group of its own, of all ranks."""
     group = dist.new_group()
     return Wire(
         partial(dist.isend, group=group),
@@ -68,14 +68,14 @@ def gloo_wire() -> Wire:
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank has to do: its stages, their order, and what travels."""
+    """Work of one rank: its stages, their order, and the shape of messages."""
 
     plan: qs.Plan
     rank: int
     blocks: Sequence[nn.Module]
     loss: Loss
     like: Tensor
-    """A tensor of the shape and type of what travels between stages."""
+    """A tensor with the shape and dtype of messages between stages."""
 
     @property
     def num_stages(self) -> int:
@@ -99,7 +99,7 @@ class Task:
         return [(isinstance(i, Fwd), i.stage, i.microbatch) for i in computed]
 
     def most_in_flight(self, stage: int) -> int:
-        """Return how many microbatches of a stage are between forward and backward at most."""
+        """Return the most microbatches of a stage that are between forward and backward at a time."""
         level = most = 0
         for is_forward, of, _ in self.order():
             level += (1 if is_forward else -1) * (of == stage)
@@ -111,7 +111,7 @@ class Task:
 
 
 class EndOfStep:
-    """Flat gradients, and what a step ends with; see the module."""
+    """Flat gradients, and the end of a step; see the module."""
 
     def __init__(self, modules: Mapping[int, nn.Module], wire: Wire, weight: int) -> None:
         parameters = [p for module in modules.values() for p in module.parameters()]
@@ -139,7 +139,7 @@ class EndOfStep:
 
 
 class Ring:
-    """The receives of one tag, two ahead: message `unit` comes into buffer `unit` modulo their number."""
+    """Receives of one tag, two posted ahead: message `unit` comes into buffer `unit` modulo their number."""
 
     def __init__(self, buffers: Sequence[Tensor], receive: Callable[..., Any], messages: int) -> None:
         self._buffers = buffers
@@ -163,7 +163,7 @@ class Ring:
 
 
 class HandStage:
-    """One stage of the hand-written loop: its module, its neighbours and what waits between forward and backward."""
+    """One stage of the hand-written loop: its module, its neighbours and tensors kept between forward and backward."""
 
     def __init__(self, task: Task, stage: int, module: nn.Module, wire: Wire) -> None:
         homes, count, like = task.plan.stage_to_pp, task.microbatches, task.like
@@ -250,7 +250,7 @@ def hand_written(task: Task, wire: Wire) -> Step:
 
 
 def pure_compute(task: Task, wire: Wire) -> Step:
-    """Return a step that only computes: forwards and backwards on standing tensors, and the same end of step.
+    """Return a step that only computes: forwards and backwards on constant tensors, and the same end of step.
 
     For ranks that hold neither the first nor the last stage.
     """
@@ -305,5 +305,5 @@ def torch_pipelining(name: str, task: Task, wire: Wire) -> Step:
 
 
 def _actions(task: Task) -> list[_Action]:
-    """Return the order of a rank in torch's words; its own `Schedule1F1B` has none that its runtime takes."""
+    """Return the order of a rank as torch's actions; its own `Schedule1F1B` has none that its runtime takes."""
     return [_Action.from_str(f"{stage}{'F' if is_forward else 'B'}{unit}") for is_forward, stage, unit in task.order()]

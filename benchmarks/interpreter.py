@@ -1,16 +1,16 @@
-"""What the interpreter costs beside a loop written by hand and beside torch.distributed.pipelining, in one run.
+"""Cost of the interpreter beside a hand-written loop and torch.distributed.pipelining, in one run.
 
     python benchmarks/interpreter.py [--only software|gloo|transformer|memory] [--rounds 40] [--json]
 
     software      one rank of a pipeline of four: in the middle, the first, the last; all communication stubbed out
     gloo          two processes, a tiny MLP: 8 and 32 microbatches, 1F1B and interleaved
     transformer   two processes, 4 layers, d=256, sequence 128, microbatch 4
-    memory        two processes, 32 microbatches: what 1F1B keeps resident beside GPipe, measured and planned
+    memory        two processes, 32 microbatches: resident memory of 1F1B beside GPipe, measured and planned
 
-Ratios are paired round by round (see paired.py); handwritten.py says what the hand-written loop does. All rivals start
+Ratios are paired round by round (see paired.py); handwritten.py describes the hand-written loop. All rivals start
 from the same weights, and before anything is timed over gloo their losses must agree. Where messages are most of the
-step, a pair of processes may favour one rival for its whole life (gloo has a thread for each process group, and where
-the system puts it matters), so those rounds are spread over several pairs.
+step, a pair of processes may favour one rival for its whole life (gloo has a thread for each process group, and its
+placement by the system matters), so those rounds are spread over several pairs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a model, a schedule, and how many steps make a sample."""
+    """One comparison: a model, a schedule, and the number of steps per sample."""
 
     title: str
     model: str
@@ -67,11 +67,11 @@ class Case:
     microbatches: int
     steps: int
     launches: int = 1
-    """Over how many pairs of fresh processes the rounds are spread."""
+    """Number of pairs of fresh processes over which the rounds are spread."""
     rank: int = 1
-    """Which rank is measured, where it is one alone."""
+    """Rank that is measured, where it is one alone."""
     most: float = 1.05
-    """How many times the time of the hand-written loop it may take."""
+    """Limit of the time, relative to the hand-written loop."""
 
     @property
     def chunks(self) -> int:
@@ -96,7 +96,7 @@ class Case:
 
 
 def mlp(hidden: int, rows: int) -> Callable[[int], tuple[list[nn.Module], Tensor]]:
-    """Return how to build as many blocks as there are stages, and a tensor like what travels."""
+    """Return a function that builds a block per stage, and a tensor like the messages."""
     return lambda stages: (
         [nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()) for _ in range(stages)],
         torch.zeros(rows, hidden),
@@ -133,7 +133,7 @@ TRANSFORMER = [Case(f"transformer, {schedule}, m=4", "transformer", schedule, 2,
 
 
 def our_engine(task: Task, transport: Transport) -> Step:
-    """Return a step of ours."""
+    """Return a step of the engine."""
     engine = Engine(
         task.plan,
         task.blocks,
@@ -146,7 +146,7 @@ def our_engine(task: Task, transport: Transport) -> Step:
 
 
 def muted_engine(case: Case, rank: int) -> Step:
-    """Return a step of ours on one rank. The engine has run on all ranks, in threads, before this one is left alone."""
+    """Return a step of the engine on one rank, which has run with all ranks, in threads, before it is muted."""
 
     def start(real: Transport) -> tuple[Step, MutedTransport]:
         transport, task = MutedTransport(real), tasks[real.rank]
@@ -162,7 +162,7 @@ def muted_engine(case: Case, rank: int) -> Step:
 
 
 def software(case: Case, rounds: int) -> Samples:
-    """Return the samples of one rank of a pipeline whose other ranks are not there."""
+    """Return the samples of one rank of a pipeline, without its other ranks."""
     rank = case.rank
     ours = muted_engine(case, rank)
     with muted_torch(rank, case.pp) as stop_filling:
@@ -220,7 +220,7 @@ def gloo_targets(samples: Samples, baseline: str) -> list[Target]:
 
 
 class Wide(nn.Module):
-    """A block with little to send and much to keep: (n, 64) becomes (n, 32768, 64) and (n, 64) again."""
+    """A block with little to send and much to save: (n, 64) becomes (n, 32768, 64) and (n, 64) again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ KEPT_BYTES = 8 * 2**20
 
 
 def resident(rank: int, schedule: str) -> dict[str, float]:
-    """Return by how many bytes three steps raise this process's peak, and what the plan holds at its peak."""
+    """Return the rise of this process's peak in three steps, and the plan's peak of activations, in bytes."""
     case = Case("", "wide", schedule, 2, 32, 1)
     task = case.task(rank)
     step = our_engine(task, connect("gloo", timeout_s=60))
@@ -246,7 +246,7 @@ def resident(rank: int, schedule: str) -> dict[str, float]:
 
 
 def kept_bytes(task: Task) -> int:
-    """Return what the forward of one microbatch keeps for its backward, by storage, weights left out."""
+    """Return the bytes that one microbatch's forward saves for its backward, by storage, without weights."""
     module = next(iter(task.modules().values()))
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     found: dict[int, int] = {}
@@ -264,7 +264,7 @@ def kept_bytes(task: Task) -> int:
 
 
 def memory() -> dict[str, Any]:
-    """Print and return what GPipe and 1F1B keep resident, on each rank."""
+    """Print and return the resident memory of GPipe and 1F1B, on each rank."""
     # Blocks of a megabyte or more go back to the system when they are freed, so that resident means held.
     with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(2**20)):
         found = {schedule: run_processes(resident, 2, schedule, timeout_s=120) for schedule in ("gpipe", "1f1b")}

@@ -1,4 +1,4 @@
-"""Wires on which every message is done at once: what is left of a step is computation and software."""
+"""Muted wires, on which every message completes at once: only computation and software are left of a step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DONE = DoneWork()
 
 
 class MutedTransport(Transport):
-    """One rank's end of a real transport that, once muted, is done with every message at once.
+    """Wrapper of a rank's real transport that, once muted, completes every message at once.
 
-    The first steps fill the buffers with real values; what a collective gave last is what it gives again.
+    The first steps fill the buffers with real values; a muted collective repeats its last result.
     """
 
     name = "muted"
@@ -54,7 +54,7 @@ class MutedTransport(Transport):
 
 
 class MutedGroup(Group):
-    """A group of a muted transport, whose collectives give again what they gave last to a tensor of as many numbers."""
+    """A group of a muted transport, whose collectives repeat their last result for a tensor of as many numbers."""
 
     def __init__(self, transport: MutedTransport, real: Group) -> None:
         super().__init__(real.ranks, real.index, real.device)
@@ -101,9 +101,9 @@ MUTED = Wire(isend=done, irecv=done, all_reduce=muted_all_reduce)
 
 @contextmanager
 def muted_torch(rank: int, world_size: int) -> Iterator[Callable[[], None]]:
-    """Let torch.distributed believe in a world whose messages are all done at once.
+    """Replace torch.distributed's messages by stubs that complete at once, within a context.
 
-    Buffers are filled with ones until the function given is called.
+    Buffers are filled with ones until the yielded function is called.
     """
 
     def receive(tensor: Tensor, *_: object, **__: object) -> Work:

@@ -1,4 +1,4 @@
-"""Activations that go to the host's memory: do time and peak come out as planned?
+"""Offload of activations to the host's memory: are time and peak as planned?
 
     python benchmarks/offload.py [--only time|memory] [--schedules 1f1b,zbv] [--json]
 
@@ -11,7 +11,7 @@
     half         F0 F1 F2 F3 …     the rest goes to the host while others compute,
                  └─0┘└─1┘          and is back for its backward
 
-The cap is half of each schedule's peak, or the least that works. Exit code 1 where something is beyond its limit.
+The cap is half of each schedule's peak, or the least that works. Exit code 1 where a figure is beyond its limit.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from quintsched.runtime.train.losses import cross_entropy_sum
 
 COPY_MS = 15.0
 BYTES = 4
-"""Of a number in float32."""
+"""Bytes of a number in float32."""
 
 
 def compile_capped(schedule: qs.Schedule, pp: int, costs: qs.Costs) -> qs.Plan:
-    """Return a plan that holds half of what it would, or as little as it can."""
+    """Return a plan that holds half of its uncapped peak, or as little as it can."""
     free = compile_for(schedule, pp, costs)
     cap = max(least_cap(free, costs), max(free.simulate(costs).peak_activations) / 2)
     slices = free.schedule.slices
@@ -52,7 +52,7 @@ def compile_capped(schedule: qs.Schedule, pp: int, costs: qs.Costs) -> qs.Plan:
 
 
 class SavingSleeper(Sleeper):
-    """A sleeper whose graph saves its output."""
+    """A sleeper whose autograd graph saves its output."""
 
     def forward(self, given: Tensor, past: object = None) -> Tensor:
         output: Tensor = _SavingSleep.apply(given, self.weight, self._pace)  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class _SavingSleep(SleepFunction):
 
 @dataclass(frozen=True)
 class OffloadedSleeps(Sleeps):
-    """Sleeps whose activations go over a link to the host; what a half of a backward leaves is next to nothing."""
+    """Sleeps whose activations are copied to the host; the input half of a backward leaves next to nothing."""
 
     copy_ms: float = COPY_MS
     block: ClassVar[type[Sleeper]] = SavingSleeper
@@ -97,7 +97,7 @@ LENGTH, CLASSES, DEPTH = 16, 32, 6
 
 @dataclass(frozen=True)
 class Peak:
-    """The peaks of one schedule on its first rank: with all activations on it, simulated and measured under a cap."""
+    """Peaks of one schedule on its first rank: without a cap, and simulated and measured under one."""
 
     schedule: str
     uncapped: float
@@ -117,7 +117,7 @@ class Peak:
 
 
 def train_counting(plan: qs.Plan) -> tuple[list[int], qs.Costs]:
-    """Return the peaks of the ranks in the second step, in bytes, and what single microbatches hold."""
+    """Return the peaks of the ranks in the second step, in bytes, and the costs of single microbatches."""
     torch.manual_seed(0)
     inputs, targets = torch.randint(0, CLASSES, (2, 2 * MICROBATCHES, LENGTH))
     spec = DataSpec(input_shape=(LENGTH,), num_classes=CLASSES)
@@ -134,7 +134,7 @@ def train_counting(plan: qs.Plan) -> tuple[list[int], qs.Costs]:
 
 
 def run_memory(schedule: qs.Schedule) -> Peak:
-    """Measure what single microbatches hold, cap the plan by that, and measure it."""
+    """Measure the bytes of single microbatches, cap the plan by that, and measure it."""
     free, costs = train_counting(compile_for(schedule, 2))
     plan = compile_capped(schedule, 2, costs)
     measured, _ = train_counting(plan)

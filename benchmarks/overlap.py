@@ -1,20 +1,20 @@
-"""Is what is exchanged inside stages hidden, where forwards and backwards overlap? And what does that cost?
+"""Overlap of forwards and backwards: does it hide the exchanges inside stages, and at what cost?
 
     python benchmarks/overlap.py [--only hidden|gloo|cost] [--json]
 
     hidden   four ranks as threads (pp=2, ep=2) whose blocks sleep and swap rows over a wire of 5 ms, twice per pass:
-             how much of the exchange that 1F1B exposes does DualPipeV with overlap hide? At least 80 %, and each step
-             takes what it does simulated, within 5 %
+             share of the exchange exposed by 1F1B that DualPipeV with overlap hides. At least 80 %, and each step
+             is within 5 % of its simulation
     gloo     two processes that really compute, with experts: the same plan with overlap, against its simulation under
              the costs of a trace: within 5 %
-    cost     the same experts in two threads, without a wire: what overlap costs where there is nothing to hide, as a
+    cost     the same experts in two threads, without a wire: the cost of overlap where there is nothing to hide, as a
              ratio of times in turn: at most 1.01
 
-    1F1B             F▒F▒ B▒B▒ F▒F▒ B▒B▒           ▒ an exchange that nobody hides
+    1F1B             F▒F▒ B▒B▒ F▒F▒ B▒B▒           ▒ an exposed exchange
     with overlap     FBFBFBFB FBFBFBFB
 
-Exposed is what a step takes longer with exchanges of 5 ms than with exchanges that take no time. The exit code is 1
-where a figure is missed.
+Exposed is the time by which exchanges of 5 ms lengthen a step, relative to exchanges that take no time. The exit code
+is 1 where a figure is missed.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from quintsched.trace.measured import Trace
 
 WIRE_S = 0.005
 FORWARD_S, BACKWARD_S = 0.020, 0.040
-"""What a rank's blocks sleep for a microbatch, exchanges left out."""
+"""Sleep of a rank's blocks for a microbatch, without exchanges."""
 
 STEPS = 5
-"""Of which the first two are those in which the turns are settled."""
+"""Number of steps; during the first two the order of turns is settled."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured, and what was wanted."""
+    """A measured figure, and its limit."""
 
     name: str
     value: float
@@ -72,13 +72,13 @@ class Figure:
 
 
 class SleepingMixture(MoE):
-    """Sleeps, swaps rows with the other ranks of ep, sleeps, and swaps them back: no experts, only their times."""
+    """Sleeps, swaps rows with the other ranks of ep, sleeps, swaps them back: the timing of experts alone."""
 
     def __init__(self) -> None:
         super().__init__(2, 2, lambda: nn.Linear(2, 2), top_k=1)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
-        """Return the tokens as they were: (rows, 2) to (rows, 2)."""
+        """Return the tokens unchanged: (rows, 2) to (rows, 2)."""
         weight = next(iter(self.experts.values())).weight
         for _ in range(2):
             tokens = _Sleep.apply(tokens, weight, self.router.weight)  # type: ignore[no-untyped-call]
@@ -118,16 +118,16 @@ def run_sleeps(plan: qs.Plan, folder: str, transport: Transport) -> Spans:
 
 
 def run_with_wire(plan: qs.Plan, exchange_s: float) -> tuple[float, qs.Costs]:
-    """Return what a step takes at best, once the turns are settled, in ms, and the costs of the trace."""
+    """Return the best time of a step after the first ones, in ms, and the costs of the trace."""
     with TemporaryDirectory() as folder, urgently():
         spans = run_local(4, partial(run_sleeps, plan, folder), wire_s=WIRE_S, collective_s=exchange_s)
         return min(took_ms(spans)), Trace.load(Path(folder), plan).costs()
 
 
 def predicted_ms(plan: qs.Plan, alone: qs.Costs, itself: qs.Costs) -> float:
-    """Return what a step takes simulated, given the costs of a run without overlap whose exchanges take no time.
+    """Return the simulated time of a step, from the costs of a run without overlap whose exchanges take no time.
 
-    What a stage of so many blocks exchanges is known; what the end of a step takes is that of the run itself.
+    The exchange time of a stage's blocks is known; the time of the step's end is that of the run itself.
     """
     blocks = 4 / len(plan.stage_to_pp)
     exchange = (2e3 * WIRE_S * blocks,) * len(plan.stage_to_pp)

@@ -1,11 +1,11 @@
-"""Calls of this package's own functions in one steady training step, by file: what the software of a step is made of.
+"""Count of calls of this package's own functions in one steady training step, by file: the software cost of a step.
 
 quintsched   one step of 1F1B on rank 0 of pp=2,dp=2, four microbatches, four linear blocks, clipping, AdamW
 counted      call events of `sys.setprofile` in files of the package, in all threads of the rank
 before, between, after    the first instruction that computes, up to the last, and from there on
 
 python benchmarks/own_calls.py            the sums
-python benchmarks/own_calls.py --files    and how many are in each file
+python benchmarks/own_calls.py --files    and the number in each file
 python benchmarks/own_calls.py --order    every call, in order
 python benchmarks/own_calls.py --first    of `Engine.__init__` and of the first step, by room and by function
 """
@@ -37,12 +37,12 @@ STEPS, WIDTH, SAMPLES, MICROBATCHES = 4, 8, 16, 4
 MOST_SHOWN = 60
 
 Call = tuple[str, str]
-"""The file, from the root, and the name of a function."""
+"""File, from the root, and name of a function."""
 
 
 @contextmanager
 def counting(calls: list[Call]) -> Iterator[None]:
-    """Note the calls of own functions of this thread, and of threads that it starts."""
+    """Record the calls of own functions in this thread, and in threads that it starts, within a context."""
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OWN):
@@ -95,7 +95,7 @@ _COMPUTING = tuple(f"runtime/interpreter/handlers/{name}.py" for name in ("forwa
 
 
 def parts_of(calls: list[Call]) -> tuple[int, int, int]:
-    """Return how many calls are before the first forward, from there to the last backward, and after it."""
+    """Return the number of calls before the first forward, from there to the last backward, and after it."""
     computing = [place for place, (path, _) in enumerate(calls) if path.startswith(_COMPUTING)]
     return computing[0], computing[-1] - computing[0], len(calls) - computing[-1]
 

@@ -1,11 +1,11 @@
-"""Measuring rivals fairly on a noisy machine: in turn, in many short rounds, each compared with its own neighbours.
+"""Fair comparison of rivals on a noisy machine: in turn, in many short rounds, each compared with its own neighbours.
 
     round 0   hand  hand again  ours  torch        one sample = wall and CPU seconds of a few steps
     round 1   torch  ours  hand again  hand        ratio of a rival in a round = its sample / the baseline's sample
     round 2   ours  torch  hand  hand again        figure = median of the ratios, with a 95 % interval of that median
 
-What disturbs the machine for longer than a round disturbs all rivals alike and leaves the ratios alone. The same loop
-twice ("hand again") shows how far apart two equal things come out. In several processes a sample's wall time is that
+A disturbance of the machine longer than a round affects all rivals alike and leaves the ratios alone. The same loop
+twice ("hand again") shows the difference between two equal rivals. In several processes a sample's wall time is that
 of the slowest process and its CPU time the sum over all, threads included.
 """
 
@@ -45,7 +45,7 @@ class Interval:
 
 
 def sample(rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, meet: Callable[[], object]) -> Samples:
-    """Run `steps` steps of each rival in each round; `meet` brings all processes together before each sample."""
+    """Run `steps` steps of each rival in each round; `meet` synchronizes all processes before each sample."""
     names = list(rivals)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
@@ -65,7 +65,7 @@ def sample(rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, 
 def sample_warm(
     rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, meet: Callable[[], object], warm_up: int
 ) -> Samples:
-    """The same after `warm_up` steps of each; the garbage collector passes over all that was there before."""
+    """Sample after `warm_up` steps of each rival; the garbage collector ignores all earlier objects."""
     for step in rivals.values():
         for _ in range(warm_up):
             step()
@@ -142,9 +142,9 @@ def report(title: str, samples: Samples, steps: int, baseline: str, targets: Seq
 
 
 def run_processes(work: Callable[..., Any], num_processes: int, *arguments: Any, timeout_s: float) -> list[Any]:
-    """Return `work(rank, *arguments)` of fresh gloo processes, in the order of ranks; what it returns becomes JSON.
+    """Return `work(rank, *arguments)` of fresh gloo processes, in the order of ranks; results travel as JSON.
 
-    Raises what a process raised, and TimeoutError after `timeout_s`; no process outlives the call.
+    Raises an exception of a process, and TimeoutError after `timeout_s`; no process outlives the call.
     """
     with TemporaryDirectory() as folder:
         enter = partial(_enter, work, num_processes, folder, arguments)
@@ -169,7 +169,7 @@ def status_bytes(field: str) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """A function with a name, as torch's starter wants it."""
+    """A function with a name, as torch's process launcher needs it."""
 
     run: Callable[[int], None]
     __name__ = "benchmark"

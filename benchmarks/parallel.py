@@ -3,10 +3,10 @@
     python benchmarks/parallel.py [--only tensor|data] [--rounds 40] [--json]
 
     tensor   a column layer, GELU and a row layer, forward and backward, beside `parallelize_module` with DTensors;
-             with whole tokens, and with tokens shared out (sequence parallelism)
+             with whole tokens, and with sharded tokens (sequence parallelism)
     data     a training step with gradients summed over two replicas, beside DistributedDataParallel (25 MB buckets,
-             gradients as views of them, `no_sync` for all microbatches but the last), and beside the same with what
-             ours gives as well: the whole batch's loss on every rank, one small all-reduce more
+             gradients as views of them, `no_sync` for all microbatches but the last), and beside the same with the
+             engine's extra result: the whole batch's loss on every rank, one small all-reduce more
 
 Ratios are paired round by round (see paired.py). All rivals start from the same weights, and before anything is timed
 their results must agree.
@@ -40,11 +40,11 @@ from quintsched.runtime import Engine, Group, apply_tensor_parallel, connect
 TORCH, AGAIN, SHARED, OURS = "torch", "torch again", "torch, loss shared", "quintsched"
 WARM_UP = 5
 LIMIT = 1.0
-"""At least as fast: the interval of our ratio reaches down to torch's time."""
+"""Limit of the ratio's lower end: at least as fast as torch."""
 
 
 class Pair(nn.Module):
-    """What tensor parallelism cuts: (samples, tokens, width) to the same."""
+    """Layers that tensor parallelism cuts: (samples, tokens, width) to the same."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Pair(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Widen, bend, narrow."""
+        """Apply both layers, with a GELU between them."""
         out: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
         return out
 
@@ -97,7 +97,7 @@ DATA = [DataCase(64, 4, 32, 1, 20), DataCase(512, 6, 64, 1, 2), DataCase(512, 6,
 
 
 def tensor_rival(case: TensorCase, name: str, group: Group) -> Callable[[], Tensor]:
-    """Return a forward and backward on this rank, which gives the gradient of its input."""
+    """Return a forward and backward on this rank, which returns the gradient of its input."""
     torch.manual_seed(0)
     layers, whole = Pair(case.width), torch.randn(4, case.tokens, case.width)
     mine = whole.chunk(2, 1)[group.index].contiguous() if case.shares else whole
@@ -137,7 +137,7 @@ def layers_of(case: DataCase) -> list[nn.Module]:
 
 
 def data_rival(case: DataCase, name: str, group: Group) -> Callable[[], Tensor]:
-    """Return a training step on this rank, which gives the mean loss of the batch (torch: of the replica)."""
+    """Return a training step on this rank, which returns the mean loss of the batch (torch: of the replica)."""
     torch.manual_seed(1 + group.index)
     inputs, targets = torch.randn(2, case.rows, case.width)
     if name == OURS:
@@ -174,7 +174,7 @@ def data_rival(case: DataCase, name: str, group: Group) -> Callable[[], Tensor]:
 
 
 def summed_squares(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over the samples of their mean squared error, and how many there are."""
+    """Return the sum over the samples of their mean squared error, and their number."""
     return (output - targets).square().mean(1).sum(), torch.tensor(float(len(output)))
 
 
@@ -203,14 +203,14 @@ def timed(rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, g
 
 
 def compare(title: str, samples: Samples, steps: int) -> dict[str, Any]:
-    """Report a case; what must not be above 1 is the lower end of our interval."""
+    """Report a case; its limit holds for the lower end of the engine's interval."""
     beside = [name for name in (TORCH, SHARED) if name in samples]
     targets = [Target(f"least time beside {name!r}", ratios(samples, OURS, name, 0).low, LIMIT) for name in beside]
     return report(title, samples, steps, TORCH, targets)
 
 
 def main() -> int:
-    """Run what is asked for, and return how many targets were missed."""
+    """Run the requested parts, and return 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=("tensor", "data"))
     parser.add_argument("--rounds", type=int, default=40)

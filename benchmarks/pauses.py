@@ -1,4 +1,4 @@
-"""Pauses below the limit: ranks of real runs are stopped and let go on again at random, and no run may be ended for it.
+"""Pauses below the stall limit: ranks of real runs are suspended at random, and no run may be ended for it.
 
 python benchmarks/pauses.py                      2,000 pauses in four runs at once, about 6 minutes
 python benchmarks/pauses.py --pauses 200 --limit 2
@@ -34,7 +34,7 @@ SHORTEST_S, GAP_S = 0.005, 0.02
 
 @dataclass
 class PausedRun:
-    """One run, and how it went: `paused` are the lengths of its pauses, `code` is None while it runs."""
+    """One run and its outcome: `paused` are the lengths of its pauses, `code` is None while it runs."""
 
     mesh: str
     schedule: str
@@ -89,7 +89,7 @@ class PausedRun:
             time.sleep(chance.random() * GAP_S)
 
     def _ranks_once_they_train(self, launcher: subprocess.Popen[bytes]) -> list[int]:
-        """Wait for the first figures; return the process ids of the ranks."""
+        """Wait for the first metrics; return the process ids of the ranks."""
         until = time.monotonic() + 120
         while time.monotonic() < until and launcher.poll() is None:
             if "epoch 1/" in (self.folder / "said").read_text(errors="replace"):

@@ -1,16 +1,16 @@
-"""Does what is predicted to be fastest on this machine, run fastest? Twelve strategies, predicted and run.
+"""Test of predictions on this machine: does the strategy predicted to be fastest run fastest, of twelve?
 
     python benchmarks/predicted_steps.py [--rounds 8] [--hardware cpu.json] [--json]
 
     calibrate ──▶ description of this machine ──▶ predicted seconds ─┐
-                                                                     ├─ Kendall's τ, and what the choice costs
+                                                                     ├─ Kendall's τ, and the cost of the choice
     2 to 8 gloo processes for each strategy ─────▶ measured seconds ─┘
 
-All train the same GPT on the same batch, in processes that are all there from the beginning and idle but for the one
-strategy whose turn it is (see paired.py for why): two steps of each per round, the medians count. They are the one that
-is predicted to be the fastest of all, as `tune` would choose it, and others that are predicted to take longer by even
-steps, up to three times as long. The first is there twice ("A/A"), which shows how far apart two equal things come out.
-To be met: τ of at least 0.8, and the first takes at most 5 % longer than the fastest, beyond that noise.
+All train the same GPT on the same batch, in processes that all exist from the beginning and are idle except those of
+the strategy whose turn it is (see paired.py for why): two steps of each per round, the medians count. They are the one
+that is predicted to be the fastest of all, as `tune` would choose it, and others with predicted times in even
+steps, up to three times as long. The first is there twice ("A/A"), which shows the difference between equal strategies.
+Targets: τ of at least 0.8, and the first takes at most 5 % longer than the fastest, beyond that noise.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ MODEL = Model(
 BATCH = 16
 AGAIN = "again: "
 NUMBER, SPREAD = 12, 3.0
-"""How many strategies there are, and how many times longer than the fastest the slowest is predicted to take."""
+"""Number of strategies, and the predicted time of the slowest relative to the fastest."""
 STEPS = 2
-"""How many are timed together, after one that is not."""
+"""Number of steps timed together, after one that is not."""
 TIMEOUT_S = 120.0
 
 
@@ -122,7 +122,7 @@ def engine_of(strategy: Strategy) -> Engine:
 
 
 def serve(strategy: Strategy, rank: int, folder: str, pipe: Connection) -> None:
-    """Be one rank of a strategy: make a step whenever told to, and say when it began and ended."""
+    """Run one rank of a strategy: make steps on request, and return their begin and end."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=timeout, rank=rank, world_size=strategy.gpus)
@@ -132,7 +132,7 @@ def serve(strategy: Strategy, rank: int, folder: str, pipe: Connection) -> None:
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     pipe.send(None)
     while pipe.recv():
-        engine.step(inputs, targets).loss.item()  # what lay idle while others ran has to be fetched again
+        engine.step(inputs, targets).loss.item()  # brings back memory and caches after idling
         engine.everyone.barrier()
         begun, worked = time.perf_counter(), time.process_time()
         for _ in range(STEPS):
@@ -142,9 +142,9 @@ def serve(strategy: Strategy, rank: int, folder: str, pipe: Connection) -> None:
 
 @contextmanager
 def ranks_of(name: str, strategy: Strategy) -> Iterator[list[Connection]]:
-    """Start the ranks of a strategy, and end them whatever happens."""
+    """Start the ranks of a strategy, and end them with the context."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["quintsched.runtime.engine"])  # or each process takes seconds to import it
+    context.set_forkserver_preload(["quintsched.runtime.engine"])  # importing it takes each process seconds
     pipes, processes = [], []
     with TemporaryDirectory() as folder:
         try:
@@ -164,7 +164,7 @@ def ranks_of(name: str, strategy: Strategy) -> Iterator[list[Connection]]:
 
 
 def step_s(pipes: Sequence[Connection], name: str) -> tuple[float, float]:
-    """Have the ranks of a strategy make steps; return the seconds of one, and those of all ranks' cores."""
+    """Request steps from the ranks of a strategy; return the seconds of one, and the CPU seconds of all ranks."""
     for pipe in pipes:
         pipe.send(True)
     begun, ended, worked = zip(*(_receive(pipe, name) for pipe in pipes), strict=True)
@@ -178,7 +178,7 @@ def _receive(pipe: Connection, name: str) -> Any:
 
 
 def measure(chosen: Mapping[str, Strategy], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds of each strategy's steps, and of its cores; one round before those that count warms up."""
+    """Return the seconds of each strategy's steps, and of its cores, without a first round that warms up."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
     names = list(chosen)
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def judge(predicted: Mapping[str, float], measured: Mapping[str, float], twice: Interval) -> list[Target]:
-    """Return what must hold."""
+    """Return the targets."""
     tau = kendall(list(predicted.values()), [measured[name] for name in predicted])
     choice, fastest = min(predicted, key=predicted.__getitem__), min(predicted, key=measured.__getitem__)
     noise = max(abs(twice.high - 1), abs(twice.low - 1))

@@ -2,13 +2,13 @@
 
     python benchmarks/prediction.py                      every table, every predictor
     python benchmarks/prediction.py mpt_a100 --rows      one table, row by row
-    python benchmarks/prediction.py --rows-of FILE.json  rows of your own: flags of `quintsched predict`, and measured_s
+    python benchmarks/prediction.py --rows-of FILE.json  your own rows: flags of `quintsched predict`, and measured_s
 
-    data/*.json ──▶ rows ──▶ predictors ──▶ mean error, bias, Kendall's tau, regret, what fits in memory
+    data/*.json ──▶ rows ──▶ predictors ──▶ mean error, bias, Kendall's tau, regret, fit in memory
 
-`korthikanti` is what the constants are fitted on (`fit_cost_model.py`), and of `mpt_h100` the rows under `fitted` give
-the H100's own constant; all else is a test. Where a source does not say how large microbatches or how many chunks are,
-the fastest that fits is taken, by our own model. The exit code is 1 where our error is beyond what LIMITS allows.
+`korthikanti` is the table that the constants are fitted on (`fit_cost_model.py`), and of `mpt_h100` the rows under
+`fitted` give the H100's own constant; all else is a test. Where a source omits the size of microbatches or the number
+of chunks, the fastest that fits is taken, by our own model. The exit code is 1 where our error is beyond LIMITS.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LIMITS = {"korthikanti": 0.0365, "megatron_table1": 0.06, "megatron_table2": 0.0
 """Mean absolute errors beyond which the exit code is 1."""
 NOT_FLAGS = ("measured_s", "tflops", "group", "tokens_per_s_per_gpu")
 USUAL_MFU = 0.40
-"""Of the simple rule."""
+"""Share of the peak (MFU) in the simple rule."""
 USUAL_SHARE = 0.55
-"""Share of the peak in Megatron-LM's formula: about what its authors reach, without bubbles."""
+"""Share of the peak in Megatron-LM's formula: about the value that its authors reach, without bubbles."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measured run, with the strategy that it had, or the best of those it may have had."""
+    """One measured run, with its strategy, or the best of the candidates for it."""
 
     row: Row
     measured_s: float
@@ -57,17 +57,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Score:
-    """How well a predictor does on a table."""
+    """Errors of a predictor on a table."""
 
     error: float
     bias: float
     tau: float
     regret: float | None
-    """How much slower, on average, the run is that it would choose of each group."""
+    """Mean slowdown of the run that it would choose of each group."""
 
 
 def main() -> int:
-    """Report."""
+    """Print the errors of all predictors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)} and primus; default: all")
     parser.add_argument("--rows", action="store_true", help="show every row")
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def read_cases(table: dict[str, Any] | list[dict[str, Any]]) -> list[Case]:
-    """Return the runs of a table; what its `choose` leaves open is filled in."""
+    """Return the runs of a table; settings that its `choose` leaves open are filled in."""
     rows, choose = (table, {}) if isinstance(table, list) else (table["rows"], table.get("choose", {}))
     return [_case(row, choose) for row in rows]
 
@@ -107,7 +107,7 @@ def _case(row: dict[str, Any], choose: dict[str, Any]) -> Case:
 
 
 def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> Row:
-    """Return the fastest that fits of what a row leaves open."""
+    """Return the fastest fitting choice of a row's open settings."""
     whole = read_row(flags)
     layers = whole.model.layers // whole.strategy.pp
     microbatches = choose.get("microbatch", [whole.strategy.microbatch])
@@ -123,12 +123,12 @@ def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> Row:
 
 
 def ours(row: Row) -> float:
-    """Our own prediction."""
+    """Return our own prediction."""
     return predict(row.model, row.hardware, row.strategy).step_s
 
 
 def simple_rule(row: Row) -> float:
-    """Six operations for each parameter and token, at a usual share of the peak."""
+    """Return six operations for each parameter and token, at a usual share of the peak."""
     tokens = row.strategy.batch * row.strategy.seq
     return 6 * _parameters(row.model) * tokens / (USUAL_MFU * _peak(row))
 
@@ -142,7 +142,7 @@ def megatron_formula(row: Row) -> float:
 
 
 def roofline(row: Row) -> float:
-    """In Calculon's manner: a block's products at a fixed share, its memory traffic, its tensor-parallel all-reduces.
+    """Return a prediction in Calculon's manner: a block's products at a fixed share, memory traffic, tp's all-reduces.
 
     Like Calculon it leaves out the embedding and the head; gradients are added up after the last backward.
     """
@@ -224,7 +224,7 @@ def _print_rows(cases: list[Case], predicted: list[float], every: bool) -> None:
 
 
 def print_primus(table: dict[str, Any]) -> None:
-    """Rank correlation of schedules, over the sizes that the source leaves open."""
+    """Print the rank correlation of schedules, over the sizes that the source leaves open."""
     speeds = [row["tokens_per_s_per_gpu"] for row in table["rows"]]
     found = []
     for microbatch, microbatches, seq in product(*(table["open"][name] for name in table["open"])):

@@ -1,9 +1,9 @@
-"""What it costs to say where a rank is: per instruction in the walk, per wait, per phase, and in memory over time.
+"""Cost of publishing a rank's position: per instruction of the interpreter, per wait, per phase, and in memory.
 
     python benchmarks/publishing.py
 
-A walk over calls that do nothing is timed with the store and without; the difference of their fastest rounds is what an
-instruction pays. Then the publisher's other calls, and how much memory a million steps leave behind.
+A loop over calls that do nothing is timed with and without the store; the difference of their fastest rounds is the
+cost of an instruction. Then the publisher's other calls, and the memory growth over a million steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def published_walk(publisher: Publisher, places: list[int], calls: list[Callable
 
 
 def fastest_ns(run: Callable[[], None], count: int) -> float:
-    """Return the nanoseconds of one of `count` things that `run` does, in its fastest round."""
+    """Return the nanoseconds of one of the `count` calls in `run`, in its fastest round."""
     best = float("inf")
     for _ in range(ROUNDS):
         began = perf_counter()

@@ -1,13 +1,13 @@
-"""How long searches take on one core: exhaustive, pruned, and with a certificate of what was left out.
+"""Time of searches on one core: exhaustive, pruned, and with a certificate of the pruned part.
 
     python benchmarks/search.py             about a minute
     python benchmarks/search.py --quick     without the exhaustive search
 
 A trillion parameters on 16,384 A100s, where Calculon enumerates 7,359,840 executions (`calculon` counts them as
 `llm/optimal_execution.py` of github.com/calculon-ai/calculon does, with a second tier of memory). They are 1,113 ways
-to cut the work, each with up to 7,296 settings of switches: how much is recomputed, whether the optimizer is sharded,
-how tensor parallelism sums, whether its and the replicas' communication is hidden, what goes to the second tier of
-memory, and over which of two networks each axis goes. Here the same cuts, context parallelism besides, are searched
+to cut the work, each with up to 7,296 settings of switches: recomputation, sharding of the optimizer, the reduction
+of tensor parallelism, whether its and the replicas' communication is hidden, offload to the second tier of
+memory, and the network, one of two, of each axis. Here the same cuts, context parallelism besides, are searched
 with as many settings of our switches: ZeRO 0 to 3, any number of recomputed layers, hidden reductions, sequence
 parallelism, four schedules with closed forms. Networks follow from the mesh here, tensor parallelism hides what it can,
 and there is no second tier.
@@ -39,7 +39,7 @@ AS_MANY = {
     "recompute": ("none", "selective", "full", *range(1, LAYERS)),
     "overlap": (False, True),
 }
-"""As many switches as Calculon has, of ours; all else is free."""
+"""Settings of our switches, as many as Calculon has; all else is free."""
 USERS = (
     ("gpt3-175b", "a100-80gb", 1024, 1536, 2048),
     ("mixtral-8x7b", "h100", 256, 1024, 4096),
@@ -48,7 +48,7 @@ USERS = (
 
 
 def calculon() -> int:
-    """Return how many executions Calculon enumerates for the same model and GPUs."""
+    """Return the number of executions that Calculon enumerates for the same model and GPUs."""
     return sum(
         _microbatches(tp, dp) * _switches(tp, pp, dp) * len(divisors(LAYERS // pp) if pp > 1 else [1])
         for tp in divisors(GPUS)

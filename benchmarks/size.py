@@ -1,11 +1,11 @@
-"""How large the runtime is, room by room, and how deep: what it costs somebody to read it.
+"""Size of the runtime, room by room, and depth of its imports: the effort of reading it.
 
     python benchmarks/size.py                 lines, statements, tokens and names of the runtime's rooms
     python benchmarks/size.py quintsched      of the planner's; quintsched/strategies, viz
 
 Statements are those of the syntax tree; tokens are those of Python without comments, docstrings and whitespace; names
 are classes, functions and assignments at the top of modules, and those of them without an underscore. The chain is the
-longest way from room to room by imports.
+longest path from room to room by imports.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Size(NamedTuple):
     public: int = 0
 
     def plus(self, other: Size) -> Size:
-        """Return the size of both."""
+        """Return the sum of both sizes."""
         return Size(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
@@ -66,7 +66,7 @@ def size_of(path: Path) -> Size:
 
 
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield what a module defines at its top."""
+    """Yield the names that a module defines at its top level."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
@@ -91,13 +91,13 @@ def sizes(package: Path) -> dict[str, Size]:
 
 
 def modules(package: Path) -> list[Path]:
-    """Return the modules of a package, but for packages of their own in it."""
+    """Return the modules of a package, except those of nested packages."""
     own = {package / name for name in ("runtime", "viz", "strategies")}
     return [path for path in sorted(package.rglob("*.py")) if not own.intersection(path.parents)]
 
 
 def uses(package: Path) -> dict[str, set[str]]:
-    """Return which rooms each room imports."""
+    """Return the rooms that each room imports."""
     rooms = {room_of(path, package) for path in modules(package)} - {"__init__", "__main__"}
     found: dict[str, set[str]] = {room: set() for room in rooms}
     prefix = ".".join(package.relative_to(ROOT).parts)
@@ -115,7 +115,7 @@ def uses(package: Path) -> dict[str, set[str]]:
 
 
 def longest_chain(uses: Mapping[str, Set[str]]) -> list[str]:
-    """Return the longest way from room to room."""
+    """Return the longest path from room to room."""
 
     @cache
     def below(room: str) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def longest_chain(uses: Mapping[str, Set[str]]) -> list[str]:
 
 
 def repeated(package: Path) -> list[str]:
-    """Return the names of modules that there are twice."""
+    """Return the names of modules that occur twice."""
     count = Counter(path.name for path in modules(package) if not path.name.startswith("__"))
     return sorted(name for name, times in count.items() if times > 1)
 

@@ -17,12 +17,12 @@ from quintsched.runtime.autograd.deferred_weight_grads import defer
 from quintsched.runtime.autograd.kv_store import Past
 
 LONGEST = 4.0
-"""No unit is longer, whatever a block is given as it is examined."""
+"""Longest unit, whatever input a block gets as it is examined."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a stage sleeps for one unit of length 1, in seconds; the values of its input are its length."""
+    """Sleep of a stage for one unit of length 1, in seconds; the values of its input are its length."""
 
     forward_s: float
     input_s: float
@@ -73,7 +73,7 @@ def sleep(seconds: float) -> None:
 
 @contextmanager
 def urgently() -> Iterator[None]:
-    """Give this thread, and those it starts, real-time priority, if the system allows it."""
+    """Give this thread, and those it starts, real-time priority within a context, if the system allows it."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except (PermissionError, AttributeError):

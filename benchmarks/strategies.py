@@ -1,16 +1,16 @@
-"""Ways to share out one training over two processes, side by side: samples per second and memory, on gloo, in one run.
+"""Strategies of sharing one training over two processes, side by side: samples per second and memory, on gloo.
 
     python benchmarks/strategies.py [--rounds 20] [--json]
 
     vanilla      data parallelism: two replicas, gradients summed by the transport's own all-reduce
     pipeline     two stages, 1F1B, four microbatches
-    zero-1..3    two replicas that share out optimizer state, gradients, weights
-    ring, tree   vanilla, with the sum spelled out in messages
-    torch's      DistributedDataParallel; with ZeroRedundancyOptimizer; FSDP2 (`fully_shard`), which shares out all
+    zero-1..3    two replicas that shard optimizer state, gradients, weights
+    ring, tree   vanilla, with the all-reduce expanded into messages
+    torch's      DistributedDataParallel; with ZeroRedundancyOptimizer; FSDP2 (`fully_shard`), which shards all
 
 All train the same layers with AdamW on the same batches, and their losses must agree before anything is timed. Times
-are paired round by round (see paired.py). Memory is that of fresh processes, one pair for each: by how much three
-steps raise the peak of what is resident over what was there before the layers were built.
+are paired round by round (see paired.py). Memory is that of fresh processes, one pair for each: the rise of the
+resident peak by three steps, above the level before the layers were built.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from quintsched.runtime import Engine, connect
 
 WIDTH, DEPTH, ROWS = 1024, 8, 64
 BUCKET_MB = 5
-"""A layer's gradients: what is under way at a time takes memory, too."""
+"""Bucket of one layer's gradients: buckets in transfer take memory, too."""
 VANILLA, AGAIN, DDP, ZERO_OPTIMIZER, FSDP = (
     "vanilla",
     "vanilla again",
@@ -49,7 +49,7 @@ VANILLA, AGAIN, DDP, ZERO_OPTIMIZER, FSDP = (
     "torch: FSDP2",
 )
 FINE = {"schedule": "interleaved-1f1b", "chunks": DEPTH}
-"""A stage for each layer, as FSDP2 is told below: what is gathered and dropped, is so layer by layer."""
+"""Options for a stage per layer, as in FSDP2 below: weights are gathered and freed layer by layer."""
 PLANS: Mapping[str, dict[str, Any]] = {
     VANILLA: {"mesh": "dp=2"},
     AGAIN: {"mesh": "dp=2"},
@@ -62,7 +62,7 @@ PLANS: Mapping[str, dict[str, Any]] = {
 }
 TORCH = (DDP, ZERO_OPTIMIZER, FSDP)
 RIVALS_OF = {VANILLA: DDP, "zero-1": ZERO_OPTIMIZER, "zero-3": FSDP}
-"""Which of torch's does the same."""
+"""Torch's counterpart of a strategy."""
 
 
 def layers(width: int) -> list[nn.Module]:
@@ -72,7 +72,7 @@ def layers(width: int) -> list[nn.Module]:
 
 
 def summed_squares(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over the samples of their mean squared error, and how many there are."""
+    """Return the sum over the samples of their mean squared error, and their number."""
     return (output - targets).square().mean(1).sum(), torch.tensor(float(len(output)))
 
 
@@ -82,7 +82,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def rival(name: str, rank: int, width: int = WIDTH) -> Callable[[], Tensor]:
-    """Return a training step on this rank; it gives the mean loss (torch's: that of the replica)."""
+    """Return a training step on this rank; it returns the mean loss (torch's: that of the replica)."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(2, ROWS, width)
     return ours(name, rank, inputs, targets) if name in PLANS else torchs(name, rank, inputs, targets)
@@ -99,7 +99,7 @@ def ours(name: str, rank: int, inputs: Tensor, targets: Tensor) -> Callable[[], 
 
 
 def torchs(name: str, rank: int, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
-    """Return a step written by hand around what PyTorch has."""
+    """Return a hand-written step with PyTorch's DDP, ZeRO optimizer or FSDP2."""
     model: nn.Module = nn.Sequential(*layers(inputs.shape[1]))
     if name == FSDP:
         for layer in model.children():
@@ -126,7 +126,7 @@ def torchs(name: str, rank: int, inputs: Tensor, targets: Tensor) -> Callable[[]
 
 
 def measure_time(rank: int, rounds: int) -> Samples:
-    """Time all rivals on this rank, after their losses have been seen to agree."""
+    """Time all rivals on this rank, after a check that their losses agree."""
     rivals = {name: rival(name, rank) for name in (*PLANS, *TORCH)}
     for _ in range(3):
         losses = {name: step().to(torch.float64).reshape(1) for name, step in rivals.items()}
@@ -139,9 +139,9 @@ def measure_time(rank: int, rounds: int) -> Samples:
 
 
 def measure_memory(rank: int, name: str) -> int:
-    """Return by how many bytes a rival's layers and three steps raise this process's peak.
+    """Return the rise of this process's peak, in bytes, by a rival's layers and three steps.
 
-    The same with tiny layers comes first: what is imported and set up on the way is no one's memory.
+    A run with tiny layers comes first, so that imports and set-up are not counted.
     """
     rival(name, rank, 8)()
     gc.collect()
@@ -170,7 +170,7 @@ def table(samples: Samples, peaks: Mapping[str, float]) -> None:
 
 
 def targets(samples: Samples, peaks: Mapping[str, float]) -> list[Target]:
-    """Return what must hold beside torch's: at least as fast (the interval reaches down to 1), and no more memory."""
+    """Return the targets beside torch's: at least as fast (the interval reaches down to 1), and no more memory."""
     found = []
     for mine, its in RIVALS_OF.items():
         found.append(Target(f"least time, {mine} / {its}", ratios(samples, mine, its, 0).low, 1.0))

@@ -1,7 +1,7 @@
-"""A schedule of your own with routes of your own: Chimera (Li and Hoefler, SC'21) with four pipelines.
+"""User-defined schedule with routes of its own: Chimera (Li and Hoefler, SC'21) with four pipelines.
 
-Half of the pipelines go down the ranks and half go up, each pair from another rank on; what would be a bubble of one
-pipeline is time for another. Every rank holds a stage of each pipeline. On four ranks:
+Half of the pipelines go down the ranks and half go up, each pair starting at another rank; the bubble of one
+pipeline is used by another. Every rank holds a stage of each pipeline. On four ranks:
 
     pipeline 0   stages 0 1 2 3     ranks 0 1 2 3        pipeline 2   stages 8 9 10 11     ranks 2 3 0 1
     pipeline 1   stages 4 5 6 7     ranks 3 2 1 0        pipeline 3   stages 12 13 14 15   ranks 1 0 3 2
@@ -30,7 +30,7 @@ def pipelines(shape: Shape) -> list[tuple[range, range]]:
 
 
 def parts(shape: Shape) -> list[int]:
-    """Say which piece of the model each stage holds: each pipeline has all of them."""
+    """Return the part of the model that each stage holds: each pipeline has all of them."""
     return [*range(shape.pp)] * PIPELINES
 
 
@@ -48,7 +48,7 @@ def shared_out(shape: Shape) -> str | None:
     placement=crossed, routes=pipelines, stage_to_part=parts, constraint=shared_out,
 )  # fmt: skip
 def chimera(rank: int, shape: Shape) -> Order:
-    """Yield what comes first in time: a forward takes a beat, a backward two, and the next round begins after both."""
+    """Return a rank's order by time: a forward takes a beat, a backward two, and the next round begins after both."""
     found = []
     for stages, microbatches in pipelines(shape):
         for number, microbatch in enumerate(microbatches):

@@ -17,7 +17,7 @@ BAR = 24
 
 
 def read_losses(log: Path) -> dict[int, float]:
-    """Return the mean loss of the steps that each line of a log stands for, by the last of these steps."""
+    """Return the mean losses in a log, each by the last of the steps that it averages."""
     try:
         records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         return {r["step"]: math.nan if r["loss"] is None else r["loss"] for r in records if r["event"] == "step"}

@@ -1,4 +1,4 @@
-"""A schedule of your own: the order in which one rank computes is all you say.
+"""User-defined schedule: only the order in which one rank computes.
 
 Here: 1F1B by pairs. While one microbatch of a pair computes, the messages of the other travel, at twice the
 activations of 1F1B. Prove it for many shapes, then use it like any other:

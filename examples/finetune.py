@@ -1,4 +1,4 @@
-"""What `finetune.yaml` trains: a causal language model of transformers, on texts of different lengths.
+"""Model and data of `finetune.yaml`: a causal language model of transformers, on texts of different lengths.
 
 build    the model in the folder of `model.pretrained`, or else a tiny LLaMA
 load     each replica's batches, as DataCollators make them: padded to the longest text of a batch, the last one smaller
@@ -29,7 +29,7 @@ too many cooks spoil the broth|two heads are better than one|when in rome do as 
 
 
 def build(data: DataSpec, pretrained: str | None = None, layers: int = 4) -> nn.Module:
-    """Return the model; what is in `pretrained` is read by the engine, each rank its slices."""
+    """Return the model; the engine reads the weights in `pretrained`, each rank its slices."""
     if pretrained is not None:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pretrained))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4}
@@ -46,7 +46,7 @@ def load(replica: int, num_replicas: int, batch_size: int = 8) -> Loaders:
 
 
 def padded(texts: list[str]) -> dict[str, Tensor]:
-    """Return texts as a batch: ids, 0 behind the end, a mask of what is no padding, and labels, -100 where it is."""
+    """Return texts as a batch: ids, 0 as padding, an attention mask, and labels, -100 on padding."""
     rows = [torch.tensor(list(text.encode())) for text in texts]
     ids = pad_sequence(rows, batch_first=True)
     is_text = torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])

@@ -1,4 +1,4 @@
-"""What `killed_run.yaml` trains: a Vision Transformer, one rank of which may be killed as a machine fails.
+"""Model of `killed_run.yaml`: a Vision Transformer, one rank of which may be killed as a machine fails.
 
 KILLED=2:150      kill -9 of rank 2 in the 150th forward of its first block (eight microbatches are a step)
 """

@@ -1,4 +1,4 @@
-"""Your own blocks, loss, optimizer and loop on a plan: two pipelines of two stages, or the same in one process.
+"""User-defined blocks, loss, optimizer and loop on a plan: two pipelines of two stages, or the same in one process.
 
 torchrun --nproc-per-node 4 examples/own_loop.py
 python examples/own_loop.py

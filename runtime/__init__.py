@@ -1,22 +1,22 @@
-"""The runtime: what runs plans. Needs torch (`pip install 'quintsched[runtime]'`).
+"""The runtime: runs plans with PyTorch. Needs torch (`pip install 'quintsched[runtime]'`).
 
-    Engine, StepResult          a plan and a list of blocks; the user keeps the loop
-    LoadedWeights               what a pretrained checkpoint and the model did not have in common
+    Engine, StepResult          trains a list of blocks by a plan; the caller keeps the training loop
+    LoadedWeights               names that a pretrained checkpoint and the model did not have in common
     StopRequest                 whether a signal has asked this process to stop after the step
-    drained                     a loop over loaders of unequal length, which ends on all ranks together
-    Trainer, load_job, plan_of  that loop written out, driven by a job file
-    run_local, connect          all ranks in one process; gloo and NCCL
-    MoE, apply_expert_parallel  a mixture of experts, shared out over ep
+    drained                     a loop over loaders of unequal length that ends on all ranks together
+    Trainer, load_job, plan_of  the training loop itself, driven by a job file
+    run_local, connect          transports: all ranks as threads of one process; gloo and NCCL
+    MoE, apply_expert_parallel  mixture of experts, sharded over ep
     apply_tensor_parallel, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    split, Split                a whole model, of transformers or your own, cut into blocks
-    SumOfMeans                  a loss of several means, each over things of its own
-    Carry                       what a block returns with tensors that ride along to later blocks (skip connections)
-    defer                       how a layer of one's own puts weight gradients off to the weight half of a backward
-    build_model, measure_costs  the model in one piece; what its blocks cost
+    split, Split                a whole model, from transformers or user code, cut into blocks
+    SumOfMeans                  a sum of several mean losses, each over its own elements
+    Carry                       block output with tensors that later blocks receive as well (skip connections)
+    defer                       lets a custom layer defer weight gradients to the weight half of a backward
+    build_model, measure_costs  the model as one module; measured costs of its blocks
 
     torchrun --nproc-per-node N -m quintsched.runtime [plan.json] --config job.yaml
 
-Names are loaded when they are first used, so that a job that does not fit is refused before torch is imported.
+Names are imported lazily, so that a job that does not fit is refused before torch is imported.
 """
 
 from __future__ import annotations

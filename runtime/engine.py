@@ -1,4 +1,4 @@
-"""The engine: a plan and a list of blocks are all it takes to train; the user keeps the loop.
+"""The engine: trains a list of blocks by a plan; the caller keeps the training loop.
 
 engine = Engine(plan, blocks, loss_fn, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))
 for inputs, targets in loader:
@@ -66,25 +66,25 @@ from .verification.engine_checks import EngineChecks
 
 @taking_settings
 class Engine(EngineState, RankView):
-    """Runs a plan on a user's own blocks, loss and optimizer.
+    """Runs a pipeline-parallel plan on the caller's blocks, loss and optimizer.
 
     Args:
         plan: a plan for training; it must be sound under the transport's profile.
-        blocks: the model in order: modules, or functions without arguments that each build one (then no rank builds
-            the blocks of others, and `seed` fixes the initial weights for every mesh alike). A block takes the
-            output of the one before and, by name, such of step's `extras` as its `forward` has parameters for; it
+        blocks: the model in order: modules, or functions without arguments that each build one (then a rank builds
+            its own blocks alone, and `seed` fixes the initial weights for every mesh alike). A block takes the output
+            of the block before and, by name, those of step's `extras` that its `forward` has parameters for; it
             returns its output, or (output, its own loss): a sum if the loss is (sum, weight) or a sum, else a mean.
             One that `parallelize_module` has sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        optimizer: what steps the weights: a function of parameters, a class, several, an instance (see `optim.given`).
+        optimizer: a function of parameters, a class, several of these, or an instance (see `optim.given`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
-        block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
-            fast as can be; where the plan says how many blocks each has, that is what they get, and no costs.
-        grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
-        trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
-        wants_stop: whether this rank is to stop after the step; where one says so, results of all are `stop_asked`.
-        spike_dir: where the batch goes of the step after which `NotFiniteError` is raised; None: nowhere.
-        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
+        block_costs: the cost of each block, in any unit; None estimates it. Stages are cut so that the slowest one is
+            as fast as possible. A plan that fixes the number of blocks per stage takes no costs.
+        grad_scaler: loss scale for fp16; the engine scales losses, unscales gradients and updates the scaler.
+        trace_steps: steps, counted from 0, that `save_trace` writes; None: no trace.
+        wants_stop: whether this rank is to stop after the step; one such rank sets `stop_asked` in all results.
+        spike_dir: directory for the batch of the step after which `NotFiniteError` is raised; None: not stored.
+        transport: None takes NCCL or gloo under torchrun, and a one-process transport for a mesh of one rank.
         settings: by name, as `RunSettings` declares them:
             {settings}
 
@@ -145,7 +145,7 @@ class Engine(EngineState, RankView):
         self.checks = EngineChecks(self._settle, self._runner, *kept, world, used_loss, self.settings.clip)
 
     def _agree_on_settings(self, beside: Mapping[str, Any]) -> None:
-        """Refuse, on all ranks alike, what they have not alike, and what no plan of theirs can do (collective)."""
+        """Compare settings across ranks, and refuse on all ranks a plan that cannot run with them (collective)."""
         settings, scale = self.settings, self._scale.state_dict()
         if settings.cuda_graph:
             require_capturable(self.plan, self.transport.device, scales=bool(scale))
@@ -153,7 +153,7 @@ class Engine(EngineState, RankView):
         self.transport.check_everything(settings.verify)
 
     def _connect_ranks(self) -> None:
-        """Open what ranks talk over: groups, and the channels of all plans that the engine runs."""
+        """Open the process groups, and the channels of all plans that the engine runs."""
         self._groups = make_groups(self.plan, self.transport)
         ring = self.settings.context == "ring"
         self._plans = StepPlans(self.plan, self.transport, self._groups.world, ring=ring)
@@ -166,7 +166,7 @@ class Engine(EngineState, RankView):
     def _build(
         self, blocks: Blocks, builder: Builder, block_costs: Sequence[float] | None, *, cut_logits: bool
     ) -> Section | None:
-        """Build what the rank holds, stages, gradients, optimizers; return what all ranks have alike of these."""
+        """Build this rank's stages, gradients and optimizers; return the section of them that all ranks share."""
         settings = self.settings
         self._model = model = RankModel(
             self.plan,
@@ -187,7 +187,7 @@ class Engine(EngineState, RankView):
         return builds.settings
 
     def _bind(self, blocks: Blocks, options: RunOptions, spike_dir: str | Path | None) -> None:
-        """Make what runs steps, and what hands weights over by the names that the model has for them."""
+        """Make the plan runner, and the objects that save and load weights by the model's parameter names."""
         self.clock = Clock(self.transport.device)
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, options, self._recorder
@@ -205,20 +205,20 @@ class Engine(EngineState, RankView):
     ) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
 
-        Lengths and numbers of samples may differ from step to step, and from replica to replica. Microbatches get as
-        even numbers of samples as can be; of fewer samples, the last ones have none.
+        Lengths and numbers of samples may differ from step to step, and from replica to replica. Samples are divided
+        over microbatches as evenly as possible; with fewer samples than microbatches, the last ones have none.
 
         Args:
-            inputs: this replica's samples (samples, …), sequences whole; None will do unless `needs_inputs`.
-            targets: this replica's samples (samples, …); None will do unless `needs_targets`.
-            microbatches: how many there are in this step, on all ranks; None: as the plan says. For others the plan is
-                compiled and proved again, once; of one that cannot be, the last have no samples.
-            last: without it, on all ranks alike, gradients are kept, and the next call adds to them: the numbers are
-                those of one step on all their samples, in the order of the calls; what is returned is this call's.
-            extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
+            inputs: this replica's samples (samples, …), whole sequences; may be None unless `needs_inputs`.
+            targets: this replica's samples (samples, …); may be None unless `needs_targets`.
+            microbatches: number of them in this step, on all ranks; None: as in the plan. For another number the plan
+                is compiled and proved again, once; if no such plan exists, the last microbatches have no samples.
+            last: False, on all ranks alike, accumulates gradients, and the next call adds to them. The numbers are
+                those of one step on all samples, in the order of the calls; the result is that of this call.
+            extras: inputs that any stage may need (positions, masks, …), (samples, …) on every rank.
 
         Raises:
-            MisfitError: a batch that cannot be cut, a replica whose ranks get others, or no samples on any replica.
+            MisfitError: a batch that cannot be cut, ranks of one replica with different batches, or no samples at all.
             NotFiniteError: gradients of `max_skipped` steps in a row were not finite.
         """
         self.weights.require_steppable()
@@ -229,10 +229,10 @@ class Engine(EngineState, RankView):
         return result
 
     def no_more_data(self, each: Callable[[StepResult], object] | None = None) -> int:
-        """Take part, without samples, in the steps of replicas that have more data; return how many these were.
+        """Take part, without samples, in the steps of replicas that have more data; return the number of these steps.
 
-        All ranks call this behind their loops, and all return together. `each` is called with the result of every step,
-        for what the loop does after a step, such as stepping a schedule of learning rates.
+        All ranks call this after their loops, and all return together. `each` is called with the result of every step,
+        for work that the loop does after a step, such as stepping a learning rate scheduler.
 
         Raises `UsageError` before the first step.
         """
@@ -265,7 +265,7 @@ class Engine(EngineState, RankView):
         *,
         needs_loss: bool = True,
     ) -> PreparedStep:
-        """Cut a batch, and settle with the other ranks what its units are."""
+        """Cut a batch into units, and agree with the other ranks on their shapes."""
         if self._is_closed:
             raise UsageError("this engine was closed; make a new one")
         with tensors_of_training() if torch.is_inference_mode_enabled() else NO_CONTEXT:
@@ -286,9 +286,9 @@ class Engine(EngineState, RankView):
 
     @property
     def usual_samples(self) -> int:
-        """For how many samples a loss weighs 1 that has no weight of its own: those of the largest microbatch at first.
+        """Number of samples for which a loss without a weight of its own weighs 1: at first, the largest microbatch.
 
-        0 before the first step; a run that goes on sets it to what it was.
+        0 before the first step; a resumed run sets it to its earlier value.
         """
         return self._runner.usual_samples
 
@@ -298,11 +298,11 @@ class Engine(EngineState, RankView):
 
     @property
     def loss_is_bare(self) -> bool:
-        """Whether the loss, where this rank has found it, had no weight of its own."""
+        """Whether the loss function, as called on this rank, returned no weight of its own."""
         return self._runner.losses.loss.is_bare
 
     def save_trace(self, directory: str | Path) -> None:
-        """Write down when each instruction of the traced steps ran on this rank (`quintsched render --trace`)."""
+        """Write start and end of each instruction of the traced steps on this rank (`quintsched render --trace`)."""
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
@@ -311,9 +311,9 @@ class Engine(EngineState, RankView):
     ) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`.
 
-        With `outputs`, the result's `outputs` on ranks of the last stage are what the last block gives for this
-        replica's samples: one tree, whole over tp and cp, None on other ranks. Targets may then be None on all ranks:
-        no loss is found, and that of the result is not a number.
+        With `outputs`, the result's `outputs` on ranks of the last stage are the last block's outputs for this
+        replica's samples: one tree, whole over tp and cp; None on other ranks. Targets may then be None on all ranks:
+        no loss is computed, and that of the result is NaN.
         """
         plan = self._plans.evaluation(microbatches)
         step = self._settle(plan, inputs, targets, extras, microbatches, needs_loss=not outputs)
@@ -322,7 +322,7 @@ class Engine(EngineState, RankView):
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).
 
-        1 minus it is the measured bubble, waits and everything between instructions included.
+        1 minus it is the measured bubble, including waits and all host time between instructions.
         """
         busy, all_seconds = self.everyone.add(self.clock.read_s(), seconds)
         return busy / all_seconds
@@ -332,25 +332,25 @@ class Engine(EngineState, RankView):
         return self.checks.verify(reference, inputs, targets, **extras)
 
     def inspect(self, inputs: Any, targets: Any, **extras: Any) -> ModelFacts:
-        """Do a `step`, and return what it has found of blocks, loss and metrics, and what follows (collective)."""
+        """Do a `step`, and return the facts found about blocks, loss and metrics, and what follows (collective)."""
         return self.checks.inspect(inputs, targets, **extras)
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
-        """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
+        """Do a `step`, and count the bytes that autograd saves for backwards, by storage and without weights."""
         return self.checks.step_counting_saved(inputs, targets, **extras)
 
     def saved_costs(self, counted: SavedBytes) -> Costs:
-        """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""
+        """Return activation bytes of a unit of each stage, as counted on all ranks (collective): for `simulate`."""
         return counted.costs(self._groups.world)
 
     def close(self) -> None:
-        """Hang up; no step can follow."""
+        """Close the transport; no step can follow."""
         self._is_closed = True
         self.transport.close()
 
 
 def _as_split(settings: RunSettings, blocks: Split) -> RunSettings:
-    """Return settings with what a split model says of its rules and ties."""
+    """Return settings with the tensor rules and tied weights of a split model added."""
     tied = blocks.tied if settings.tied is None else settings.tied
     return settings.model_copy(update={"rules": {**settings.rules, **blocks.rules}, "tied": tied})
 

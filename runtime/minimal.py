@@ -1,14 +1,14 @@
-"""A plan, walked by threads with plain torch: the idea of the runtime in one file. Read it first.
+"""A pipeline-parallel training loop in one file: threads walk a plan with plain torch. Read it first.
 
     plan = quintsched.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
     losses = train(plan, pieces, mse_loss, lambda weights: SGD(weights, lr=0.1), batches)
 
-    a rank holds    outputs[stage, unit]      for the next stage, here or by a message; a unit is a microbatch
-                    gradients[stage, unit]    of that output, on the way back
-                    saved[stage, unit]        input and output, with the graph between them, for the backward
+    a rank holds    outputs[stage, unit]      input of the next stage, local or by a message; a unit is a microbatch
+                    gradients[stage, unit]    gradient of that output, on the way back
+                    saved[stage, unit]        input and output, with the autograd graph between them
 
-`Engine` does the same over processes and devices, for all axes and instructions, with messages that are posted ahead,
-checks, and verdicts on ranks that hang.
+`Engine` does the same over processes and devices, for all axes and instructions. It adds receives that are posted
+ahead, checks, and hang detection.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def train(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     batches: Sequence[tuple[Tensor, Tensor]],
 ) -> list[float]:
-    """Train `pieces`, the model as one module a stage (of twins, one for both); return the loss of each step.
+    """Train `pieces`, the model as one module per stage; return the loss of each step. Twin stages share a module.
 
     `loss_fn` is a mean over samples. A batch is inputs and targets, (samples, …); each microbatch of each replica gets
-    as many samples. Raises `UsageError` for a plan that says more than this file knows.
+    as many samples. Raises `UsageError` for a plan with axes or instructions that this file does not implement.
     """
     wires = _Wires()
     ranks = [_Rank(plan, number, pieces, loss_fn, optimizer, wires) for number in range(plan.mesh.size)]
@@ -52,7 +52,7 @@ def train(
 
 
 class _Wires:
-    """What ranks exchange: messages by name, and sums."""
+    """Point-to-point messages by name, and sums over members (an all-reduce), between threads."""
 
     def __init__(self) -> None:
         self._posted: defaultdict[Hashable, deque[Tensor]] = defaultdict(deque)
@@ -83,7 +83,7 @@ class _Wires:
 
 
 class _Rank:
-    """One rank of the mesh: its stages, and the values that it holds."""
+    """One rank of the mesh: its stages, and the tensors that are live on it."""
 
     def __init__(self, plan: Plan, number: int, pieces: Any, loss_fn: Any, optimizer: Any, wires: _Wires) -> None:
         if plan.tied or plan.schedule.slices > 1 or len(plan.mesh.groups("dp", "pp")) > 1:
@@ -104,18 +104,18 @@ class _Rank:
             raise
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Go through the program with this replica's share of a batch; return the loss of the whole batch."""
+        """Run the program on this replica's share of a batch; return the loss of the whole batch."""
         count, replica = self.layout.num_microbatches, self.replicas.index(self.number)
         mine = (given.chunk(len(self.replicas))[replica] for given in (inputs, targets))
         self.inputs, self.targets = (given.chunk(count) for given in mine)
         self.loss, self.weight = torch.zeros(()), 1 / (count * len(self.replicas))
         for instruction in self.program:
-            for side in instruction.sides:  # itself, or the forward and the backward of an Overlap
+            for side in instruction.sides:  # the instruction, or the forward and the backward of an Overlap
                 self.run(side)
         return float(self.loss)
 
     def run(self, instruction: ins.Instruction) -> None:
-        """Do what an instruction says. What stages exchange is named after the output of the earlier one."""
+        """Execute one instruction. Messages between stages are named after the output of the earlier stage."""
         line, send, receive = self.pipeline, self.wires.send, self.wires.receive
         match instruction:
             case ins.Fwd(stage, unit):
@@ -135,7 +135,7 @@ class _Rank:
             case ins.SyncTied(_, stages):
                 self.add_up(stages, [line[pp] for pp in self.layout.ranks_of(stages)])
             case ins.AllReduceBucket(stage, bucket):
-                self.add_up([stage] if bucket == 0 else [], self.replicas)  # the first stands for the whole stage
+                self.add_up([stage] if bucket == 0 else [], self.replicas)  # bucket 0 reduces the whole stage
             case ins.ShareMetrics():
                 self.loss = self.wires.sum("loss", self.number, self.world, self.loss)
             case ins.OptStep(stages):
@@ -167,7 +167,7 @@ class _Rank:
             self.gradients.pop((stage, unit), None)  # a loss has none
 
     def add_up(self, stages: Sequence[int], members: Sequence[int]) -> None:
-        """Sum gradients of these stages, of those that this rank holds and over ranks."""
+        """All-reduce the gradients of these stages over `members`, after a sum over the twins on this rank."""
         held = [self.stages[stage].parameters() for stage in stages if stage in self.stages]
         for weights in zip(*held, strict=True):  # the same weight in twins
             own = torch.stack([weight.grad for weight in weights]).sum(0)

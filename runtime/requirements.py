@@ -1,4 +1,4 @@
-"""What the runtime can run of all the plans that are sound: said before anything is built."""
+"""Checks that the runtime can run a plan, before anything is built: transport, CUDA graphs, types of blocks, loss."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .stage.sliced_losses import cuts_sequences
 
 
 def require_runnable(plan: Plan, transport: Transport) -> Verdict:
-    """Return the proof of a plan; raise `UsageError`, `MisfitError` or `UnsoundError` if this transport cannot run it.
+    """Prove a plan for this transport, and return the proof; raise `UsageError`, `MisfitError` or `UnsoundError`.
 
-    This is the only place where the runtime has a plan proved.
+    No other code of the runtime proves a plan.
     """
     plan.mesh.require_world_size(transport.world_size)
     if plan.mesh.axis_size("cp") > 1 and plan.schedule.slices > 1:
@@ -35,9 +35,9 @@ def require_runnable(plan: Plan, transport: Transport) -> Verdict:
 
 
 def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> None:
-    """Raise `UsageError` where a step of the plan cannot be captured, `MisfitError` where the device has no graphs.
+    """Raise `UsageError` if a step of the plan cannot be captured, `MisfitError` if the device has no CUDA graphs.
 
-    `scales` says whether losses are scaled, for fp16.
+    `scales`: whether the loss is scaled (GradScaler), as for fp16.
     """
     if obstacles := plan.capture_obstacles():
         raise UsageError(f"cuda_graph: no step of this plan can be captured: {'; '.join(obstacles)}")
@@ -48,7 +48,7 @@ def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> Non
 
 
 def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for blocks that are none, and for what is to be called and cannot be."""
+    """Raise `UsageError` for blocks that are no modules or functions, and for a loss or metric that is not callable."""
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential | nn.ModuleList):
         raise UsageError(
             f"blocks is a whole {type(blocks).__name__}; give a list of its blocks, or cut it: "
@@ -75,7 +75,7 @@ def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, Any]) -> Non
 
 
 def _require_nothing_to_train(blocks: Any, functions: Mapping[str, object]) -> None:
-    """Raise `UsageError` for a loss with weights of its own, which no optimizer of an engine steps."""
+    """Raise `UsageError` for a loss with trainable weights of its own: no optimizer of the engine would step them."""
     modules = [block for block in blocks if isinstance(block, nn.Module)]
     known = {id(weight) for module in modules for weight in module.parameters()}
     loss = functions.get("loss_fn")
@@ -89,9 +89,9 @@ def _require_nothing_to_train(blocks: Any, functions: Mapping[str, object]) -> N
 
 
 def _require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
-    """Raise `MisfitError` for a loss that compares tokens with the next ones' targets, where sequences are cut.
+    """Raise `MisfitError` where sequences are cut (cp, slices) and the loss shifts its targets by one token itself.
 
-    Such a loss has no use for what the last token gives; it is tried on a few numbers.
+    Such a loss ignores the last token's logits: their gradient is 0. It is tried on random logits of shape (2, 6, 8).
     """
     if not cuts_sequences(plan) or hasattr(loss_fn, "prepare"):
         return
@@ -102,7 +102,7 @@ def _require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
             given = loss_fn(logits, torch.randint(0, 8, (2, 6), generator=random))
         loss = given[0] if isinstance(given, tuple) else given
         (gradient,) = torch.autograd.grad(loss, logits)
-    except Exception:  # a loss of something else than logits of tokens
+    except Exception:  # the loss does not take logits of tokens
         return
     if bool(gradient[:, :-1].any()) and not bool(gradient[:, -1].any()):
         raise MisfitError(

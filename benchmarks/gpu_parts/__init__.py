@@ -1,1 +1,1 @@
-"""What benchmarks/gpu.py and tests/gpu have in common, and the parts of the former: a file for each."""
+"""Parts of benchmarks/gpu.py, a file for each, and helpers shared with tests/gpu."""

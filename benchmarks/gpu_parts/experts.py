@@ -1,10 +1,10 @@
-"""Mixtures of experts: how often the host waits for the device, per mixture and microbatch, and what padding costs.
+"""Mixtures of experts: number of device synchronizations per mixture and microbatch, and the cost of padding.
 
-    counted          nothing is dropped; the host reads how many rows go to which expert
-    padded to F      each expert is given F times an even load, F = experts / top_k: as many rows as there are tokens
+    counted          nothing is dropped; the host reads the number of rows of each expert
+    padded to F      each expert gets F times an even load, F = experts / top_k: as many rows as there are tokens
 
-On a GPU torch says when an operation makes the host wait (`torch.cuda.set_sync_debug_mode`); on a CPU, where nobody is
-waited for, the calls of `tolist`, by which this runtime reads numbers. One wait of a step is for the norm.
+On a GPU torch warns of operations that synchronize (`torch.cuda.set_sync_debug_mode`); on a CPU, which never
+waits, calls of `tolist` are counted, by which this runtime reads numbers. One wait of a step is for the norm.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COUNTED, FACTORS = "counted", (1.0, 1.25, EXPERTS / TOP_K)
 
 LARGE = Size("GPT with experts", 1024, 4, 16, 4096, 1024, samples=2, microbatches=8, steps=1)
 SMALL = Size("small GPT with experts", 256, 2, 4, 256, 256, samples=2, microbatches=2, steps=1)
-"""What a CPU computes in a second; in float32, which is no slower there."""
+"""Size that a CPU computes in a second; in float32, which is no slower there."""
 
 
 def experts(device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return the waits of a step, and what it takes, with and without padding."""
+    """Print and return the synchronizations of a step, and its time, with and without padding."""
     size = LARGE if device.type == "cuda" else SMALL
     batch = size.batch(device)
     engines = {COUNTED: make(size, device)}
@@ -70,7 +70,7 @@ def make(size: Size, device: torch.device, **padding: float) -> Engine:
 
 
 def count_waits(step: Callable[[], None], device: torch.device) -> int:
-    """Return how often the host waits in a step, that for its end left out."""
+    """Return the number of synchronizations in a step, without the final one."""
     counting = _waits_for_cuda if device.type == "cuda" else _numbers_read
     with counting() as count:
         step()

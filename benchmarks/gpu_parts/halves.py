@@ -1,4 +1,4 @@
-"""One rank: what a split backward costs beside a whole one, and how many weights' gradients can be put off."""
+"""Cost of a split backward beside a whole one, on one rank, and the share of weights with deferrable gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARM_UP, LEAST_SHARE, MOST = 3, 0.99, 1.03
 
 
 def halves(device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return what both halves of a backward take against the whole, step by step, as traces have it."""
+    """Print and return the time of both halves of a backward against the whole, step by step, from traces."""
     size = sized(MEDIUM, device)
     (whole_ms, _), (halves_ms, share) = (backward_ms(size, schedule, device, rounds) for schedule in ("1f1b", "zb-h1"))
     ratio = median_interval([both / one for both, one in zip(halves_ms, whole_ms, strict=True)])
@@ -31,7 +31,7 @@ def halves(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def backward_ms(size: Size, schedule: str, device: torch.device, steps: int) -> tuple[list[float], float]:
-    """Return what all backwards of each step take together, in milliseconds, and the share that can be put off."""
+    """Return the total time of each step's backwards, in milliseconds, and the share that can be deferred."""
     plan = size.plan(schedule)
     engine, batch = make_engine(size, plan, alone(device), range(WARM_UP, WARM_UP + steps)), size.batch(device)
     for _ in range(WARM_UP + steps):

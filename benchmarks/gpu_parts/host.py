@@ -1,6 +1,6 @@
-"""What the host takes for an instruction: a model so small that the device waits for the host all the time.
+"""Host time for an instruction, with a model so small that the device always waits for the host.
 
-Both loops end each step with one wait for the device. What the engine takes more than the plain loop, divided by the
+Both loops end each step with one synchronization. The engine's time above the plain loop, divided by the
 instructions of its program, is the host's time for one of them.
 """
 

@@ -1,8 +1,8 @@
-"""What a step allocates at its peak, as CUDA's allocator counts it, beside the simulator's peak.
+"""Peak memory of a step by CUDA's allocator, beside the simulator's peak.
 
-counted       torch.cuda.max_memory_allocated within a step, less what there was before the engine
-simulated     weights, gradients and optimizer as the engine holds them, and the plan's peak of activations, in bytes of
-              what autograd saves for a microbatch
+counted       torch.cuda.max_memory_allocated within a step, less the memory allocated before the engine
+simulated     weights, gradients and optimizer as the engine holds them, and the plan's peak of activations, in bytes
+              that autograd saves for a microbatch
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLANS: tuple[tuple[str, int | None, int], ...] = (
     ("zb-h1", None, 0),
     ("gpipe", None, 1),
 )
-"""Schedule, chunks, and which blocks are recomputed: 1 for all."""
+"""Schedule, chunks, and recomputation of blocks: 1 for all."""
 
 
 def memory(device: torch.device, rounds: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def show(name: str, found: dict[str, float]) -> None:
 def peaks(
     size: Size, schedule: str, chunks: int | None, transport: Transport, pp: int = 1, recompute: int = 0
 ) -> dict[str, float]:
-    """Return what this rank's allocator counted at the peak of a step, and what the simulator says, in bytes."""
+    """Return this rank's peak of a step by the allocator, and by the simulator, in bytes."""
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""The models that are measured, the plain loop that they are compared with, and engines on one rank."""
+"""Models of the GPU benchmarks, the plain loop that they are compared with, and engines on one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AdamW = partial(torch.optim.AdamW, lr=1e-4)
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT, and what a step feeds it."""
+    """A GPT, and the size of its batches."""
 
     title: str
     hidden: int
@@ -47,11 +47,11 @@ class Size:
         return gpt(*self._made_of)
 
     def model(self) -> Model:
-        """Return it as predictions know it."""
+        """Return its sizes, for predictions."""
         return gpt_sizes(*self._made_of)
 
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ids and the ids that follow them."""
+        """Return token ids and the next ids."""
         random = torch.Generator().manual_seed(0)
         shape = (self.microbatches * self.samples, self.length + 1)
         ids = torch.randint(0, self.tokens, shape, generator=random).to(device)
@@ -73,7 +73,7 @@ def sized(size: Size, device: torch.device) -> Size:
 
 
 class PlainLoop:
-    """What one writes by hand: a loop over the microbatches that adds up gradients in float32."""
+    """A hand-written loop over the microbatches that accumulates gradients in float32."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         self._microbatches = size.microbatches
@@ -141,7 +141,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def whole(step: Callable[..., object], batch: Sequence[Tensor | None], device: torch.device) -> Callable[[], None]:
-    """Return a step that ends when the device has done it."""
+    """Return a step that ends when the device has completed it."""
 
     def run() -> None:
         step(*batch)
@@ -151,6 +151,6 @@ def whole(step: Callable[..., object], batch: Sequence[Tensor | None], device: t
 
 
 def share_of(engine: Engine, batch: tuple[Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return what a rank of a pipeline needs of a batch."""
+    """Return the inputs and targets that a rank of a pipeline needs of a batch."""
     inputs, targets = batch
     return inputs if engine.needs_inputs else None, targets if engine.needs_targets else None

@@ -1,4 +1,4 @@
-"""One rank: what `calibrate` measures here, what is predicted from that, and what steps take.
+"""Predictions on one rank from measurements by `calibrate` here, beside measured steps.
 
 calibrate ──▶ description of this GPU ──▶ predicted seconds of a few strategies ─┬▶ ratio of each, and their order
                                           measured seconds of the same ──────────┘
@@ -27,9 +27,9 @@ from .model import MEDIUM, AdamW, Size, alone, sized, synchronize, whole
 
 WARM_UP, MOST_APART = 3, 0.05
 STAND_IN = "a100-80gb"
-"""What a CPU is taken for, to try the script itself."""
+"""Hardware assumed for a CPU, to try the script itself."""
 CHOICES = ((1, "none"), (4, "none"), (1, "full"))
-"""Samples of a microbatch, and what is recomputed: as different as one rank can be."""
+"""Samples of a microbatch, and recomputation: as different as possible on one rank."""
 
 
 def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def strategy_of(size: Size, device: torch.device, microbatch: int, recompute: st
 
 
 def step_of(size: Size, strategy: Strategy, device: torch.device) -> Callable[[], None]:
-    """Return a step of a strategy, on the batch of all of them."""
+    """Return a step of a strategy, on the common batch."""
     plan, dtype = plan_of(size.model(), strategy), torch.bfloat16 if strategy.dtype == "bf16" else torch.float32
     engine = Engine(plan, size.blocks(), cross_entropy_sum, AdamW, dtype=dtype, transport=alone(device))
     return whole(engine.step, size.batch(device), device)

@@ -1,4 +1,4 @@
-"""Two ranks of one GPU: a sum over both and a message each way, over NCCL; ends with 0 if the numbers are right.
+"""Probe of NCCL between two ranks of one GPU: an all-reduce and a message each way; ends with 0 if correct.
 
 torchrun --nproc-per-node 2 benchmarks/gpu_parts/probe.py
 """

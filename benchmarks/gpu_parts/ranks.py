@@ -1,7 +1,7 @@
 """Two and four ranks over NCCL: the engine beside torch.distributed.pipelining, bubbles, predictions and memory.
 
-Where there are fewer GPUs than ranks they share one, which NCCL allows from 2.30 on. They take turns on it: what one
-computes holds up the other, and what is measured is the runtime over NCCL rather than the schedule.
+Where there are fewer GPUs than ranks they share one, which NCCL allows from 2.30 on. They take turns on it: one rank's
+computation blocks the other, so the figure shows the runtime over NCCL rather than the schedule.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TRACES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb
 MEMORIES = [("1f1b", 1), ("zbv", 2)]
 MOST, MOST_APART = 1.0, 0.05
 MOST_ROUNDS = 12
-"""Steps of ranks that share a GPU take long, and there are eight comparisons of them."""
+"""Limit of rounds: steps of ranks that share a GPU take long, and there are eight comparisons of them."""
 
 
 def beside_torch(device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return how long steps take beside torch's, of four schedules on two and four ranks."""
+    """Print and return step times beside torch's, of four schedules on two and four ranks."""
     found = {}
     for world in WORLDS:
         for schedule in SCHEDULES:
@@ -104,7 +104,7 @@ def bubbles(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def trace_rank(rank: int, world: int, device_type: str, folder: str) -> dict[str, float]:
-    """Run a few schedules on one rank; returns seconds a step, and leaves a trace of each."""
+    """Run a few schedules on one rank; return seconds per step, and save a trace of each."""
     os.environ["LOCAL_RANK"] = str(rank)
     size, found = sized(MEDIUM, torch.device(device_type)), {}
     for schedule, chunks in TRACES:
@@ -154,7 +154,7 @@ def memory_rank(rank: int, world: int, device_type: str) -> dict[str, dict[str, 
 
 
 def _run(world: int, device: torch.device, work: Callable[..., Any], *more: Any) -> list[Any] | None:
-    """Return what each rank's `work` returns; None, with a word, where so many ranks cannot run."""
+    """Return the results of `work` by rank; None, with a message, where so many ranks cannot run."""
     reason = reason_to_skip(world) if device.type == "cuda" else ""
     try:
         variables = environment(world) if device.type == "cuda" and not reason else {}

@@ -2,9 +2,9 @@
 
     one fused call      the whole sequence, scaled_dot_product_attention, causal
     a ring of one       the same, as the ring computes it
-    a ring of n         what a rank in its middle computes, times n: all shards pass by, and none is under way
+    a ring of n         the computation of a rank in its middle, times n: all shards pass by, without transfers
 
-No message takes part, so what is above 1 is the price of computing shard by shard.
+No message takes part, so a ratio above 1 is the price of computing shard by shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RINGS = (1, 2, 4)
 
 
 class StandingRing(Ring):
-    """A ring whose shards are there already: this rank's own, again and again."""
+    """A ring whose shards are always there: this rank's own, again and again."""
 
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index
@@ -44,7 +44,7 @@ class StandingRing(Ring):
 
 
 def ring(device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return how far the ring is from the fused call."""
+    """Print and return the ratio of the ring to the fused call."""
     length, heads, dtype = (8192, 16, torch.bfloat16) if device.type == "cuda" else (64, 2, torch.float32)
     rivals: dict[str, Callable[[], None]] = {}
     for name in (FUSED, AGAIN):
@@ -73,7 +73,7 @@ def attention(
     device: torch.device,
     times: int,
 ) -> Callable[[], None]:
-    """Return what does an attention forward and backward, so many times."""
+    """Return a call of an attention's forward and backward, so many times."""
     random = torch.Generator().manual_seed(0)
     shape = (3, 1, heads, length, 64)
     query, key, value = (

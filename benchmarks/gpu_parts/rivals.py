@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining on the same stages, with the same end of a step as the engine's.
+"""Steps of torch.distributed.pipelining on the same stages, with the same end of a step as the engine's.
 
     ours                its schedule                     stages a rank
     1f1b                Schedule1F1B                     1
@@ -48,12 +48,12 @@ def chunks_of(schedule: str) -> int:
 
 
 def loss_sum(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the tokens' cross entropies, added up."""
+    """Return the summed cross-entropy of the tokens."""
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def stages_of(size: Size, plan: qs.Plan, rank: int, device: torch.device) -> dict[int, nn.Module]:
-    """Return the stages of a rank, cut as the engine cuts them, from the same initial weights."""
+    """Return the stages of a rank, assigned as the engine does, with the same initial weights."""
     model = list(build_model(size.blocks(), 0, torch.float32))
     cuts = cut(estimate_costs(size.blocks()), plan.layout)
     mine = [stage for stage, holder in enumerate(plan.stage_to_pp) if holder == rank]
@@ -63,7 +63,7 @@ def stages_of(size: Size, plan: qs.Plan, rank: int, device: torch.device) -> dic
 def torch_step(
     size: Size, schedule: str, plan: qs.Plan, device: torch.device, group: dist.ProcessGroup
 ) -> Callable[[Tensor, Tensor], float]:
-    """Return a step of torch's runtime on this rank; it gives the batch's loss."""
+    """Return a step of torch's runtime on this rank; it returns the batch's loss."""
     rank, num_stages = dist.get_rank(), len(plan.stage_to_pp)
     modules = stages_of(size, plan, rank, device)
     ids = torch.zeros(size.samples, size.length, dtype=torch.int64, device=device)

@@ -1,11 +1,11 @@
 """Ranks on one machine over NCCL, several to a GPU where there are fewer GPUs than ranks.
 
     GPUs >= ranks     a GPU each
-    GPUs <  ranks     NCCL 2.30 and newer let ranks share a GPU if they are told to; older ones refuse
+    GPUs <  ranks     NCCL 2.30 and newer let ranks share a GPU if configured to; older ones refuse
 
-Which library is loaded counts, not the one that torch was built with: `LD_PRELOAD` brings another. Processes that share
-a GPU take turns on it, and a message takes milliseconds, unless NVIDIA's multi-process service runs. On which wire NCCL
-can connect two processes of one GPU is up to the machine (containers may forbid some), so it is tried once.
+The loaded library counts, not the one that torch was built with: `LD_PRELOAD` brings another. Processes that share
+a GPU take turns on it, and a message takes milliseconds, unless NVIDIA's multi-process service runs. NCCL's
+transports between two processes of one GPU depend on the machine (containers may forbid some), so they are probed once.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "through the host's memory": {"NCCL_P2P_DISABLE": "1"},
     "through sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"},
 }
-"""What NCCL may be told about its wires, in the order in which it is tried."""
+"""Environment variables for NCCL's transports, in the order in which they are tried."""
 
 PROBE = Path(__file__).with_name("probe.py")
 PROBE_LIMIT_S = 60.0
 
 
 class CannotShareError(Exception):
-    """Ranks cannot share the GPUs of this machine; says why, and what to do."""
+    """Ranks cannot share the GPUs of this machine; has the reason, and advice."""
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def how_to_share() -> str:
-    """Say how to get an NCCL that lets ranks share a GPU."""
+    """Return advice on installing an NCCL that lets ranks share a GPU."""
     package = f"nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}"
     return (
         f"pip install --no-deps --target out/nccl '{package}>=2.30', then run with "
@@ -57,7 +57,7 @@ def how_to_share() -> str:
 
 
 def reason_to_skip(world_size: int) -> str:
-    """Say why so many ranks cannot run here over NCCL; empty if they can."""
+    """Return the reason why so many ranks cannot run here over NCCL; empty if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     devices = torch.cuda.device_count()
@@ -68,17 +68,17 @@ def reason_to_skip(world_size: int) -> str:
 
 
 def environment(world_size: int) -> dict[str, str]:
-    """Return what has to be in the environment of so many ranks.
+    """Return the environment variables for so many ranks.
 
     Raises:
-        CannotShareError: they would share a GPU, and NCCL connects two processes of one GPU on no wire.
+        CannotShareError: they would share a GPU, and NCCL cannot connect two processes of one GPU.
     """
     shares = 1 <= torch.cuda.device_count() < world_size
     return QUEUES | (SHARING | dict(WIRES[find_wire()]) if shares else {})
 
 
 def find_wire() -> str:
-    """Return the first of `WIRES` on which two processes of one GPU understand each other; it is tried once."""
+    """Return the first of `WIRES` by which two processes of one GPU can communicate; tried once."""
     found, refusals = _try_wires()
     if not found:
         raise CannotShareError("two processes of one GPU cannot connect over NCCL\n" + "\n".join(refusals))

@@ -1,4 +1,4 @@
-"""One rank: the engine's step beside a plain loop that does the same job, and the numbers of both."""
+"""Steps of the engine on one rank beside a plain loop that does the same job, and the results of both."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SPLIT = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("interleaved-zb", 
 
 
 def steps(device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return how long steps take: of large microbatches, where a GPU is busy, and of small ones."""
+    """Print and return step times: of large microbatches, which keep a GPU busy, and of small ones."""
     sizes = (GPT_350M, SMALL) if device.type == "cuda" else (sized(SMALL, device),)
     return {size.title: compare_steps(size, device, rounds) for size in sizes}
 
 
 def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return how long the engine's steps take beside the plain loop's; a CPU has no graphs."""
+    """Print and return the engine's step times beside the plain loop's; a CPU has no graphs."""
     batch = size.batch(device)
     rivals = {name: whole(PlainLoop(size, device).step, batch, device) for name in (PLAIN, AGAIN)}
     captured = [False, True] if size is SMALL else [False]
@@ -43,9 +43,9 @@ def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, An
 
 
 def numbers(device: torch.device, rounds: int) -> dict[str, float]:
-    """Print and return by how much weights differ from the plain loop's after a few steps.
+    """Print and return the largest difference of weights from the plain loop's after a few steps.
 
-    The attention is that of plain products: the faster kernels add up in an order that changes from run to run.
+    Attention uses the math kernel: the faster kernels add in an order that changes from run to run.
     """
     size = sized(SMALL, device)
     batch, plain = size.batch(device), PlainLoop(size, device)

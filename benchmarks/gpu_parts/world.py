@@ -2,8 +2,8 @@
 
 run_world(4, ["-m", "tests.gpu.worker", …], timeout_s=100)
 
-torchrun starts each rank in a session of its own: who kills torchrun leaves its ranks behind, and one that hangs on a
-GPU is in the way of all that comes later.
+torchrun starts each rank in a session of its own: killing torchrun leaves its ranks behind, and one that hangs on a
+GPU blocks all later runs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 GRACE_S = 10.0
-"""So long other ranks may go on when one has failed: who is left alone says more."""
+"""Time that other ranks may go on when one has failed: a rank left alone has more to report."""
 
 MOST_WORDS = 4000
 
 
 class WorldFailedError(Exception):
-    """A rank ended otherwise than with 0, or the ranks took too long; says what it printed."""
+    """Failure of a rank, or a timeout; has the output of all ranks."""
 
 
 def run_world(
@@ -34,8 +34,8 @@ def run_world(
     """Run Python with these arguments on so many ranks, and return when all have ended well.
 
     Args:
-        command: what follows the name of the interpreter.
-        variables: what is in the ranks' environment besides that of this process.
+        command: arguments of the interpreter.
+        variables: environment variables of the ranks besides those of this process.
 
     Raises:
         WorldFailedError: they did not.
@@ -65,14 +65,14 @@ def run_world(
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return an unused port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> int | None:
-    """Return 0 when all have ended well, the code of one that has not soon after that; None when it is too late."""
+    """Return 0 when all have ended well, or soon after a failure its exit code; None after the deadline."""
     while True:
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), None)

@@ -1,5 +1,5 @@
-"""What a run is, as settings with names: compared between ranks, kept in checkpoints, compared again.
+"""Settings that describe a run, by name: compared between ranks, saved in checkpoints, compared again on resume.
 
-`sections` say who differs in what, `records` has the settings of a job, `engine_records` what an engine knows of
-itself, `kept_settings` what may change as a run goes on. Imports `comm` and `settings`.
+`sections` finds the ranks whose settings differ, `records` has the settings of a job, `engine_records` those of an
+engine, `kept_settings` the settings that may change when a run resumes. Imports `comm` and `settings`.
 """

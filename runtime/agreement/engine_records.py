@@ -1,12 +1,12 @@
-"""What an engine knows of its run: options, what its blocks are like, what computes the loss, what steps the weights.
+"""Settings of an engine that its ranks compare: options, structure of the blocks, loss and metrics, optimizer.
 
     options     clip, dtype, seed, names of metrics, …
-    blocks      of each: class, names, shapes and types of its weights, attributes of torch's own modules, code
-    loss        class or name, plain attributes, code                    where a rank has a last stage
-    optimizer   class and options of each group of parameters            where a rank steps weights
+    blocks      for each: class; names, shapes and dtypes of its weights; attributes of torch's own modules; code
+    loss        class or name, plain attributes, code                    on ranks with a last stage
+    optimizer   class and options of each parameter group                on ranks that step weights
 
-Values of the user's that code reads (attributes of blocks, globals, closures) may differ, as a rank's own number does;
-all are told so. Initial weights are not compared: they are made the same for all who hold them.
+Values in user code (attributes of blocks, globals, closures) may differ between ranks, as a rank's own number does:
+differences are only logged. Initial weights are not compared: the ranks that hold a weight are given the same values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, str)
 def agree_on_options(plan: Plan, options: Mapping[str, Any], world: Group) -> None:
     """Raise `MisfitError` where ranks have other plans or options (collective).
 
-    What blocks cost is left out: it may be measured on each rank, and which blocks are a stage is compared later.
+    Costs of blocks are left out: they may be measured on each rank, and the resulting stages are compared later.
     """
     said = {f"engine.{name}": _plain(value) for name, value in options.items() if name != "block_costs"}
     sections = {"plan": plan_section(plan), "options": Section.of(said)}
@@ -41,7 +41,7 @@ def agree_on_options(plan: Plan, options: Mapping[str, Any], world: Group) -> No
 
 
 def agree_on_blocks(outlines: Sequence[nn.Module], cuts: Sequence[range], world: Group) -> None:
-    """Raise `MisfitError` where ranks have other blocks, whatever numbers are in them, or other stages (collective)."""
+    """Raise `MisfitError` where ranks have blocks of another structure, values apart, or other stages (collective)."""
     same = {"blocks": _blocks_section(outlines, cuts)}
     require_same(same, world, "the blocks", "build the same blocks on all ranks, and cut them alike")
     read = [
@@ -53,7 +53,7 @@ def agree_on_blocks(outlines: Sequence[nn.Module], cuts: Sequence[range], world:
 def agree_on_functions(
     functions: Mapping[str, Callable[..., Any]] | None, optimizer: Section | None, world: Group
 ) -> None:
-    """Raise `MisfitError` where ranks that use them have another loss, metrics or optimizer (collective)."""
+    """Raise `MisfitError` where the ranks that use them have another loss, metric or optimizer (collective)."""
     found = None if functions is None else {name: describe_function(given) for name, given in functions.items()}
     same = None if found is None else Section.of({name: described.what for name, described in found.items()})
     sections = {"functions": same, "optimizer": optimizer}
@@ -67,12 +67,12 @@ def _compare_values(sections: Sections, world: Group) -> None:
 
 
 def _values(found: Mapping[str, Described]) -> Section:
-    """Return the values that what was described reads, by whole names."""
+    """Return the plain values that described objects read, keyed by the object's name and the value's."""
     return Section.of({f"{name}, {key}": value for name, one in found.items() for key, value in one.read.items()})
 
 
 def _blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Section:
-    """Return what blocks are like, whatever numbers are in them, and which are a stage."""
+    """Return the structure of the blocks, without the values of weights, and the blocks of each stage."""
     words = {f"block {number}": list(_outline(block)) for number, block in enumerate(outlines)}
     words |= {f"stage {number}": [f"blocks {blocks.start} to {blocks.stop - 1}"] for number, blocks in enumerate(cuts)}
     text = "\n".join(line for name, lines in words.items() for line in (name, *lines))
@@ -80,7 +80,7 @@ def _blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Sec
 
 
 def _lines(name: str, lines: Sequence[str]) -> Iterator[tuple[str, Plain]]:
-    """Yield a block's class, then its weights and attributes, each under a name of its own."""
+    """Yield a block's class, then its weights and attributes, each under its own name."""
     yield name, lines[0]
     for line in lines[1:]:
         key, _, value = line.partition("\t")
@@ -97,7 +97,7 @@ def _outline(block: nn.Module) -> Iterator[str]:
 
 
 def optimizer_section(optimizers: Sequence[Optimizer]) -> Section:
-    """Return the classes of optimizers, and the options of their groups."""
+    """Return the classes of the optimizers, and the options of their parameter groups."""
     found: dict[str, Plain] = {}
     for number, optimizer in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
@@ -111,7 +111,7 @@ def optimizer_section(optimizers: Sequence[Optimizer]) -> Section:
 
 
 def _plain(value: Any) -> Plain:
-    """Return a setting as it is compared; of an object that may hold anything, its class."""
+    """Return a setting as a plain value to compare: of arbitrary objects, only the class name."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):

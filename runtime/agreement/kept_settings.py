@@ -1,10 +1,10 @@
-"""What may change when a run goes on, and what may not unless its user says so.
+"""Settings that may change when a run resumes from a checkpoint, and those that may not without `--override`.
 
-    kept     what is learnt, and by which rule: model, data, optimizer, batch size, seed, precision, the user's code
-    noted    versions of quintsched, torch and Python
-    free     mesh, schedule and all else of `parallel`, transport, checkpoints, logs; how long: epochs, patience
+    kept     what is learnt, and by which rule: model, data, optimizer, batch size, seed, precision, user code
+    noted    versions of quintsched, torch and Python: a difference is reported only
+    free     mesh, schedule and all else of `parallel`, transport, checkpoints, logs; length: epochs, patience
 
-`--override train.optimizer.lr` lets a run go on with another learning rate; a section's name stands for all in it.
+`--override train.optimizer.lr` lets a run resume with another learning rate; a section's name covers all its settings.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from ..settings.run_settings import Mark
 from .records import is_within
 
 CODE = "code"
-"""The section of what code runs, which is no section of a job."""
+"""Section of the settings that describe the code (versions, hashes); a job file has no such section."""
 
 KEPT, OPEN = ((*marked(mark), CODE) for mark in (Mark.KEPT, Mark.OPEN))
 FREE = tuple(marked(Mark.FREE))
-"""The settings, or sections, that a run goes on with; those without a fixed set; those among the kept that may change:
-where the data lie, what a resumed run does not read, and how long it goes.
+"""Settings or sections: those kept on resume; those without a fixed set of keys; those among the kept that may change
+all the same: paths of data, options that a resumed run does not read, the length of the run.
 """
 
 NOTED = ("code.python", "code.torch", "code.quintsched")
-"""What is only said."""
+"""Settings whose differences are reported, and never refused."""
 
 _SHOWN = 80
 
 
 def require_kept(saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Collection[str], where: str) -> list[str]:
-    """Return what is to be said of a run that goes on with settings other than those it was saved with.
+    """Return messages about settings that differ from those of the checkpoint, and may.
 
     Args:
-        saved: the settings in the checkpoint; none are compared with a checkpoint that has none.
-        now: those of this run.
+        saved: the settings in the checkpoint; if it has none, nothing is compared.
+        now: the settings of this run.
         overrides: settings, or sections, that may differ.
         where: the checkpoint, in words.
 
     Raises:
         MisfitError: settings that must be kept differ.
-        UsageError: an override of what is no setting.
+        UsageError: an override that names no setting.
     """
     if not saved:
         return []
@@ -61,7 +61,7 @@ def require_kept(saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Co
 
 
 def require_known(overrides: Collection[str], names: Collection[str]) -> None:
-    """Raise `UsageError` for an override that is neither a setting nor a section of them."""
+    """Raise `UsageError` for an override that is neither a setting nor a section."""
     known = {*names, *(name[:end] for name in names for end, letter in enumerate(name) if letter == ".")}
     for override in overrides:
         if override not in known:

@@ -1,9 +1,9 @@
-"""The settings of a run, by name: of its job, its plan, its code and its wires.
+"""Settings of a run, by name: those of its job file, its plan, its code and its transport.
 
     train.seed: 0    train.optimizer.lr: 0.001    plan.mesh: "dp=2,pp=2"    code.torch: "2.13.0"    code.mine.py: "9f…"
 
-What may differ from machine to machine is left out (`OF_A_MACHINE`): where files lie there. What lies in them is
-compared: the plan itself, the samples of a data set, a hash of files of the user's code, whose folders may differ too.
+Settings that may differ between machines (`OF_A_MACHINE`), such as paths, are left out. The contents of these files
+are compared instead: the plan itself, the samples of a data set, a hash of the user's code files.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ..settings.run_settings import Mark
 from .sections import Plain, Record, Section, require_same
 
 OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (Mark.OF_A_MACHINE, Mark.CODE))
-"""The settings of a job that ranks need not have alike, and those that may name code of the user's."""
+"""Settings of a job that may differ between ranks, and those that may name user code (path.py:object)."""
 
 _DIGITS = 16
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield settings by their whole names; what is neither a section nor plain is written as JSON."""
+    """Yield settings by their full names (`section.key`); values that are neither sections nor plain become JSON."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -49,7 +49,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def job_settings(job: JobConfig) -> dict[str, Plain]:
-    """Return all settings of a job by name, with files of the user's by their names alone."""
+    """Return all settings of a job by name; of the user's code files, only the file name."""
     settings = dict(flatten(job.model_dump()))
     for name in CODE_SETTINGS:
         value = settings.get(name)
@@ -59,17 +59,17 @@ def job_settings(job: JobConfig) -> dict[str, Plain]:
 
 
 def of_all_ranks(settings: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the settings that all ranks must have alike."""
+    """Return the settings that must be equal on all ranks."""
     return {name: value for name, value in settings.items() if not is_within(name, OF_A_MACHINE)}
 
 
 def is_within(name: str, settings: Collection[str]) -> bool:
-    """Whether a setting is one of these, or in one of these sections."""
+    """Return whether a setting is one of these, or in one of these sections."""
     return any(name == other or name.startswith(f"{other}.") for other in settings)
 
 
 def code_settings(job: JobConfig) -> dict[str, Plain]:
-    """Return which code runs: versions, a hash of quintsched's own files, and of the user's files that a job names."""
+    """Return settings that identify the running code: versions, hashes of quintsched and of the job's user files."""
     return {
         "code.python": platform.python_version(),
         "code.torch": str(torch.__version__),
@@ -79,7 +79,7 @@ def code_settings(job: JobConfig) -> dict[str, Plain]:
 
 
 def user_files(job: JobConfig) -> list[Path]:
-    """Return the files of the user's code that a job names; raises `UsageError` where one is not there."""
+    """Return the files of user code that a job names; raise `UsageError` if one does not exist."""
     settings = dict(flatten(job.model_dump()))
     named = [settings.get(name) for name in CODE_SETTINGS]
     files = sorted({Path(file_of(name)) for name in named if isinstance(name, str) and is_user_object(name)})
@@ -89,7 +89,7 @@ def user_files(job: JobConfig) -> list[Path]:
 
 
 def world_settings(transport: Transport) -> dict[str, Plain]:
-    """Return what carries messages, for how many ranks, and by which rules."""
+    """Return the transport's settings: number of ranks, backend, its rules for messages, device type."""
     return {
         "world.ranks": transport.world_size,
         "world.transport": transport.name,
@@ -99,9 +99,9 @@ def world_settings(transport: Transport) -> dict[str, Plain]:
 
 
 def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[str, Plain]:
-    """Return the settings of a run by name (collective).
+    """Return the settings of a run by name, compared over all ranks (collective).
 
-    Raises `MisfitError`, on all ranks alike, where theirs differ.
+    Raises `MisfitError`, on all ranks, where they differ.
     """
     settings = {**job_settings(job), **code_settings(job)}
     require_same(
@@ -118,14 +118,14 @@ def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[st
 
 
 def agree_on_start(start: str, overrides: Sequence[str], transport: Transport) -> None:
-    """Raise `MisfitError`, on all ranks alike, where some resume a run and others do not (collective)."""
+    """Raise `MisfitError`, on all ranks, where some ranks resume a run and others do not (collective)."""
     said = Section.of({"start": start, "--override": " ".join(sorted(overrides))})
     advice = "start all ranks with the same options"
     require_same({"start": said}, transport.world_group(), "how the run begins", advice)
 
 
 def plan_section(plan: Plan) -> Section:
-    """Return what a plan is; its parts are told apart where plans differ."""
+    """Return the settings of a plan: its JSON text, split into named parts only where plans differ."""
     text = plan.to_json()
     return Section(text, lambda: _parts_of_plan(text))
 
@@ -146,7 +146,7 @@ def _version() -> str:
 
 @functools.cache
 def _own_sources() -> str:
-    """Return a hash of the files of quintsched: machines with other commits have the same version."""
+    """Return a hash of quintsched's own files: machines with different commits may have the same version."""
     root, digest = Path(quintsched.__path__[0]), hashlib.sha256()
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name not in ("__pycache__", "viz"))

@@ -1,11 +1,11 @@
-"""What all ranks must have alike: compared by digests, and where these differ, told apart by name.
+"""Settings that must be equal on all ranks: compared by SHA-256 digests, then named one by one where these differ.
 
-    sections   {"job": {"train.seed": 0, …}, "loss": None}           None: this rank has nothing to say of it
+    sections   {"job": {"train.seed": 0, …}, "loss": None}           None: this rank does not take part in it
         │ one all-gather of a digest per section ──▶ equal: go on
         └ not ──▶ one rank of each digest sends its text (bounded JSON) ──▶ MisfitError, on all ranks in the same words:
                   … (rank 2 differs from the others): train.seed is 1 on rank 2, but 0 on ranks 0, 1 and 3
 
-The odd ranks are the fewer ones. Of two ranks, or two halves, nobody can say which is odd, and both are named.
+The minority is called odd. Between two ranks, or two halves, neither is a minority, and both are named.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..comm.control import broadcast_bytes, share_bytes
 _logger = logging.getLogger("quintsched.runtime")
 
 Plain = None | bool | int | float | str
-"""What a setting may be."""
+"""Types that a value of a setting may have."""
 
 Record = Mapping[str, Plain]
-"""Settings by their names."""
+"""Settings by name."""
 
 MOST_KEYS = 10
-"""So many settings that differ are named."""
+"""Differing settings that a message names at most."""
 
 MOST_BYTES = 2**20
-"""The longest text of a section that one rank sends to the others."""
+"""Longest text of a section, in bytes, that one rank sends to the others."""
 
 _SHOWN, _BEFORE = 100, 30
 _MOST_VERSIONS = 8
@@ -43,32 +43,32 @@ _ABSENT = "not there"
 
 @dataclass(frozen=True)
 class Section:
-    """Settings that are compared together: a text that says them all, and what they are, one by one."""
+    """Settings that are compared together: a canonical text of them all, and a function that returns them by name."""
 
     text: str
     record: Callable[[], Record]
 
     @classmethod
     def of(cls, record: Record) -> Section:
-        """Return a section of settings that are at hand."""
+        """Return a section of the given settings."""
         return cls(json.dumps(record, sort_keys=True), lambda: record)
 
 
 Sections = Mapping[str, Section | None]
-"""What a rank says, by names that are the same on all ranks; None: nothing."""
+"""This rank's sections, by names that are the same on all ranks; None: the rank takes no part in the comparison."""
 
 Versions = list[tuple[list[int], Record]]
-"""Who says what: members of a group, each with those that say the same."""
+"""Distinct versions of a section: for each, the group members that have it, and its settings."""
 
 
 def require_same(sections: Sections, group: Group, what: str, advice: str) -> None:
-    """Raise `MisfitError`, on all members of a group and in the same words, where their sections differ (collective).
+    """Raise `MisfitError`, with the same message on all members of a group, where their sections differ (collective).
 
     Args:
-        sections: what this rank says.
-        group: those who are compared.
-        what: what is compared, in words.
-        advice: what to do about it.
+        sections: the sections of this rank.
+        group: the members that are compared.
+        what: the compared object, in words.
+        advice: the remedy, in words.
     """
     found, who = _find_differences(sections, group)
     if found:
@@ -76,22 +76,22 @@ def require_same(sections: Sections, group: Group, what: str, advice: str) -> No
 
 
 def agree(what: str, fingerprint: str, group: Group) -> None:
-    """Raise `MisfitError`, on every member alike, unless all of them have the same fingerprint of `what`.
+    """Raise `MisfitError`, on every member, unless all of them have the same fingerprint of `what` (collective).
 
-    It names who has which.
+    The message names each fingerprint and the ranks that have it.
     """
     require_same({what: Section.of({what: fingerprint})}, group, what, "give all of them the same")
 
 
 def warn_of_differences(sections: Sections, group: Group, what: str, advice: str) -> None:
-    """Let the first member of a group warn of sections that differ, and may, in such words (collective)."""
+    """Log a warning, on the first member of a group, where sections differ but may (collective)."""
     found, who = _find_differences(sections, group)
     if found and group.index == 0:
         _logger.warning("the ranks do not have the same %s%s: %s; %s", what, who, _listed(found), advice)
 
 
 def _find_differences(sections: Sections, group: Group) -> tuple[list[str], str]:
-    """Return on all members what differs, and who differs from the others, in brackets, if that is clear."""
+    """Return, on all members, the differences, and the odd ranks in brackets if there is a minority; else ""."""
     if group.size == 1:
         return [], ""
     said = _gather_digests(sections, group)
@@ -113,7 +113,7 @@ def _find_differences(sections: Sections, group: Group) -> tuple[list[str], str]
 
 
 def _gather_digests(sections: Sections, group: Group) -> list[list[bytes]]:
-    """Return by member the digest of each section; zeros for one of which a member says nothing."""
+    """Return the digest (32 bytes) of each section, by member; zeros where a member takes no part."""
     mine = b"".join(
         bytes(32) if section is None else hashlib.sha256(section.text.encode()).digest()
         for section in sections.values()
@@ -123,7 +123,7 @@ def _gather_digests(sections: Sections, group: Group) -> list[list[bytes]]:
 
 
 def _exchange(section: Section | None, digests: Sequence[bytes], group: Group) -> Versions:
-    """Let the first member of each digest say its settings; return them with those who say the same."""
+    """Broadcast the settings of each distinct digest from its first member; return them with all its members."""
     members: dict[bytes, list[int]] = {}
     for member, digest in enumerate(digests):
         if any(digest):
@@ -139,7 +139,7 @@ def _exchange(section: Section | None, digests: Sequence[bytes], group: Group) -
 
 
 def _differences(versions: Versions, section: str, ranks: Sequence[int]) -> list[tuple[str, list[int] | None, str]]:
-    """Return what differs: the setting, the ranks that are odd in it (None: nobody can say), and the words."""
+    """Return the differences: the setting, the odd ranks in it (None: there is no minority), and the words."""
     found = []
     for key in sorted({key for _, record in versions for key in record}):
         by_value: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ def _differences(versions: Versions, section: str, ranks: Sequence[int]) -> list
 
 
 def _told_apart(key: str, by_value: Mapping[str, list[int]]) -> tuple[list[int] | None, str]:
-    """Return the ranks that are odd, if that can be said, and who has which value, the odd ones first."""
+    """Return the odd ranks, if there is a minority, and a sentence: each value with its ranks, odd ones first."""
     excerpts = _excerpts(list(by_value))
     sizes = sorted(map(len, by_value.values()), reverse=True)
     is_clear = sizes[0] > sizes[1]
@@ -163,7 +163,7 @@ def _told_apart(key: str, by_value: Mapping[str, list[int]]) -> tuple[list[int] 
 
 
 def _excerpts(values: Sequence[str]) -> dict[str, str]:
-    """Return values as they are shown: long ones from a little before the place where they differ."""
+    """Return values as a message shows them: long ones from shortly before the place where they differ."""
     alike = next((k for k, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1), 0)
     start = max(alike - _BEFORE, 0)
     return {value: value if len(value) <= _SHOWN else _cut(value, start) for value in values}

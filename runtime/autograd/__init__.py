@@ -1,6 +1,6 @@
-"""Backwards run by hand: halves of a backward, recomputation, gradients of keys and values of earlier slices.
+"""Custom backwards: split input and weight gradients, activation recomputation, gradients of cached keys and values.
 
-`run_backward` stops at given edges, `deferred_weight_grads` puts weight gradients off, `recompute` drops activations
-and brings them back, `offload` moves them to the host's memory, `kv_store` serves sequences in slices. Imports
+`run_backward` calls autograd's engine, `deferred_weight_grads` defers weight gradients, `recompute` drops activations
+and recomputes them, `offload` moves them to host memory, `kv_store` is the KV cache of sequences in slices. Imports
 `comm.device` alone.
 """

@@ -1,21 +1,21 @@
-"""The two halves of a backward: weight gradients that wait in a queue until somebody asks for them.
+"""Split backward (zero-bubble): input gradients at once, weight gradients deferred in a queue until it is drained.
 
     BwdInput    g ─▶ gradient of x = g W ─▶ the stage before           Product(W, gᵀ x), Product(b, Σ g) ─▶ queue
     BwdWeight                                                          queue ─▶ compute ─▶ add to W.grad, b.grad
 
 `BwdInput` is an ordinary backward of the whole stage, run inside `WeightQueue.deferring()`: linear layers and
-embeddings then pass on the gradient of their input and leave that of their weights as products. The graph is freed by
-it; only x and g of each product are kept until `Products.drain`. Outside of `deferring()` the same layers compute
-everything at once, with the same bits.
+embeddings then return the gradient of their input, and queue that of their weights as products. It frees the autograd
+graph; only x and g of each product are kept until `Products.drain`. Outside of `deferring()` the same layers compute
+both gradients at once, bitwise equal.
 
-Whatever cannot wait (norms, convolutions, functional calls on a weight, weights with hooks or a parametrization) is
-computed by the backward as ever. A weight of which one use waits and another does not gets both gradients, added in
-another order than a full backward adds them.
+Gradients that cannot be deferred (norms, convolutions, functional calls on a weight, weights with hooks or a
+parametrization) are computed by the backward as usual. A weight with deferred and other uses gets both gradients, added
+in another order than a full backward adds them.
 
-A user's layer joins in by naming its parameters and offering their products in its backward:
+User layers take part by naming their parameters, and offering their products in the backward:
 
     class Scale(nn.Module):
-        deferrable = ("weight",)                       # what defer_weights looks for
+        deferrable = ("weight",)                       # read by defer_weights
 
     class ScaleFunction(torch.autograd.Function):
         def backward(ctx, grad):
@@ -46,7 +46,7 @@ _OURS = ("torch.", f"{__name__.rpartition('.autograd.')[0]}.")
 
 
 class Product(NamedTuple):
-    """A gradient that is still to be computed: of which parameter, how, from which tensors in which versions."""
+    """A deferred gradient: its parameter, the function that computes it, that function's tensors and their versions."""
 
     parameter: nn.Parameter
     compute: Callable[..., Tensor]
@@ -55,7 +55,7 @@ class Product(NamedTuple):
 
 
 class Products:
-    """The products of one backward; a context in which its queue collects them here."""
+    """The deferred products of one backward; as a context, makes its queue collect them here."""
 
     def __init__(self, queue: WeightQueue) -> None:
         self._queue = queue
@@ -69,16 +69,16 @@ class Products:
         self._queue.collecting = None
 
     def add(self, parameter: nn.Parameter, compute: Callable[..., Tensor], held: tuple[Tensor, ...]) -> None:
-        """Let a product wait, without the graph that its tensors come from."""
+        """Queue a product, its tensors detached from the autograd graph."""
         kept = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
         self._waiting.append(Product(parameter, compute, kept, [tensor._version for tensor in kept]))
 
     @torch.no_grad()
     def drain(self, accumulate: Accumulate) -> None:
-        """Compute all products, in the order of the backward, and hand each parameter's gradient over, once.
+        """Compute all products, in the order of the backward, and pass each parameter's gradient to `accumulate` once.
 
-        Those of a parameter that was used several times are added up first, in the order in which autograd does.
-        Each product's tensors are let go of as soon as it is computed.
+        Products of a parameter that was used several times are summed first, in autograd's order. A product's tensors
+        are released as soon as it is computed.
 
         Raises:
             RuntimeError: a tensor was modified in place since the backward, as autograd would.
@@ -98,11 +98,11 @@ class Products:
                 sums[key] = total
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameter of every product."""
+        """Yield the parameter of every product still queued."""
         return (product.parameter for product in self._waiting)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor that is held, as often as a product holds it."""
+        """Yield every tensor held by the products, with repetitions."""
         for product in self._waiting:
             yield from product.held
 
@@ -115,11 +115,11 @@ def _was_modified(parameter: nn.Parameter) -> RuntimeError:
 
 
 class WeightQueue:
-    """Where the layers of one stage leave products, while a backward is `deferring`.
+    """Queue of deferred products of one stage, filled by its layers while a backward is `deferring`.
 
     Args:
-        compiled: the stage goes through torch.compile; its deferring layers stay outside of the compiled code, which
-            would otherwise freeze what their backward did when it was traced.
+        compiled: the stage is compiled by torch.compile. Its deferring layers cause graph breaks (compiler.disable):
+            otherwise the traced backward would fix whether it defers.
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
@@ -129,11 +129,11 @@ class WeightQueue:
         self.embedding: Callable[[Tensor, Tensor, int | None], Tensor] = aside(_embedding)
 
     def deferring(self) -> Products:
-        """Return a context that collects the products of the backward in it, which it is as well."""
+        """Return a new `Products`, to be entered as a context around the backward whose products it collects."""
         return Products(self)
 
     def __reduce__(self) -> tuple[type[WeightQueue], tuple[()]]:
-        """Let a copied or pickled parameter have another queue, which nobody ever drains or fills."""
+        """Give a copied or pickled parameter a new queue, which is never filled or drained."""
         return WeightQueue, ()
 
 
@@ -142,21 +142,21 @@ def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def queue_of(parameter: Tensor) -> WeightQueue | None:
-    """Return the queue that takes products for `parameter`, or None: its gradient never waits."""
+    """Return the queue for products of `parameter`; None: its gradient is never deferred."""
     queue: WeightQueue | None = getattr(parameter, "_quintsched_queue", None)
     return queue
 
 
 def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[Tensor, ...]) -> bool:
-    """Let the gradient of `parameter` wait, if somebody collects; else return False: the caller computes it.
+    """Defer the gradient of `parameter`, if its queue is collecting; else return False: the caller computes it.
 
     To be called in the backward of an autograd function.
 
     Args:
-        parameter: one that `defer_weights` has seen; all others never wait. What hooks on saved tensors unpack in its
-            place will do.
-        product: computes the gradient, later, from `held`; no other tensor should be bound to it.
-        held: the tensors that it takes.
+        parameter: one registered by `defer_weights`; all others are never deferred. A tensor that saved-tensor hooks
+            unpack in its place is accepted.
+        product: computes the gradient later, from `held`; no other tensor should be bound to it.
+        held: the tensors that `product` takes.
     """
     owner = _owner(parameter)
     queue = None if owner is None else queue_of(owner)
@@ -169,15 +169,15 @@ def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[T
 
 
 def _is_accumulated(parameter: nn.Parameter) -> bool:
-    """Whether the backward that runs adds to the gradient of a parameter; `autograd.grad` within a hook does not."""
+    """Whether the running backward accumulates into a parameter's `.grad`; `autograd.grad` within a hook does not."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # it is asked for, and handed over
+    except RuntimeError:  # autograd.grad returns its gradient instead
         return False
 
 
 def _owner(tensor: Tensor) -> nn.Parameter | None:
-    """Return the parameter that a tensor is, or was unpacked in place of: that adds to the same gradient."""
+    """Return the parameter that a tensor is, or shares its AccumulateGrad node with (after saved-tensor hooks)."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     node: Any = get_gradient_edge(tensor).node if tensor.is_leaf and tensor.requires_grad else None
@@ -185,11 +185,11 @@ def _owner(tensor: Tensor) -> nn.Parameter | None:
 
 
 def defer_weights(module: nn.Module, queue: WeightQueue) -> int:
-    """Have the layers of `module` leave products in `queue`; return how many trained numbers' gradients can wait.
+    """Register the layers of `module` with `queue`; return the number of trained elements with deferrable gradients.
 
-    Every plain nn.Linear and nn.Embedding is made to, in place and without showing: names, repr, state dict, pickles,
-    copies and hooks stay as they are. Other modules name the parameters that they defer themselves in `deferrable`.
-    A parameter that another module holds as well is left alone.
+    The class of every plain nn.Linear and nn.Embedding is replaced in place; names, repr, state dict, pickles, copies
+    and hooks stay as they are. Other modules list the parameters that they defer in `deferrable`. A parameter shared
+    with a module that does not defer it is left alone.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear and "weight" in layer._parameters:
@@ -208,13 +208,13 @@ def defer_weights(module: nn.Module, queue: WeightQueue) -> int:
 
 
 def _has_products(parameter: nn.Parameter) -> bool:
-    """Whether it is a parameter for which the products below give the very bits of autograd's."""
+    """Whether the products below are bitwise equal to autograd's gradients for a parameter."""
     is_plain = type(parameter) is nn.Parameter and not parameter.is_complex()
     return is_plain and parameter.is_contiguous() and parameter.numel() > 0
 
 
 class DeferringLinear(nn.Linear):
-    """An nn.Linear whose weight gradients can wait; it shows as what it was, and is copied and pickled as that."""
+    """An nn.Linear with deferrable weight gradients; its repr, copies and pickles are those of nn.Linear."""
 
     deferrable = ("weight", "bias")
 
@@ -230,7 +230,7 @@ class DeferringLinear(nn.Linear):
 
 
 class DeferringEmbedding(nn.Embedding):
-    """An nn.Embedding whose weight gradients can wait; it shows as what it was, and is copied and pickled as that."""
+    """An nn.Embedding with deferrable weight gradients; its repr, copies and pickles are those of nn.Embedding."""
 
     deferrable = ("weight",)
 
@@ -246,13 +246,13 @@ class DeferringEmbedding(nn.Embedding):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Do what torch.nn.functional.linear does; the gradients of parameters that have a queue can wait."""
+    """Compute torch.nn.functional.linear; the gradients of parameters with a queue can be deferred."""
     queue = queue_of(weight)
     return functional.linear(x, weight, bias) if queue is None else queue.linear(x, weight, bias)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Do what torch.nn.functional.embedding does; the gradient of a parameter that has a queue can wait."""
+    """Compute torch.nn.functional.embedding; the gradient of a parameter with a queue can be deferred."""
     queue = queue_of(weight)
     return (
         functional.embedding(ids, weight, padding_idx) if queue is None else queue.embedding(ids, weight, padding_idx)
@@ -272,7 +272,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     shape = (*x.shape[:-1], weight.shape[0])
     if bias is None or x.is_contiguous():
         return _product(rows, weight, bias).view(shape)
-    # As torch does: it adds the bias within the product only where x need not be copied to be one matrix.
+    # As torch does: it fuses the bias (addmm) only where x is viewable as one matrix without a copy.
     return _product(rows, weight, None).view(shape) + bias.to(rows.dtype)
 
 
@@ -284,7 +284,7 @@ def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
 
 
 def _is_recorded(weight: Tensor, given: Tensor) -> bool:
-    """Whether the weight will get a gradient from an ordinary backward, and no mode of the user's sees functions."""
+    """Whether an ordinary backward computes the weight's gradient, and no torch function mode of users is active."""
     if not weight.requires_grad or not torch.is_grad_enabled() or _are_functorch_transforms_active():
         return False
     if not has_torch_function_unary(given):
@@ -295,7 +295,7 @@ def _is_recorded(weight: Tensor, given: Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """A matrix times weightᵀ, plus the bias. Each product is the very call that autograd's formulas make."""
+    """x (rows, in) times weightᵀ, plus the bias. Each product is the same call as in autograd's formulas."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
@@ -321,7 +321,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _was_swapped(weight: Tensor, multiplied: Tensor) -> bool:
-    """Whether `weight.data` is another tensor than in the forward, as in layers that quantise it there."""
+    """Whether `weight.data` has been replaced since the forward, as in layers that quantise it there."""
     is_other = isinstance(weight, nn.Parameter) and weight.data_ptr() != multiplied.data_ptr()
     return is_other and not torch.is_grad_enabled()
 
@@ -330,7 +330,7 @@ _product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x (rows, in), laid out like it."""
+    """Return the gradient of x (rows, in), with the strides of x."""
     return weight.t().mm(grad.t()).t() if x.stride() == (1, x.shape[0]) else grad.mm(weight)
 
 
@@ -345,7 +345,7 @@ def bias_gradient(grad: Tensor) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of the weight by their ids."""
+    """Lookup of the weight's rows by ids."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None) -> Tensor:
@@ -366,5 +366,5 @@ def _rows_gradient(num_embeddings: int, padding_idx: int, grad: Tensor, ids: Ten
 
 
 def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` as `dtype`; asking first costs a fraction of `to`."""
+    """Return `tensor` as `dtype`; the check costs a fraction of a call of `to`."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)

@@ -1,9 +1,9 @@
-"""Attention over a sequence that comes in slices: the keys and values of the slices before.
+"""KV cache for attention over a sequence that comes in slices: keys and values of earlier slices, with gradients.
 
     slice      0            1            2                    forwards in this order, backwards against it
     keys     [k0]        [k0 k1]      [k0 k1 k2]              one buffer per microbatch, filled slice by slice
-    ∂keys    [∂0]◀───────[∂0 ∂1]◀─────[∂0 ∂1 ∂2]              one buffer, added to; a slice takes its rows when the
-                                                              slices behind it have added theirs
+    ∂keys    [∂0]◀───────[∂0 ∂1]◀─────[∂0 ∂1 ∂2]              one buffer, accumulated; a slice reads its rows after
+                                                              all later slices have added theirs
 
 An attention takes `past` by name and calls `keys, values = past.extend(self, keys, values)`.
 """
@@ -19,18 +19,18 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class Store:
-    """What the attentions of a stage have seen of one microbatch."""
+    """KV cache of one microbatch: keys and values of all attentions of a stage."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[nn.Module, int], Row] = {}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the keys and values themselves."""
+        """Yield the buffers of keys and values."""
         return (row.whole for row in self.rows.values())
 
 
 class Row:
-    """Keys, or values, of the whole sequence: as far as they are known, and their gradient."""
+    """Buffer for the keys or the values of the whole sequence, filled slice by slice, and its gradient."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
@@ -38,7 +38,7 @@ class Row:
 
 
 class Past:
-    """What an attention may look back at: `seen` positions of its microbatch, before the slice it is given."""
+    """Context of an attention: the `seen` positions of its microbatch before the current slice."""
 
     def __init__(self, store: Store, number: int, slices: int, length: int) -> None:
         self._store = store
@@ -48,7 +48,7 @@ class Past:
     def extend(self, site: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values so far: (samples, heads, slice, size) to (samples, heads, seen + slice, size).
 
-        `site` is the calling module; each has a past.
+        `site` is the calling module; each has a cache of its own.
         """
         return self._extend((site, 0), keys), self._extend((site, 1), values)
 
@@ -62,8 +62,8 @@ class Past:
 
 
 class _Extend(torch.autograd.Function):
-    """Put a slice behind what is known. The buffer is written through `.data`: earlier slices, whose graphs hold
-    what lies before the slice, are not touched, and autograd need not suspect it."""
+    """Append a slice to the cache. The write goes through `.data`, without a version count: the graphs of earlier
+    slices saved only positions before this one, which the write does not touch."""
 
     @staticmethod
     def forward(ctx: Any, fresh: Tensor, row: Row, start: int) -> Tensor:
@@ -79,5 +79,5 @@ class _Extend(torch.autograd.Function):
         if row.gradient is None:
             row.gradient = gradient.clone()
         else:
-            row.gradient.data[..., :end, :] += gradient  # what earlier backwards returned lies behind it
+            row.gradient.data[..., :end, :] += gradient  # gradients already returned are views of rows behind `end`
         return row.gradient[..., start:end, :], None, None

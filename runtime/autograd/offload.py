@@ -1,12 +1,12 @@
-"""What autograd saves of one forward, moved to the host's memory and back while the graph stays where it is.
+"""Activation offloading: tensors saved by autograd move to host memory and back, while the graph is unchanged.
 
-    forward      save x ──▶ handle ──▶ memory of x      one memory for all tensors that look into a storage
-    OffloadAct                         └─ copied to the host: the device's is free, unless somebody else looks at it
+    forward      save x ──▶ handle ──▶ memory of x      one memory for all tensors that are views of one storage
+    OffloadAct                         └─ copied to the host: device memory is freed, unless another tensor shares it
     FetchAct                           └─ copied back
-    backward     x ◀── handle: a view of that memory, as x was
+    backward     x ◀── handle: a view of that memory, with x's shape and strides
 
-Weights, buffers and what else is resident anyway are left alone. A tensor that is changed in place between forward and
-backward is refused when the backward comes to it, as autograd does without handles.
+Weights, buffers and other resident tensors are not moved. A tensor that is changed in place between forward and
+backward is refused when the backward unpacks it, as autograd does without handles.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 Track = Callable[[Tensor], object]
-"""Counts a tensor as long as what it returns lives."""
+"""Counts a tensor's memory for as long as the returned object lives."""
 
 
 class SavedMemory:
-    """The memory that saved tensors look into: the bytes of one storage, on the device or in the host's memory."""
+    """The bytes of one storage that saved tensors are views of, on the device or in host memory."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, track: Track | None) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
@@ -33,27 +33,27 @@ class SavedMemory:
         self._count = track(self.bytes) if track else None
 
     def leave(self, on_host: Tensor) -> None:
-        """Let the device's memory go: from now on the bytes are those on the host."""
+        """Release the device memory, and keep the copy on the host."""
         for handle in self.handles:
             handle.let_go()
         self.bytes, self._count = on_host, None
 
     def arrive(self, on_device: Tensor) -> None:
-        """Let the bytes be those on the device again."""
+        """Replace the host copy by the copy on the device."""
         self.bytes = on_device
         self._count = self._track(on_device) if self._track else None
 
 
 class _Kept:
-    """A saved tensor that stays where it is."""
+    """A saved tensor that is not offloaded."""
 
     def __init__(self, tensor: Tensor, track: Track | None) -> None:
-        self._tensor = tensor.detach()  # else a graph that saves its own output would live for ever
+        self._tensor = tensor.detach()  # otherwise a node that saves its own output is a cycle that is never freed
         self._version = tensor._version
         self._count = track(self._tensor) if track else None
 
     def unpack(self) -> Tensor:
-        """Return the tensor; raises `RuntimeError` where it was changed in place since it was saved."""
+        """Return the tensor; raises `RuntimeError` if it was changed in place since it was saved."""
         self._require_unchanged()
         return self._tensor
 
@@ -66,7 +66,7 @@ class _Kept:
 
 
 class _Handle(_Kept):
-    """A saved tensor whose memory moves."""
+    """A saved tensor whose memory can be offloaded."""
 
     def __init__(self, tensor: Tensor, memory: SavedMemory) -> None:
         super().__init__(tensor, None)
@@ -75,11 +75,11 @@ class _Handle(_Kept):
         memory.handles.add(self)
 
     def let_go(self) -> None:
-        """Only remember how the tensor looks into its memory; its version is still counted."""
+        """Drop the tensor's reference to device memory; offset, shape and strides are kept, and so is its version."""
         self._tensor.data = torch.empty(0, dtype=self._tensor.dtype, device=self._tensor.device)
 
     def unpack(self) -> Tensor:
-        """Return a view of the memory that looks like the tensor; raises `RuntimeError` as above."""
+        """Return a view of the memory with the tensor's shape and strides; raises `RuntimeError` as above."""
         self._require_unchanged()
         memory = self._memory.bytes
         view = torch.empty(0, dtype=self._tensor.dtype, device=memory.device)
@@ -87,12 +87,12 @@ class _Handle(_Kept):
 
 
 class SavedActivations:
-    """What autograd saves of one forward.
+    """Tensors saved by autograd in one forward.
 
     Args:
-        device: where it computes; what is elsewhere stays there.
-        is_resident: says of the `identity` of a storage whether it is resident anyway.
-        track: counts what is saved on the device.
+        device: the compute device; tensors on others are not moved.
+        is_resident: maps the `identity` of a storage to whether it stays on the device anyway.
+        track: counts memory of saved tensors on the device.
     """
 
     def __init__(self, device: torch.device, is_resident: Callable[[int], bool], track: Track | None = None) -> None:
@@ -100,11 +100,11 @@ class SavedActivations:
         self._memories: WeakValueDictionary[int, SavedMemory] = WeakValueDictionary()
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context for the forward."""
+        """Return the saved-tensor hooks, as a context for the forward."""
         return saved_tensors_hooks(self._pack, lambda saved: saved.unpack())
 
     def memories(self) -> list[SavedMemory]:
-        """Return the memory of all that is saved still, each once."""
+        """Return the memories of all tensors that are still saved, each once."""
         return list(self._memories.values())
 
     def _pack(self, tensor: Tensor) -> _Kept:
@@ -117,7 +117,7 @@ class SavedActivations:
         return _Handle(tensor, memory)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether a tensor is an activation like most, which can be had again from its bytes."""
+        """Whether a tensor is a plain strided activation, which can be restored from its bytes."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
         if not plain or tensor.device.type != self._device.type or tensor.is_conj() or tensor.is_neg():
             return False
@@ -126,18 +126,18 @@ class SavedActivations:
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """Return what tells storages apart while they live, also where their memory is freed and taken again."""
+    """Return a key that is unique among living storages, unlike data pointers, which are reused after a free."""
     found: int = storage._cdata
     return found
 
 
 def identities(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the identities of the storages that tensors look into."""
+    """Return the identities of the storages of tensors."""
     return {identity(tensor.untyped_storage()) for tensor in tensors}
 
 
 def vacate(leaves: Sequence[Tensor]) -> None:
-    """Take their memory away from leaves of a graph that only their gradients are wanted of; they keep their layout."""
+    """Free the memory of leaf tensors whose gradients alone are needed; they keep shape, strides and dtype."""
     for leaf in leaves:
         size, stride, dtype, device = leaf.size(), leaf.stride(), leaf.dtype, leaf.device
         leaf.data = torch.empty(0, dtype=dtype, device=device)

@@ -1,11 +1,11 @@
-"""Recomputation: a forward that keeps no more than its input, and is run again before its backward.
+"""Activation recomputation (checkpointing): a forward keeps only its inputs, and is run again before its backward.
 
-    Fwd         x ──▶ run without recording ──▶ y          kept: x, and the state of the random generator
-    Recompute   x ──▶ run again, recording  ──▶ (y)        the activations are there again
-    Bwd         ∂x ◀── through what was recorded ◀── ∂y
+    Fwd         x ──▶ run under no_grad       ──▶ y        kept: x, and the states of the random generators
+    Recompute   x ──▶ run again with grad     ──▶ (y)      activations are stored again
+    Bwd         ∂x ◀── through the new autograd graph ◀── ∂y
 
-The plan says when (`Recompute`), so that it can happen while the gradient is still on its way. To autograd the
-dropped forward is one function, whose backward runs the recorded one.
+The plan schedules `Recompute`, so that it can overlap with receiving the gradient. For autograd the first forward is
+one function, whose backward runs the backward of the second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHERWISE = (
 
 
 class Rerun:
-    """A forward, or some blocks of it, that was dropped; `again` brings it back."""
+    """A forward of some blocks whose activations were dropped; `again` recomputes them."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Rerun:
         self.has_auxiliary = False
 
     def flat(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run it and return outputs and auxiliary loss in one row."""
+        """Run the blocks, and return outputs and auxiliary loss in one tuple."""
         outputs, auxiliary = self._run(given, self._extras)
         self.has_auxiliary = auxiliary is not None
         row = outputs if auxiliary is None else (*outputs, auxiliary)
@@ -71,7 +71,7 @@ class Rerun:
         return row
 
     def again(self) -> None:
-        """Run it again with the same random numbers, recording for the backward; buffers count the first run only."""
+        """Run again with grad and the same generator states; buffers keep their values from after the first run."""
         device = self._given[0].device
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
         self._given, views = _apart(self._given)
@@ -80,10 +80,10 @@ class Rerun:
             self._outputs = self.flat(views)
             self._require_same()
         for buffer, before in buffers:
-            buffer.data.copy_(before)  # past the version counter: the backward may have saved it, and does not mind
+            buffer.data.copy_(before)  # no version count: the graph may have saved it
 
     def _require_same(self) -> None:
-        """Raise `MisfitError` where it gave other numbers than at first, up to what kernels add up in any order."""
+        """Raise `MisfitError` if the outputs differ from the first run's by more than nondeterministic summation."""
         for (first, version), again in zip(self._first, self._outputs, strict=False):
             if first._version != version or torch.equal(first, again):
                 continue
@@ -95,7 +95,7 @@ class Rerun:
         self._first = []
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of what was given; those of weights are added to where they belong."""
+        """Run the backward of the second forward: return input gradients, and accumulate those of weights."""
         outputs, self._outputs = self._outputs, ()
         given, self._given = self._given, ()
         used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
@@ -104,9 +104,9 @@ class Rerun:
 
 
 def _apart(given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return leaves of what was given, and views of these, as hidden states are none.
+    """Return leaf tensors of the inputs, and views of these: hidden states are no leaf tensors either.
 
-    So a hook that a block puts on its input in the first run is not there beside that of the run which is kept.
+    So a hook that a block registers on its input in the first run is not on the input of the second.
     """
     leaves = tuple([t.detach().requires_grad_(t.requires_grad) for t in given])
     with torch.enable_grad():
@@ -122,9 +122,9 @@ def run_dropped(
     *,
     is_compared: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Run without recording; what brings it back joins `reruns`. `buffers` are those that a run may change.
+    """Run under no_grad, and append the `Rerun` to `reruns`. `buffers` yields the buffers that a run may change.
 
-    Where it `is_compared`, what it gives is kept until it is run again, which raises `MisfitError` for other numbers.
+    If `is_compared`, outputs are kept until the second run, which raises `MisfitError` if its own differ.
     """
     rerun = Rerun(run, buffers, given, extras, is_compared=is_compared)
     reruns.append(rerun)
@@ -138,7 +138,7 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, rerun: Rerun, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.rerun = rerun
         ctx.save_for_backward(*given)
-        # To autograd what this returns is made here: a weight, a buffer or an extra must not be, so it gets aliases.
+        # Autograd marks returned tensors as its outputs; a weight, buffer or extra must not be: return aliases.
         return tuple([output.detach() for output in rerun.flat(_apart(given)[1])])
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""One call into autograd's engine, without the checks that `torch.autograd.backward` repeats for every microbatch.
+"""Direct call into autograd's engine, without the checks that `torch.autograd.backward` repeats for every microbatch.
 
-What a forward leaves is kept as an edge of the graph, not as a tensor: so the memory of an output that was sent is free
-as soon as the send is done, unless the graph itself needs it.
+A forward's output is kept as an edge of the autograd graph, not as a tensor: so the memory of an output that was sent
+is free as soon as the send is done, unless the graph itself has saved it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, 
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor enters the graph; the graph stays alive with it."""
+    """Return the gradient edge of a tensor, at which its backward starts; the edge keeps the graph alive."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, _FunctionBase):
         return get_gradient_edge(tensor)
@@ -30,17 +30,17 @@ def edge_of(tensor: Tensor) -> GradientEdge:
 
 
 def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor | None]) -> None:
-    """Add the gradients of all leaves to where they belong, and free the graph.
+    """Accumulate the gradients of all leaf tensors into their `.grad`, and free the graph.
 
-    `gradients` are those of the roots, of their shapes; they are not checked. Shapes were agreed on beforehand.
+    `gradients` are those of the roots, of the same shapes, which are agreed on beforehand and not checked.
     """
     if roots:
         _run(
             tuple(roots),
             tuple(gradients),
-            False,  # keep the graph
-            False,  # make a graph of the backward
-            (),
+            False,  # retain_graph
+            False,  # create_graph
+            (),  # inputs: all leaf tensors
             allow_unreachable=True,
             accumulate_grad=True,
         )

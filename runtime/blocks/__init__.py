@@ -1,5 +1,5 @@
-"""A model as a list of blocks: how they are built and called, what they cost, which shapes pass between them.
+"""A model as a list of blocks: building and calling them, their costs, the tensor shapes that pass between them.
 
-`blocks` builds, `costs` estimates or measures, `shapes` finds what passes between them without data, `dtensor` takes in
-modules that PyTorch has sharded. Imports `comm`; knows no mesh.
+`blocks` builds, `costs` estimates or measures, `shapes` infers shapes on the meta device without data, `dtensor`
+accepts modules that PyTorch has sharded. Imports `comm`; does not depend on the mesh.
 """

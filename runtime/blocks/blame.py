@@ -1,4 +1,4 @@
-"""Where in a block an error was raised: the innermost of its modules whose `forward` was running."""
+"""Location of an error within a block: the innermost submodule whose `forward` was running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def place_of(error: BaseException, number: int, block: nn.Module) -> str:
-    """Return where in block `number` an error was raised, in words."""
+    """Return, for an error message, the submodule of block `number` that raised an error."""
     name = f"block {number} ({type(block).__name__})"
     inner = _innermost(error, block)
     if inner is None or not inner[0]:
@@ -19,7 +19,7 @@ def place_of(error: BaseException, number: int, block: nn.Module) -> str:
 
 
 def block_of(error: BaseException, blocks: dict[int, nn.Module]) -> int | None:
-    """Return the number of the block that was running when an error was raised; None where none was."""
+    """Return the number of the block that was running when an error was raised; None if none was running."""
     return next((number for number, block in blocks.items() if _innermost(error, block) is not None), None)
 
 
@@ -34,7 +34,7 @@ def _innermost(error: BaseException, block: nn.Module) -> tuple[str, nn.Module] 
 
 
 def frames(error: BaseException) -> Iterator[FrameType]:
-    """Yield the frames that an error went through, outermost first."""
+    """Yield the stack frames of an error's traceback, outermost first."""
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame

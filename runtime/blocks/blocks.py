@@ -1,7 +1,7 @@
-"""A model as a sequence of blocks: how they are built, one at a time, and what is known of them before.
+"""A model as a sequence of blocks: building them one at a time, and inspecting them on the meta device beforehand.
 
-A block is a module, or a function without arguments that builds one. With functions no rank builds the blocks of
-the others, and the engine seeds each block by (seed, its number), so that initial weights do not depend on the mesh.
+A block is a module, or a builder: a function without arguments that returns one. With builders no rank builds the
+blocks of other ranks, and each block is seeded by (seed, its number), so initial weights do not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Block = nn.Module | Callable[[], nn.Module]
 Blocks = Sequence[Block]
 
 TOKENS = 1
-"""The dimension of tokens in what passes between blocks that have them: (samples, tokens, …)."""
+"""Token dimension of activations that pass between blocks: (samples, tokens, …)."""
 
 TARGETS = "targets"
-"""The name by which a block takes the targets of its unit."""
+"""Name of the `forward` parameter by which a block takes the targets of its unit."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A tensor that a block was given, or that rides along with it, or an extra, and that is changed in place.
+    """In-place mutation of a block's input tensor, of a rider or of an extra.
 
     Attributes:
-        what: its number among the tensors that the block was given, or its name.
-        block: the number of the block that changes it: this one, or a later one, which sees it through an alias.
-        shared_with: another tensor in the same memory, which changes with it, if there is one.
+        what: index among the block's input tensors, or name of the rider or extra.
+        block: number of the block that mutates it: this one, or a later one through an alias.
+        shared_with: another input in the same storage, which changes with it, if there is one.
     """
 
     what: int | str
@@ -53,16 +53,16 @@ class Change:
 
 @dataclass(frozen=True)
 class State:
-    """Something that a block's forward changes besides its weights.
+    """Side effect of a block's forward: host state or a buffer that it mutates.
 
     Attributes:
-        name: of what holds it, in a snapshot of the block; or its own, of what classes and globals have.
-        is_attribute: whether it is an attribute of a module, and no buffer.
+        name: label of the holder in a snapshot of the block; for classes and globals, label of the state itself.
+        is_attribute: whether it is an attribute of a module, not a buffer.
         is_named: whether it belongs to no module.
-        owner, key: of what holds it, in a snapshot of the block, and its name there.
-        said: of it, in a snapshot of the block; of what a list or set has more, that of all of it.
-        is_new: whether there was none before, or None; counts: whether it is a whole number, a flag or a string.
-        holds: whether it may be a tensor that the forward was given: neither a number nor a buffer written in place.
+        owner, key: label of the holder in a snapshot of the block, and the name or index within the holder.
+        said: label of the state in a snapshot of the block; for an item added to a list or set, the container's.
+        is_new: whether it was absent or None before; counts: whether it is an int, a bool or a string.
+        holds: whether it may be an input tensor of the forward: neither a number nor a buffer written in place.
     """
 
     name: str
@@ -78,44 +78,44 @@ class State:
 
 @dataclass(frozen=True)
 class Parcel:
-    """What goes from one block to the next: its output, and by name what rides along to later blocks."""
+    """Specs of the tensors passed from one block to the next: the block's output, and riders by name."""
 
     output: TreeSpec
     riders: tuple[tuple[str, TensorSpec], ...] = ()
     has_loss: bool = False
-    """Whether the block returns a loss beside it."""
+    """Whether the block also returns an auxiliary loss."""
     is_resident: bool = False
-    """Whether some of it is a weight or a buffer, which may change or be freed while it travels."""
+    """Whether some output is a view of a weight or buffer, which may change or be freed during the send."""
     changes: tuple[Change, ...] = ()
-    """Which tensors that the block was given change in place, by it or by a block after it."""
+    """In-place mutations of the block's inputs, by itself or by a later block."""
     records: bool = False
-    """Whether the block differentiates in its forward what it is given, and has to be run with a graph."""
+    """Whether the block calls autograd within its forward, and so must be run with an autograd graph."""
     state: tuple[State, ...] = field(default=(), repr=False)
-    """What the block changes, of which ranks may have run some before, where shapes are found without data."""
+    """Side effects of the block's forward. Some ranks may have run it before, where shapes are found without data."""
     besides: tuple[tuple[int | str, str], ...] = ()
-    """What tensors are behind it besides numbers, in words: those of its output, by number, extras and riders."""
+    """Properties that are lost in a send (tensor subclass, attributes), in words, by output index or name."""
     strides: Mapping[int | str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """Of those tensors that the block was given which do not lie in memory in order."""
+    """Strides of the block's non-contiguous input tensors, by index or name."""
     apart: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
-    """Which of its `specs` are known to be of no sample, whatever their rows."""
+    """Indices into `specs` of tensors that have no sample dimension, whatever their first dimension is."""
 
     @property
     def width(self) -> int:
-        """How many tensors the output has."""
+        """Number of tensors in the output."""
         return len(self.output.tensors)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of what rides along, in the order in which it is sent."""
+        """Names of the riders, in the order in which they are sent."""
         return tuple(dict(self.riders))
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the output's tensors, then those of the riders: a row of tensors, as it is sent."""
+        """Specs of the output's tensors, then of the riders: the flat row of tensors that is sent."""
         return (*self.output.tensors, *dict(self.riders).values())
 
     def place(self, name: str) -> int:
-        """Return where a rider is in that row."""
+        """Return the index of a rider in that row."""
         return self.width + self.names.index(name)
 
     def __str__(self) -> str:
@@ -123,17 +123,17 @@ class Parcel:
 
 
 class Carry:
-    """A block's output, any tree, with tensors that ride along to later blocks that take them by name.
+    """A block's output (any tree of tensors), with riders: named tensors for later blocks that take them by name.
 
         class Down(nn.Module):
             def forward(self, x):            return Carry(self.pool(x), skip=x)
         class Up(nn.Module):
             def forward(self, x, skip):      return self.join(torch.cat([self.widen(x), skip], 1))
 
-    On the way they cross stages with the activation, and their gradients come back with its gradient. A rider ends its
-    ride at the last block whose `forward` has a parameter of its name.
+    Riders are sent from stage to stage with the activation, and their gradients return with its gradient. A rider is
+    sent as far as the last block whose `forward` has a parameter of its name.
 
-    Without riders it says that an output is nothing else: `Carry((x, y))` is a tuple also where y looks like a loss.
+    Without riders it marks the whole as output: `Carry((x, y))` is a tuple even where y looks like an auxiliary loss.
     """
 
     __slots__ = ("output", "riders")
@@ -145,7 +145,7 @@ class Carry:
 
 @contextmanager
 def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed the global generators, torch's, Python's and numpy's, for block `number`; afterwards they are as before."""
+    """Seed the global generators of torch, Python and numpy for block `number`; restore them afterwards."""
     key = (seed * 1_000_003 + number) % 2**63
     with GENERATORS, draws_undone(device):
         seed_generators(key)
@@ -157,7 +157,7 @@ def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterat
 def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Return block `number` on the CPU as `dtype` (None: as it was built), the same for every mesh.
 
-    A module is returned as it is; a builder runs with the global generators seeded by (seed, number).
+    A module is cast in place and returned; a builder runs with the global generators seeded by (seed, number).
     """
     if isinstance(block, nn.Module):
         return cast(block, dtype)
@@ -167,10 +167,10 @@ def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | N
 
 
 def cast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Let a module compute in a type, in place, and return it; None leaves it as it is.
+    """Cast a module's floating-point parameters and buffers to a dtype in place, and return it; None changes nothing.
 
-    What loses its meaning in a type shorter than float32 stays as it is: all of a norm that keeps running statistics,
-    and the frequencies of rotary embeddings (`inv_freq`). Complex numbers always do.
+    Below float32 precision, tensors that would lose their meaning keep their dtype: all of a norm with running
+    statistics, and the frequencies of rotary embeddings (`inv_freq`). Complex tensors always keep theirs.
     """
     if dtype is None:
         return module
@@ -180,9 +180,9 @@ def cast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
-    """Yield each parameter and buffer by its name, and the type that it has where the module computes in `dtype`.
+    """Yield each parameter and buffer by name, with the dtype that it is cast to where the module computes in `dtype`.
 
-    None: it keeps the one it has.
+    None: it keeps its own dtype.
     """
     for prefix, child in module.named_modules():
         is_short = dtype is not None and dtype.itemsize < 4
@@ -194,15 +194,15 @@ def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:
-    """Return the whole model in one piece, with the weights that every mesh starts from."""
+    """Return the whole model as one nn.Sequential, with the initial weights that every mesh starts from."""
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
 
 
 def outlines(built: Sequence[nn.Module], *, apart: bool, shared: bool = False) -> list[nn.Module]:
-    """Return blocks (see `on_meta`) without data; if `apart`, what is cut in place later stays whole here.
+    """Return blocks (see `on_meta`) without data; if `apart`, as meta-device copies that later in-place cuts spare.
 
-    Modules that PyTorch has sharded are not cut, and returned as they are. Raises `MisfitError` for one that cannot be
-    copied. If `shared`, ranks of one process may have been given the same modules: those that can be are copied.
+    Modules that PyTorch has sharded are not cut, and are returned unchanged. Raises `MisfitError` for a block that
+    cannot be copied. If `shared`, ranks of one process may hold the same modules: those that can be are copied.
     """
     if not apart and not shared:
         return list(built)
@@ -224,7 +224,7 @@ def _outline(number: int, block: nn.Module, *, needed: bool) -> nn.Module:
 
 
 def meta_twins(module: nn.Module) -> dict[int, Any]:
-    """Return what takes the place of each tensor of a module in a copy without data; weights keep their attributes."""
+    """Return a deepcopy memo that maps each tensor of a module to a meta tensor; weights keep their attributes."""
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     for parameter in module.parameters():
         twin = twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -233,29 +233,29 @@ def meta_twins(module: nn.Module) -> dict[int, Any]:
 
 
 def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
-    """Return which of a step's extras the block's `forward` takes by name, as a function of the name."""
+    """Return a predicate on names: whether the block's `forward` takes an extra or rider of that name."""
     parameters = arguments_of(block.forward)
     takes_all = "VAR_KEYWORD" in [parameter.kind.name for parameter in parameters.values()]
     return lambda name: name in parameters or (takes_all and name != TARGETS)
 
 
 def needed_extras(block: nn.Module) -> list[str]:
-    """Return the names that a block's `forward` has to be given beside its input: parameters without defaults."""
+    """Return the names of the arguments that `forward` requires beside its input: parameters without defaults."""
     parameters = list(arguments_of(block.forward).values())
     by_name = parameters[1:] if parameters and parameters[0].kind is not parameters[0].VAR_KEYWORD else parameters
     return [p.name for p in by_name if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def takes_targets(block: nn.Module) -> bool:
-    """Whether a block finds a loss of its own from the targets."""
+    """Whether a block takes the targets, and so computes a loss of its own."""
     return TARGETS in arguments_of(block.forward)
 
 
 def split_result(result: Any) -> tuple[Any, dict[str, Tensor], Tensor | None]:
-    """Return a block's output, what rides along from there, and the auxiliary loss that may be beside it.
+    """Return a block's output, its riders, and its auxiliary loss or None.
 
-    A tuple of two is (output, auxiliary loss) if its second is a floating-point tensor of no dimensions, or None: no
-    loss. Any other is the output itself.
+    A tuple of two is (output, auxiliary loss) if its second item is a 0-dimensional floating-point tensor, or None (no
+    loss). Any other result is the output itself.
     """
     output, auxiliary = result, None
     if type(result) is tuple and len(result) == 2 and (result[1] is None or _may_be_loss(result[1])):
@@ -268,16 +268,16 @@ def _may_be_loss(found: object) -> bool:
 
 
 def named_modules(blocks: Blocks) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module of the model by its name in the whole; those that builders make are on the meta device."""
+    """Yield every module by its qualified name in the whole model; builders run on the meta device."""
     for number, block in enumerate(blocks):
         yield from on_meta(block).named_modules(prefix=str(number))
 
 
 def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Return the names, in the whole model, of those parameters that weight decay usually spares.
+    """Return the qualified names of the parameters that are usually exempt from weight decay.
 
-    They are the ones with less than two dimensions (biases, norms), embeddings, what a module names in its attribute
-    `undecayed`, and what is tied to any of these. Found on the meta device, before anything is cut.
+    They are parameters of less than two dimensions (biases, norms), embeddings, those that a module names in its
+    attribute `undecayed`, and weights tied to any of these. Found on the meta device, before any cut.
     """
     spared: set[str] = set()
     for number, block in enumerate(blocks):
@@ -293,7 +293,7 @@ def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> froz
 
 
 def on_meta(block: Block) -> nn.Module:
-    """Return a block of which only the shapes matter: a builder's without memory, a module as it is."""
+    """Return a block for shape inference: a builder's module on the meta device, a given module unchanged."""
     if isinstance(block, nn.Module):
         return block
     with seeded(0, 0), torch.device("meta"), _Undrawn():
@@ -301,7 +301,7 @@ def on_meta(block: Block) -> nn.Module:
 
 
 def _built(builder: Callable[[], nn.Module]) -> nn.Module:
-    """Return the block that a function builds; raises `MisfitError` where it builds none."""
+    """Return the module that a builder makes; raises `MisfitError` if it fails or returns no module."""
     try:
         built: object = builder()
     except QuintschedError:
@@ -321,7 +321,7 @@ def _name(builder: object) -> str:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Draws no initial weights on the meta device: they are nothing, and torch takes a millisecond for each tensor."""
+    """Skip weight initialisation on the meta device: it has no effect, and costs about a millisecond per tensor."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

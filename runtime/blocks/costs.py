@@ -1,9 +1,9 @@
-"""What the blocks of a model cost: estimated from their weights, or measured on one microbatch.
+"""Costs of a model's blocks: estimated from their weights, or measured on one microbatch.
 
-    estimate    the weights that a token's products touch      no data, no memory, the same on every rank
-    measure     seconds of forward and backward                one block at a time, on the device that is there
+    estimate    number of weights that a token's matmuls use    no data, no memory, the same on every rank
+    measure     seconds of forward and backward                 one block at a time, on the example's device
 
-Stages are cut so that the costs of the slowest are as low as can be (`stage.balance`).
+`stage.balance` cuts stages so that the cost of the slowest is minimal.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .trees import DIFFERENTIABLE, flatten, map_tensors, tensors_of
 
 
 def estimate_costs(blocks: Blocks) -> list[float]:
-    """Estimate what each block costs without running it: the weights that its products touch.
+    """Estimate each block's cost without running it: the number of weights that one token's matmuls use.
 
-    A lookup (`nn.Embedding`) touches one row, and a mixture of experts those that a token goes to: what a module's
-    `touched_parameters` say. Builders run on the meta device, so nothing is allocated.
+    A lookup (`nn.Embedding`) uses one row. A mixture of experts uses the experts that a token is routed to: the
+    fractions in a module's `touched_parameters`. Builders run on the meta device, so nothing is allocated.
     """
     costs = []
     for block in blocks:
@@ -35,9 +35,9 @@ def estimate_costs(blocks: Blocks) -> list[float]:
 
 
 def measure_costs(blocks: Blocks, example: Any, seed: int = 0, rounds: int = 3) -> list[float]:
-    """Measure each block's forward and backward on one microbatch, in seconds: the best of `rounds`.
+    """Measure each block's forward and backward on one microbatch, in seconds: the minimum over `rounds`.
 
-    `example` is a microbatch of the model's input, a tensor or a tree; one block is built at a time.
+    `example` is one microbatch of the model's input, a tensor or a tree. Blocks are built one at a time.
     """
     costs = []
     riders: dict[str, Tensor] = {}

@@ -1,12 +1,12 @@
-"""Modules that PyTorch has sharded: their parameters are DTensors, of which each rank holds a local shard.
+"""Support for modules that PyTorch has sharded: their parameters are DTensors with a local shard on each rank.
 
     parallelize_module over tp     ┌──────────┐ local shard ◀── optimizer (a plain parameter in the same memory)
     fully_shard over the replicas  │ DTensor  │
                                    └──────────┘ gradient ──redistributed──▶ added to the local shard's sum
 
-Such a block is not cut again. Over the ranks that its DTensors do not span it starts alike, and there its gradients are
-summed like any others. `fully_shard` gathers weights inside of forwards and backwards and sums gradients over the
-replicas in each backward, so they are those of the whole batch and are not summed a second time.
+Such a block is not cut again. Ranks outside its DeviceMesh start from the same weights, and its gradients are summed
+over them like any others. `fully_shard` all-gathers weights inside forwards and backwards and reduces gradients over
+the replicas in each backward, so they are those of the whole batch and are not summed a second time.
 
 Sources: PyTorch's `torch.distributed.tensor.parallel` and `torch.distributed.fsdp` (FSDP2).
 """
@@ -26,12 +26,12 @@ from ..comm import Group
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether PyTorch has sharded some parameter of a module."""
+    """Whether some parameter of a module is a DTensor."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies on this rank, in the same memory: of a DTensor its shard, else the tensor itself."""
+    """Return the local shard of a DTensor, in the same memory; any other tensor is returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -39,7 +39,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter's gradient; where it comes as partial sums, they are added up first."""
+    """Return this rank's shard of a parameter's gradient; partial sums are first reduced to its placements."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -49,27 +49,27 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def full_of(tensor: DTensor) -> Tensor:
-    """Return the whole of a DTensor; every rank that holds a shard calls this."""
+    """Return the full tensor of a DTensor: a collective, so every rank that holds a shard must call it."""
     full: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     return full
 
 
 def comes_summed(parameter: Tensor) -> bool:
-    """Whether backwards leave a parameter's gradient summed over the replicas already."""
+    """Whether the backward leaves a parameter's gradient already summed over the replicas (`fully_shard`)."""
     return getattr(parameter, "_quintsched_comes_summed", False)
 
 
 def counts_here(parameter: DTensor) -> bool:
-    """Whether this rank counts its shard in a norm over all ranks that hold shards: of copies, the first does."""
+    """Whether this rank adds its shard to a global norm: among replicated shards, only the first rank does."""
     copies = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
     return all(parameter.device_mesh.get_local_rank(dim) == 0 for dim in copies)
 
 
 def prepare_sharded(block: nn.Module, number: int, tensor: Group, replicas: Group) -> None:
-    """Check that a block is sharded over ranks of ours, and let `fully_shard` sum gradients instead of averaging them.
+    """Check that a block's DeviceMesh fits our groups, and set `fully_shard` to sum gradients instead of averaging.
 
-    Raises `MisfitError` for DTensors over other ranks than this rank's `tensor` group, or, from `fully_shard`, its
-    `replicas`.
+    Raises `MisfitError` for DTensors over other ranks than this rank's `tensor` group, or, for `fully_shard`, its
+    `replicas` group.
     """
     wrapped = [module for module in block.modules() if isinstance(module, FSDPModule)]
     summed = {parameter for module in wrapped for parameter in module.parameters()}
@@ -98,9 +98,9 @@ def _require_over(parameter: DTensor, group: Group, what: str, how: str, axes: s
 
 
 def before_fully_shard(module: nn.Module, inside: bool = False) -> nn.Module:
-    """Return a module like this one as it was before `fully_shard`, whose weights have no memory; else the same one.
+    """Return a copy of a module as before `fully_shard`, with meta weights; without `fully_shard`, the module itself.
 
-    It serves to find shapes: the hooks of `fully_shard` gather weights, which takes the other ranks.
+    Used for shape inference: the hooks of `fully_shard` all-gather weights, which would involve other ranks.
     """
     if not inside and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module

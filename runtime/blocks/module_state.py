@@ -1,10 +1,10 @@
-"""What a module's state dict has: its parameters and buffers, and what modules give beside them.
+"""Contents of a module's state dict: parameters, buffers, and extra entries beside them.
 
-    "l.weight"          a parameter, or a buffer that is saved            one tensor of the model
-    "_extra_state"      what get_extra_state gives                       plain data, goes back by set_extra_state
-    "calls"             what an own _save_to_state_dict, or a hook, adds  plain data, goes back by load_state_dict
+    "l.weight"          a parameter, or a persistent buffer                 one tensor of the model
+    "_extra_state"      result of get_extra_state                          plain data, restored by set_extra_state
+    "calls"             added by an overridden _save_to_state_dict or hook  plain data, restored by load_state_dict
 
-What lies beside belongs to the rank that has the block, and is not cut.
+Extra entries belong to the rank that has the block, and are not sharded.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quintsched.errors import MisfitError
 from .plain_values import TEXT, NotPlainError, pack, unpack
 
 BESIDE = "engine.module."
-"""How names begin of what modules give beside their tensors."""
+"""Prefix of the checkpoint names of extra state-dict entries."""
 
 _EXTRA = "_extra_state"
 
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that a module saves, themselves, by their names in its state dict."""
+    """Return the parameters and buffers in a module's state dict, by their names there: the tensors, not copies."""
     try:
         state = module.state_dict(keep_vars=True)
-    except Exception:  # what it gives beside may need numbers, which an outline lacks
+    except Exception:  # extra entries may need data, which a meta-device outline lacks
         return _own(module)
     known = {id(tensor) for tensor in _own(module).values()}
     return {name: tensor for name, tensor in state.items() if id(tensor) in known}
@@ -48,7 +48,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_beside(module: nn.Module) -> dict[str, Any]:
-    """Return what a module's state dict has beside parameters and buffers."""
+    """Return the extra entries of a module's state dict: those that are no parameters or buffers."""
     if not any(map(_gives_more, module.modules())):
         return {}
     state = module.state_dict(keep_vars=True)
@@ -67,7 +67,7 @@ def _gives_more(module: nn.Module) -> bool:
 
 
 def pack_beside(module: nn.Module, of_name: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return what a module gives beside its tensors, as tensors; `of_name` makes its names those of the model."""
+    """Return a module's extra state-dict entries packed as tensors; `of_name` maps its names to the model's."""
     found: dict[str, Tensor] = {}
     for name, value in saved_beside(module).items():
         called = of_name(name)
@@ -84,7 +84,7 @@ def pack_beside(module: nn.Module, of_name: Callable[[str], str]) -> dict[str, T
 
 @torch.no_grad()
 def load_beside(module: nn.Module, of_name: Callable[[str], str], state: Mapping[str, Tensor]) -> None:
-    """Let a module have what `pack_beside` gave; raises `MisfitError` where the state lacks some of it."""
+    """Restore the extra entries that `pack_beside` packed; raises `MisfitError` if the state lacks one."""
     for name, mine in saved_beside(module).items():
         called = f"{BESIDE}{of_name(name)}"
         if f"{called}{TEXT}" not in state:
@@ -100,7 +100,7 @@ def load_beside(module: nn.Module, of_name: Callable[[str], str], state: Mapping
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """Return the module that takes back what is saved under a name, and how names of it begin; None: none does."""
+    """Return the submodule that loads the entry of a name, and its name prefix; None if none does."""
     found = [
         (one, f"{path}." if path else "")
         for path, one in module.named_modules()
@@ -119,7 +119,7 @@ def _takes_more(module: nn.Module) -> bool:
 
 
 def spread_buffers(module: nn.Module) -> None:
-    """Give a module's saved buffers a place for each number, where several share one (`expand`): to be written to."""
+    """Replace a module's expanded persistent buffers (stride 0) by contiguous copies, so that they can be written."""
     made: dict[int, Tensor] = {}
     for one in module.modules():
         for name, buffer in list(one._buffers.items()):
@@ -133,7 +133,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def require_saved(blocks: Sequence[nn.Module]) -> None:
-    """Raise `MisfitError` for blocks of which no state can be saved and taken back whole."""
+    """Raise `MisfitError` for blocks whose state dict cannot be saved and restored completely."""
     for number, block in enumerate(blocks):
         where = f"block {number} ({type(block).__name__})"
         require_sized(block, where)
@@ -142,7 +142,7 @@ def require_saved(blocks: Sequence[nn.Module]) -> None:
 
 
 def require_sized(module: nn.Module, where: str) -> None:
-    """Raise `MisfitError` for a lazy module, called by `where`."""
+    """Raise `MisfitError` for uninitialised lazy parameters or buffers; `where` names the module in the message."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise MisfitError(

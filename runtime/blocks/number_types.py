@@ -1,8 +1,8 @@
-"""What files call the types of numbers, and which types stand for each other when weights are read.
+"""Names of dtypes in safetensors files, and the conversions that are allowed when weights are loaded.
 
-whole numbers     int8 … uint64, bool        a weight of float32 takes bfloat16, or float8,
-real numbers      float8 … float64           but no int8: such are quantized, and mean other numbers
-complex numbers   complex64                  nor complex64, half of which would be lost
+whole numbers     int8 … uint64, bool        a float32 weight is loaded from bfloat16 or float8,
+real numbers      float8 … float64           but not from int8: that is quantized, and stands for other numbers,
+complex numbers   complex64                  nor from complex64, whose imaginary part would be lost
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What safetensors calls types: all of PyTorch's that it has, but for numbers that share a byte."""
+"""Dtypes by their safetensors names: all that PyTorch shares with it, except sub-byte types."""
 
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def name_of(dtype: torch.dtype, of: str) -> str:
-    """Return what safetensors calls a type; raises `UsageError` for one that it does not have, `of` some tensor."""
+    """Return the safetensors name of a dtype; raises `UsageError` for others. `of` names the tensor in the message."""
     if dtype not in _NAMES:
         raise UsageError(f"{of} is {dtype}, which a checkpoint cannot hold")
     return _NAMES[dtype]
 
 
 def type_of(name: str, of: str) -> torch.dtype:
-    """Return the type that safetensors calls so; raises `InputError` for another, `of` some tensor."""
+    """Return the dtype of a safetensors name; raises `InputError` for others. `of` names the tensor in the message."""
     if name not in TYPES:
         raise InputError(f"{of} has numbers of type {name!r}, which cannot be read; save it in another type")
     return TYPES[name]
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Whether a type is too short to add up in."""
+    """Whether a floating-point dtype has too little precision to accumulate in (less than 4 bytes)."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def require_kind(where: str, name: str, found: torch.dtype, weight: str, wanted: torch.dtype) -> None:
-    """Raise `MisfitError` where numbers are of another kind than those of the weight that is to have them."""
+    """Raise `MisfitError` if stored numbers are of another kind (whole, real, complex) than the weight they fill."""
     if _kind(found) != _kind(wanted):
         raise MisfitError(f"{where}: {name!r} has numbers of {found}, {weight} of {wanted}")
 

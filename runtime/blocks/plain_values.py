@@ -1,12 +1,12 @@
-"""Plain Python values as tensors by names, exactly: what files of tensors hold beside tensors.
+"""Exact serialisation of plain Python values as named tensors, for files that hold tensors only.
 
     name: {"k": 3, "sum": 0.1, "history": [tensor, tensor]}
      ──▶ name#   uint8, JSON:  {"dict": [["k", 3], ["sum", {"float": "0x1.999999999999ap-4"}], …]}
          name#0  the first tensor
          name#1  the second
 
-Types stay what they are (an int is no tensor, a tuple no list), and floats keep every bit. A tensor that is there twice
-is one again when it is read. `Known` are tensors that a reader has already, by words of his.
+Types are kept (an int is no tensor, a tuple no list), and floats keep every bit. A tensor that occurs twice is one
+object again when it is read. `known` tensors are those that the reader already has, written as references by name.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 
 TEXT = "#"
-"""How the name of a value's JSON ends; what stands behind this sign in names of its tensors is a number."""
+"""Suffix of the name of a value's JSON; in names of the value's tensors, a number follows it."""
 
 _DEEPEST = 40
 _FACTORIES = MappingProxyType({"int": int, "float": float, "list": list, "dict": dict, "set": set})
 _SEQUENCES = MappingProxyType({"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque})
 
 NameOf = Callable[[Tensor], "str | None"]
-"""Says by which words a tensor is known; None: it is not."""
+"""Maps a tensor that the reader already has to its reference; any other to None."""
 
 TensorOf = Callable[[str], Tensor]
-"""Gives the tensor that is known by some words."""
+"""Maps a reference to the tensor that it stands for."""
 
 
 class NotPlainError(Exception):
-    """A value that is no plain data; the message says what it is, and where in the whole."""
+    """Raised for a value that is not plain data; the message has its type and its path within the whole."""
 
 
 def quoted(key: str) -> str:
-    """Return a key as one part of a name: without dots and other signs that part names."""
+    """Return a key percent-encoded as one component of a dotted name: without dots and other separators."""
     return quote(key, safe="").replace(".", "%2E")
 
 
 def unquoted(part: str) -> str:
-    """Return the key that `quoted` made a part of a name of."""
+    """Return the key that `quoted` encoded."""
     return unquote(part)
 
 
 def is_text(name: str) -> bool:
-    """Whether a tensor of this name is a value's JSON."""
+    """Whether the tensor of this name holds a value's JSON."""
     return name.endswith(TEXT)
 
 
 def pack(name: str, value: object, name_of: NameOf = lambda tensor: None) -> dict[str, Tensor]:
-    """Return the tensors that stand for a value; raises `NotPlainError`."""
+    """Serialise a value as named tensors; raises `NotPlainError` for other than plain data."""
     packer = _Packer(name, name_of)
     text = json.dumps(packer.words(value, "", 0), separators=(",", ":")).encode()
     return {f"{name}{TEXT}": torch.frombuffer(bytearray(text), dtype=torch.uint8), **packer.tensors}
@@ -68,13 +68,13 @@ def pack(name: str, value: object, name_of: NameOf = lambda tensor: None) -> dic
 def unpack(
     name: str, found: Mapping[str, Tensor], device: torch.device | None = None, tensor_of: TensorOf | None = None
 ) -> Any:
-    """Return the value of which `pack` gave the tensors, its tensors as copies; raises `InputError` for damage.
+    """Return the value that `pack` serialised, its tensors as copies; raises `InputError` for damaged data.
 
     Args:
-        name: as it was packed.
-        found: the tensors.
-        device: where those go that were not on the CPU.
-        tensor_of: gives the tensors that were known.
+        name: the name it was packed under.
+        found: the tensors, by name.
+        device: target of tensors that were not on the CPU.
+        tensor_of: resolves references to tensors that were known.
     """
     text = found[f"{name}{TEXT}"].detach().cpu().numpy().tobytes()
     try:
@@ -86,7 +86,7 @@ def unpack(
 
 
 class _Packer:
-    """Gives the words for values, and collects tensors."""
+    """Encoder of values as JSON, which collects their tensors."""
 
     def __init__(self, name: str, name_of: NameOf) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -94,7 +94,7 @@ class _Packer:
         self._numbers: dict[int, int] = {}
 
     def words(self, value: object, place: str, depth: int) -> object:
-        """Return JSON for a value at a place."""
+        """Return the JSON for a value; `place` is its path within the whole, `depth` its nesting."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -144,7 +144,7 @@ class _Packer:
 
 
 class _Unpacker:
-    """Makes values of words."""
+    """Decoder of values from JSON and tensors."""
 
     def __init__(
         self, name: str, found: Mapping[str, Tensor], device: torch.device | None, tensor_of: TensorOf | None
@@ -153,7 +153,7 @@ class _Unpacker:
         self._made: dict[int, Tensor] = {}
 
     def value(self, words: Any) -> Any:
-        """Return what words say."""
+        """Return the value that JSON encodes."""
         if not isinstance(words, dict):
             return words
         ((kind, said),) = words.items()
@@ -204,4 +204,4 @@ _SCALARS: Mapping[type, tuple[Callable[[Any], object], Callable[[Any], Any]]] = 
         torch.device: (str, torch.device),
     }
 )
-"""How values without others in them are said, by their types, and read again."""
+"""Encoder and decoder of values that contain no others, by type."""

@@ -1,10 +1,10 @@
-"""What layers give on the meta device, said at once: torch finds it by a hundred calls of Python for each of them.
+"""Fast shape rules for common layers on the meta device, where torch takes some hundred Python calls for each.
 
-linear         (…, in) by (out, in)        ──▶ (…, out)
-layer norm, GELU, sums of two alike        ──▶ as what they are given
+linear                  (…, in) by (out, in)    ──▶ (…, out)
+layer norm, GELU, sums of two of one shape      ──▶ the input's shape
 
-Only for dense tensors that lie in memory in order, and fit, where no graph is recorded. All else goes its usual way,
-errors as well.
+Only for contiguous strided tensors of matching shapes, where no autograd graph is recorded. All other calls go to
+torch, which also raises the errors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class QuickShapes(TorchFunctionMode):
-    """A mode in which common layers on the meta device give tensors of the right shape without a computation."""
+    """Torch function mode in which common layers on the meta device return an empty tensor of the right shape."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        is_seen = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()  # somebody wants what is called
+        is_seen = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()  # a mode may record calls
         rule = None if is_seen else _RULES.get(func)
         with torch._C.DisableTorchFunction():
             found = None if rule is None else rule(*args, **given)
@@ -58,7 +58,7 @@ def _sum(x: Any, other: Any, *more: Any, **options: Any) -> Tensor | None:
 
 
 def _are_plain(*tensors: Any) -> bool:
-    """Whether all are torch's own on the meta device, of one type of floating-point numbers, and in order."""
+    """Whether all are contiguous meta tensors of one floating-point dtype, and of no subclass."""
     first = tensors[0]
     plain = [
         type(tensor) in (Tensor, nn.Parameter)

@@ -1,12 +1,12 @@
-"""Shapes of what travels between stages: found on the meta device without data, by each rank for itself.
+"""Shape inference of the tensors sent between stages: on the meta device without data, by each rank for itself.
 
-Which tensors that blocks are given change in place, found while shapes are: by the versions that torch counts.
+The same run finds in-place mutations of block inputs, by torch's version counters.
 
     stage 0    block 0 ──x──┐
-    stage 1                 └─▶ block 1: x.relu_()      x is the message here, and a leaf of a graph: it gets a copy
+    stage 1                 └─▶ block 1: x.relu_()      x is a received message and a leaf tensor: it gets a copy
 
-Within a stage a change in place is autograd's affair. At its border, or where blocks are run again, what is changed is
-a copy; what shares its memory would have to change with it, and is refused (see `stage.in_place`).
+Within a stage, autograd handles in-place mutations. At a stage's border, or where blocks are recomputed, the block
+mutates a copy. An input that shares the storage would have to change too, and is refused (see `stage.in_place`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .untouched import Result, as_leaves, attributes_untouched, run_block
 _ONLY_TENSORS = "only tensors ride along: encode it as one, as the number of a task, for each sample"
 
 HAND_ON = "pass it on in the forward, as an argument or output of layers, or return an auxiliary loss"
-"""What to write for values that blocks of several stages, or the loss, hand on through objects."""
+"""Advice in errors about values that blocks of several stages, or the loss, pass on through shared objects."""
 
 
 def trace_shapes(
@@ -49,12 +49,12 @@ def trace_shapes(
     results: Sequence[tuple[Result, Sequence[State]]] = (),
     marks: Mapping[int, Sequence[tuple[str, str | int, Any]]] = MappingProxyType({}),
 ) -> list[Parcel]:
-    """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
+    """Return the output specs of every block for one microbatch, inferred on the meta device: no data, no memory.
 
-    `dtype` is that of the weights; None leaves them as they are built. `results`, where there are any, are what
-    `run_block` gave of the blocks, on the meta device, and what they changed. `marks` are put where blocks have
-    something on the host: by the number of a block, its owner and key there, see `State`, and what is put. Raises
-    `MisfitError` that names the block that cannot take what the one before gives.
+    `dtype` is that of the weights; None leaves them as built. `results`, if given, are results of `run_block` on the
+    meta device with their side effects, and the blocks are not run. `marks` replace host state before a block runs:
+    by block number, the owner and key (see `State`) and the value. Raises `MisfitError` that names the block that
+    cannot take the output of the one before.
     """
     given, beside = inputs.empty("meta"), {name: spec.empty("meta") for name, spec in extras.items()}
     watch, left, riders = InPlace(), list[Parcel](), dict[str, _Ride]()
@@ -110,7 +110,7 @@ def _require_takers(riders: Mapping[str, _Ride]) -> None:
 
 
 class Graphs(NamedTuple):
-    """The tensors that blocks leave, with graphs: of their output, and those that ride along; all their parameters."""
+    """Output tensors and riders of the last block, with their autograd graphs; and the parameters of all blocks."""
 
     output: Tensors
     riders: dict[str, Tensor]
@@ -124,10 +124,10 @@ def trace_graphs(
     extras: Mapping[str, TreeSpec],
     dtype: torch.dtype | None = None,
 ) -> Graphs | None:
-    """Return what blocks leave on the meta device, where some of their parameters, in their order, are trained, or all.
+    """Return the outputs of blocks on the meta device, with graphs; `trained` flags the parameters (None: all).
 
-    None where nobody can tell, since they cannot run without data. A block that leaves nothing that requires gradients,
-    whatever it is given, as a layer that looks at numbers, is taken to do what layers do: graphs begin behind it.
+    None if a block cannot run without data. If no output of a block requires a gradient even where all its inputs and
+    parameters do, as in a layer that works on numbers, its outputs are made leaf tensors: the graph begins there.
     """
     given, riders, flags = inputs.empty("meta"), dict[str, Tensor](), iter(trained or ())
     beside, weights = {name: spec.empty("meta") for name, spec in extras.items()}, list[Tensor]()
@@ -156,7 +156,7 @@ def _require_gradients(given: Any, beside: Mapping[str, Any]) -> bool:
 def _leave(
     module: nn.Module, trained: Sequence[bool], given: Any, taken: Mapping[str, Any], dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
-    """Return what a block leaves on the meta device, and what rides along, with graphs; and its parameters."""
+    """Return a block's output and riders on the meta device, with graphs; and its parameters."""
     bare, made = before_fully_shard(module), dict[int, Tensor]()
     weights = {n: made.setdefault(id(t), t.detach().to("meta", kind)) for n, t, kind in typed(bare, dtype)}
     own = [
@@ -168,11 +168,11 @@ def _leave(
 
 
 def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None = None) -> Iterator[State]:
-    """Yield what a block has changed since, of its modules and of what their code names.
+    """Yield the side effects of a block since a snapshot: on its modules, and on objects that their code names.
 
-    `again` runs it once more: what it has made and keeps then is a table, and what it makes anew is none.
+    `again` runs the block once more: new state that the second run keeps is a cache, state that it makes anew is not.
 
-    Raises `UntriedError` for an iterator that it has made and keeps.
+    Raises `UntriedError` for an iterator that the block has made and keeps.
     """
     changes = [*before.changes()]
     made = {change.place: change.now for change in changes if change.was is None}
@@ -183,7 +183,7 @@ def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None 
         if key is None:  # a tensor, in place
             owner, _, key = owner.rpartition(".")
         key, is_own = key if isinstance(key, str | int) else "", change.owner.startswith((".", " ("))
-        counts = change.was is not None and isinstance(change.now, PLAIN)  # lists that grow are logs, for the most part
+        counts = change.was is not None and isinstance(change.now, PLAIN)  # growing lists are mostly logs
         yield State(
             change.owner if is_own else change.name,
             is_attribute=not is_own or change.owner.endswith(")"),
@@ -200,7 +200,7 @@ def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None 
 def _kept_again(
     before: Snapshot, made: Mapping[tuple[int, Any], Any], again: Callable[[], object]
 ) -> Set[tuple[int, Any]]:
-    """Return where a block has what it made still after another run, in which nothing came beside it."""
+    """Return the places of new state that is the same after another run, in holders that did not grow."""
     try:
         again()
     except Exception:
@@ -211,7 +211,7 @@ def _kept_again(
 
 
 def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Mapping[str, Tensor]) -> Iterator[State]:
-    """Yield the buffers that a block has changed, which were lent to it."""
+    """Yield the buffers that a block has rebound or mutated in `functional_call`."""
     for name, tensor, version in before:
         path, _, key = name.rpartition(".")
         if now[name] is not tensor or tensor._version != version:
@@ -221,7 +221,7 @@ def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Ma
 
 
 def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Mapping[str, _Ride]) -> dict[str, Any]:
-    """Return what of extras and riders a block takes; raises `MisfitError` where something is missing."""
+    """Return the extras and riders that a block takes; raises `MisfitError` if a required argument is missing."""
     accepts = accepted_extras(module)
     taken = {name: extra for name, extra in extras.items() if accepts(name)}
     for name, ride in riders.items():
@@ -238,7 +238,9 @@ def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Ma
 
 
 def _run(module: nn.Module, weights: dict[str, Tensor], given: Any, taken: Mapping[str, Any]) -> Any:
-    """Run a block on the meta device; where it makes tensors on the CPU that meet others, these are made there too."""
+    """Run a block on the meta device. If it mixes CPU tensors that it makes with meta tensors, rerun it with
+    `torch.device("meta")` as the default device.
+    """
     try:
         with QuickShapes():
             return torch.func.functional_call(module, weights, (given,), dict(taken), tie_weights=False)
@@ -253,7 +255,7 @@ def _run(module: nn.Module, weights: dict[str, Tensor], given: Any, taken: Mappi
 
 
 def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[str, Any], error: Exception) -> str:
-    """Say what a block was given when it raised an error, and where in it."""
+    """Return a message with the inputs on which a block raised an error, and the submodule that raised it."""
     none = [f"{name}=None" for name, extra in taken.items() if extra is None]
     return (
         f"block {number} cannot take {TreeSpec.of(given)}: {error} (in {place_of(error, number, module)}"
@@ -262,22 +264,22 @@ def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[s
 
 
 def _hint(error: Exception, earlier: Sequence[Sequence[State]]) -> str:
-    """Return what to write where a block lacks what a block before it has set on the host."""
+    """Return advice where a block lacks an attribute or key that an earlier block has set as host state."""
     name = error.name if isinstance(error, AttributeError) else error.args[0] if isinstance(error, KeyError) else None
     setters = [number for number, states in enumerate(earlier) if name and any(s.key == name for s in states)]
     return f"; block {setters[0]} sets {name!r}, which other stages do not have: {HAND_ON}" if setters else ""
 
 
 def wants_data(error: MisfitError) -> bool:
-    """Whether shapes could not be found since a block looks at data (`.item()`, masks), or is not made for meta."""
+    """Whether shape inference failed as a block depends on data (`.item()`, masks) or does not support meta."""
     cause = error.__cause__
     words = "" if cause is None else str(cause).lower()
     return isinstance(cause, NotImplementedError) or "meta" in words or "tensor.__format__" in words
 
 
 def lengthened(left: TreeSpec, tokens: Sequence[int], times: int) -> TreeSpec:
-    """Return what a block leaves of more tokens, where only data can tell: that of a unit of `tokens` has so many times
-    the length in the first dimension of that length.
+    """Return a block's output spec for `times` as many tokens, where meta cannot infer it. The spec `left` is that of a
+    unit of `tokens`; the first dimension of that length, after the samples, is multiplied.
     """
 
     def longer(spec: TensorSpec) -> TensorSpec:
@@ -292,7 +294,7 @@ def lengthened(left: TreeSpec, tokens: Sequence[int], times: int) -> TreeSpec:
 def _besides(
     given: object, fresh: Mapping[str, Tensor], extras: Mapping[str, Any]
 ) -> tuple[tuple[int | str, str], ...]:
-    """Return what tensors of an output, riders and extras are besides numbers, in words."""
+    """Return, in words, properties of outputs, riders and extras that a send loses: subclass, attributes, leaf."""
     found = list[tuple[int | str, str]]()
     rows: tuple[tuple[int | str, object], ...] = (*enumerate(tensors_of(given)), *fresh.items(), *extras.items())
     for name, tensor in ((name, tensor) for name, tree in rows for tensor in tensors_of(tree)):
@@ -306,7 +308,7 @@ def _besides(
 
 
 def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:
-    """Return the spec of what a block gave; raises `MisfitError` where it has no tensors, or such as cannot travel."""
+    """Return the spec of a block's output; raises `MisfitError` if it has no tensors, or some that cannot be sent."""
     spec = TreeSpec.of(output)
     if not spec.tensors:
         raise MisfitError(
@@ -319,7 +321,7 @@ def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:
 
 
 def _require_tensor(number: int, block: nn.Module, found: object, words: str) -> None:
-    """Raise `MisfitError` unless something is a dense tensor of torch's own."""
+    """Raise `MisfitError` unless an object is a dense strided tensor, not quantized, nested or a DTensor."""
     if isinstance(found, Tensor) and not isinstance(found, DTensor):
         if found.layout is torch.strided and not found.is_quantized and not found.is_nested:
             return
@@ -331,7 +333,7 @@ def _require_tensor(number: int, block: nn.Module, found: object, words: str) ->
 
 @dataclass
 class _Ride:
-    """A tensor that rides along from block `since` to block `until`."""
+    """A rider: a tensor sent along from block `since` to block `until`."""
 
     tensor: Tensor
     since: int
@@ -342,7 +344,7 @@ Key = int | str
 
 
 class InPlace:
-    """What is given to each block of a model that runs on the meta device."""
+    """Tracker of in-place mutations of each block's inputs, while a model runs on the meta device."""
 
     def __init__(self) -> None:
         self._arrived: list[dict[Key, tuple[Tensor, int]]] = []
@@ -350,20 +352,20 @@ class InPlace:
         self._held: dict[int, Tensor] = {}
 
     def arrive(self, given: object, beside: Mapping[str, object]) -> None:
-        """Take note of what the next block is given, and of what goes by its side; of names that are tensors."""
+        """Record the versions of the next block's input tensors, and of the extras and riders that are tensors."""
         tensors: dict[Key, Tensor] = dict(enumerate(tensors_of(given)))
         tensors |= {name: extra for name, extra in beside.items() if isinstance(extra, Tensor)}
         self._arrived.append({key: (tensor, tensor._version) for key, tensor in tensors.items()})
 
     def note(self, block: int) -> None:
-        """Take note of what has changed by a block that has run: of all that was ever given."""
+        """Attribute to a block that has run the mutations of all inputs recorded so far."""
         for taker, tensors in enumerate(self._arrived):
             for key, (tensor, version) in tensors.items():
                 if tensor._version != version:
                     self._changed.setdefault((taker, key), block)
 
     def changes(self, block: int) -> tuple[Change, ...]:
-        """Return the changes of what a block was given."""
+        """Return the in-place mutations of a block's inputs."""
         tensors = {key: tensor for key, (tensor, _) in self._arrived[block].items()}
         return tuple(
             [
@@ -374,15 +376,15 @@ class InPlace:
         )
 
     def strides(self, block: int) -> dict[Key, tuple[int, ...]]:
-        """Return the strides of what a block was given that does not lie in memory in order."""
+        """Return the strides of a block's non-contiguous inputs."""
         return {key: one.stride() for key, (one, _) in self._arrived[block].items() if not one.is_contiguous()}
 
     def hold(self, weights: Iterable[Tensor]) -> None:
-        """Take note of weights and buffers."""
+        """Record the storages of weights and buffers."""
         self._held |= {weight.untyped_storage()._cdata: weight for weight in weights}
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of the tensors is a weight or a buffer, or looks into one."""
+        """Whether one of the tensors is a weight or a buffer, or a view of one."""
         return not self._held.keys().isdisjoint([tensor.untyped_storage()._cdata for tensor in tensors])
 
 

@@ -1,10 +1,10 @@
-"""Losses that are sums of means, each over things of its own: masked tokens, and pairs of sentences.
+"""Losses that are sums of means with different denominators: over masked tokens, and over pairs of sentences.
 
     microbatch 0    3 masked tokens of 7    2 pairs of 4      sum / 7 + sum / 4  ─┐
     microbatch 1    4 masked tokens of 7    2 pairs of 4      sum / 7 + sum / 4  ─┴▶ added up: the loss of the batch
 
-No single weight makes the loss of the batch of those of microbatches. So the engine adds up how many things each mean
-is over, in all microbatches and replicas, before the step computes anything.
+No single weight per microbatch yields the loss of the batch. So before a step the engine sums each mean's denominator
+over all microbatches and replicas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from quintsched.errors import UsageError
 
 Term = tuple[Callable[[Any, Any], Tensor], Callable[[Any], Tensor | float]]
-"""(output, targets) → a sum, and targets → how many things it is over."""
+"""(output, targets) → a sum, and targets → its denominator: the number of items summed over."""
 
 
 class SumOfMeans:
@@ -27,8 +27,8 @@ class SumOfMeans:
     loss_fn = SumOfMeans((masked_loss_sum, num_masked), (pair_loss_sum, num_pairs))
 
     Args:
-        terms: each mean, as two functions: (output, targets) → its sum, and targets → how many things it is over. A
-            factor of a mean belongs to its sum.
+        terms: each mean, as two functions: (output, targets) → its sum, and targets → its denominator. A factor of a
+            mean belongs in its sum.
 
     Raises:
         UsageError: a term that is no pair of functions.
@@ -48,12 +48,12 @@ class SumOfMeans:
         return self.over(output, targets, self.weights(targets))
 
     def weights(self, targets: Any) -> Tensor:
-        """Return how many things each mean is over, (terms,), float64, on the CPU or where targets are."""
+        """Return the denominator of each mean, (terms,), float64, on the CPU or the targets' device."""
         found = [torch.as_tensor(count(targets)).double() for _, count in self.terms]
         return torch.stack([weight.to(found[0].device) for weight in found])
 
     def over(self, output: Any, targets: Any, weights: Tensor) -> Tensor:
-        """Return the part that a microbatch has in the loss of a batch, whose means are over so many things."""
+        """Return a microbatch's share of the batch's loss, given the denominators of the whole batch, (terms,)."""
         sums = [add(output, targets) for add, _ in self.terms]
         whole = torch.where(weights == 0, 1, weights)
         parts = [total / whole[number].to(total.device, total.dtype) for number, total in enumerate(sums)]

@@ -1,8 +1,8 @@
-"""Specs of trees as text, for ranks that do not see the tree itself.
+"""Serialisation of tree specs as JSON text, for ranks that do not have the tree itself.
 
     {"ids": (2, 8) int64, "mask": None}   ◀──▶   [["dict", ["ids", "mask"], [0, ["value", null]]], [["int64", [2, 8]]]]
 
-A class goes by its module and name, and is looked up where the text is read: every rank runs the same program.
+A class is written as its module and qualified name, and imported where the text is read: all ranks run one program.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _TENSOR = 0
 
 
 def to_words(spec: TreeSpec) -> str:
-    """Return a spec as text; raises `MisfitError` for what cannot be found again by it."""
+    """Serialise a spec; raises `MisfitError` for values and classes that another rank could not restore."""
     tensors = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in spec.tensors]
     return json.dumps([_node_words(spec.tree.root), tensors])
 
 
 def from_words(text: str) -> TreeSpec:
-    """Return the spec that `to_words` wrote down; raises `MisfitError` for a class that is not there."""
+    """Return the spec that `to_words` serialised; raises `MisfitError` for a class that cannot be imported."""
     root, tensors = json.loads(text)
     specs = (TensorSpec(tuple(shape), getattr(torch, dtype)) for dtype, shape in tensors)
     return TreeSpec(Tree(_node(root)), tuple(specs))

@@ -1,12 +1,12 @@
-"""Trees of tensors: what blocks give each other, and what a step is given.
+"""Trees of tensors (pytrees): the inputs and outputs of blocks, and the inputs of a step.
 
     {"hidden": x, "mask": None, "sizes": (4, y)}        a tree
-        Tree      dict(hidden: tensor, mask: None, sizes: tuple(4, tensor))      how it is built, compared and hashed
+        Tree      dict(hidden: tensor, mask: None, sizes: tuple(4, tensor))      its structure, compared and hashed
         tensors   (x, y)                                                         in order; a tensor twice counts twice
 
 Branches are tuples (named ones too), lists, dicts, `UserDict`s such as transformers' BatchEncoding, dataclasses, and
 dicts that are dataclasses, as transformers' ModelOutput. All else is a leaf: a tensor, a plain value (None, a number, a
-string, a dtype, …), or an object that nothing is known of.
+string, a dtype, …), or an opaque object.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PLAIN_VALUES = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that travels."""
+    """Shape and dtype of a tensor that is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class TensorSpec:
 
     @cached_property
     def nbytes(self) -> int:
-        """How many bytes a tensor of this spec has."""
+        """Size in bytes of a tensor of this spec."""
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str) -> Tensor:
@@ -80,7 +80,7 @@ class TensorSpec:
 
 
 class Place(Enum):
-    """Stands in a tree where a tensor is."""
+    """Placeholder for a tensor in a tree."""
 
     TENSOR = "tensor"
 
@@ -90,15 +90,15 @@ class Place(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """What is no tensor and no branch. Two are alike if their values are, and of one type; an array is never alike."""
+    """Leaf that is no tensor. Two are equal if their values and types are; opaque values only if identical."""
 
     value: object
 
     @property
     def is_plain(self) -> bool:
-        """Whether the value says all by itself: None, a number, a string, ….
+        """Whether the value is a constant: None, a number, a string, ….
 
-        An object that nothing is known of may hold tensors, or a state of its own.
+        An opaque object may hold tensors or mutable state.
         """
         return isinstance(self.value, _PLAIN_VALUES)
 
@@ -116,7 +116,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Branch:
-    """A tuple, list, dict or dataclass; `keys` are those of a dict, or the names of fields, in their order."""
+    """A tuple, list, dict or dataclass; `keys` are the keys of a dict or the field names, in order."""
 
     kind: type
     keys: tuple[object, ...]
@@ -136,40 +136,40 @@ Node = Place | Leaf | Branch
 
 @dataclass(frozen=True)
 class Tree:
-    """How a tree is built; its tensors are elsewhere."""
+    """Structure of a tree (treedef), without its tensors."""
 
     root: Node
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is nothing but a tensor."""
+        """Whether the tree is a single tensor."""
         return self.root is Place.TENSOR
 
     @property
     def paths(self) -> list[str]:
-        """Where each tensor is, as one would write it behind the tree's name: "['hidden']", "[1]", ".logits", ""."""
+        """Path of each tensor, as a Python expression after the tree's name: "['hidden']", "[1]", ".logits", ""."""
         return [path for path, node in _walk(self.root, "") if node is Place.TENSOR]
 
     def is_built_as(self, other: Tree) -> bool:
-        """Whether another tree has the same branches, and tensors at the same places; plain values may differ."""
+        """Whether another tree has the same branches, and tensors at the same paths; values of leaves may differ."""
         return merged([self, other]) is not None
 
     def unknown(self) -> tuple[str, object] | None:
-        """Return the first object that nothing is known of, with where it is; None where there is none."""
+        """Return the path and value of the first opaque object; None if there is none."""
         leaves = ((path, node) for path, node in _walk(self.root, "") if isinstance(node, Leaf))
         return next(((path, leaf.value) for path, leaf in leaves if not leaf.is_plain), None)
 
     def numbers(self) -> list[Number]:
-        """Return the numbers that are no tensors."""
+        """Return the leaves that are Python numbers."""
         values = (node.value for _, node in _walk(self.root, "") if isinstance(node, Leaf))
         return [value for value in values if isinstance(value, Number)]
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the tree with these tensors."""
+        """Return the tree with these tensors in its places (unflatten)."""
         return _build(self.root, iter(tensors))
 
     def tensors_of(self, tree: object) -> Tensors | None:
-        """Return the tensors of a tree that is built like this one; None where it is built otherwise."""
+        """Return the tensors of a tree of this structure; None for a tree of another structure."""
         found, tensors = flatten(tree)
         return tensors if found == self else None
 
@@ -178,12 +178,12 @@ class Tree:
 
 
 PLAIN = Tree(Place.TENSOR)
-"""The tree that is one tensor."""
+"""The structure of a tree that is a single tensor."""
 
 
 @dataclass(frozen=True)
 class TreeSpec:
-    """How a tree is built, and the specs of its tensors."""
+    """Structure of a tree, and the specs of its tensors."""
 
     tree: Tree
     tensors: tuple[TensorSpec, ...]
@@ -196,26 +196,26 @@ class TreeSpec:
 
     @classmethod
     def plain(cls, tensor: TensorSpec) -> TreeSpec:
-        """Return the spec of a tree that is one tensor."""
+        """Return the spec of a tree that is a single tensor."""
         return cls(PLAIN, (tensor,))
 
     @property
     def samples(self) -> TensorSpec:
-        """The tensor that says how many samples there are, and tokens: that of the most rows, with tokens if one has.
+        """Spec that gives the numbers of samples and tokens: of the most rows, if possible with a token dimension.
 
-        Of one row are also tensors that are for all samples alike.
+        Tensors of one row may be shared by all samples, so they do not count.
         """
         return max(self.tensors, key=lambda spec: (spec.shape[:1], len(spec.shape) > 1))
 
     def twice(self, rows: int) -> TreeSpec:
-        """Return the spec of such a tree where there are twice as many rows of those tensors that have so many each."""
+        """Return the spec with the first dimension doubled where it is a positive multiple of `rows`."""
         has_rows = [spec.shape and spec.shape[0] and spec.shape[0] % rows == 0 for spec in self.tensors]
         pairs = zip(has_rows, self.tensors, strict=True)
         specs = [replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) if has else spec for has, spec in pairs]
         return TreeSpec(self.tree, tuple(specs))
 
     def empty(self, device: torch.device | str) -> Any:
-        """Return such a tree, with uninitialised tensors."""
+        """Return a tree of this spec with uninitialised tensors."""
         return self.tree.build([spec.empty(device) for spec in self.tensors])
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ class TreeSpec:
 
 
 def flatten(tree: object) -> tuple[Tree, Tensors]:
-    """Return how a tree is built, and its tensors in order."""
+    """Return the structure of a tree, and its tensors in order."""
     if isinstance(tree, Tensor):
         return PLAIN, (tree,)
     tensors: list[Tensor] = []
@@ -239,13 +239,13 @@ def tensors_of(tree: object) -> Tensors:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: object) -> Any:
-    """Return a tree like this one, with what a function makes of its tensors."""
+    """Return a tree of the same structure with a function applied to each tensor."""
     found, tensors = flatten(tree)
     return found.build([function(tensor) for tensor in tensors])
 
 
 def laid_out(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Return a tensor with strides, 0 for what is repeated: itself, or a copy. None: as it is."""
+    """Return a tensor with these strides (0: an expanded dimension): itself or a copy. None leaves it unchanged."""
     if strides is None or tensor.stride() == strides:
         return tensor
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -255,15 +255,15 @@ def laid_out(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 
 
 def attribute_of(tensor: Tensor) -> str | None:
-    """Return the name of an attribute that code has put on a tensor, if there is one; weights keep theirs."""
+    """Return the name of an attribute that code has set on a tensor, if any; those of parameters do not count."""
     names = () if isinstance(tensor, nn.Parameter) else vars(tensor)
     return next((name for name in names if not name.startswith("_dynamo")), None)
 
 
 def merged(trees: Sequence[Tree]) -> Tree | None:
-    """Return a tree for several that are built alike; where their values differ, it has a tuple of all of them.
+    """Merge trees of one structure: a leaf whose values differ becomes a tuple of all of them.
 
-    None where they are built otherwise.
+    None if the structures differ.
     """
     root = _merged([tree.root for tree in trees])
     return None if root is None else Tree(root)
@@ -285,7 +285,7 @@ def _merged(nodes: Sequence[Node]) -> Node | None:
 
 
 def require_known(name: str, tree: Tree) -> None:
-    """Raise `MisfitError` for an object in a tree that nothing is known of."""
+    """Raise `MisfitError` for an opaque object in a tree."""
     found = tree.unknown()
     if found is not None:
         path, value = found
@@ -333,7 +333,7 @@ def _build(node: Node, tensors: Iterator[Tensor]) -> Any:
 
 
 def _make(kind: Any, keys: tuple[object, ...], children: list[Any]) -> Any:
-    """Return a branch of a kind. A dataclass is made without its `__init__`, which may count, draw or check."""
+    """Return a branch of a type. A dataclass is made without its `__init__`, which may have side effects or checks."""
     if kind is list:
         return children
     if issubclass(kind, tuple | list):
@@ -356,7 +356,7 @@ def _make(kind: Any, keys: tuple[object, ...], children: list[Any]) -> Any:
 
 
 def _walk(node: Node, path: str) -> Iterator[tuple[str, Node]]:
-    """Yield the leaves and places of a tree in order, each with its path."""
+    """Yield the leaves and tensor placeholders of a tree in order, each with its path."""
     if not isinstance(node, Branch):
         yield path, node
         return

@@ -1,11 +1,11 @@
-"""Blocks run beside the training, to find shapes or to prove something, and nothing is left of it.
+"""Trial runs of blocks outside the training step (shape inference, proofs), whose side effects are all undone.
 
-attributes    self.calls += 1, Block.calls += 1, a global, a cache          as before, in the same containers
-tensors       buffers and weights, and tensors in attributes               the numbers from before
-gradients     of weights and of other tensors that collect them              as before
-generators    torch's, Python's, numpy's, and those that code has          as before
-modes         gradients on, autocast, …                                    as before; a block may leave no others
-graphs        none, but while a block runs that differentiates in its forward, as gradient penalties and forces do:
+attributes    self.calls += 1, Block.calls += 1, a global, a cache          restored, in the same containers
+tensors       buffers, weights, and tensors in attributes                  restored numbers
+gradients     of weights and of other leaf tensors                          restored
+generators    torch's, Python's, numpy's, and those that code holds        restored
+modes         grad mode, autocast, …                                       restored; a block may leave no others
+graphs        none, except for a block that calls autograd in its forward, as gradient penalties and forces do:
 
     slope, = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)   "does not require grad" without one
 """
@@ -33,12 +33,12 @@ from .trees import DIFFERENTIABLE, map_tensors
 Found = TypeVar("Found")
 
 Result = tuple[tuple[Any, dict[str, Tensor], Tensor | None], bool]
-"""What a block gave (see `split_result`), without a graph, and whether it wanted one."""
+"""A block's result (see `split_result`), without an autograd graph, and whether the block needed one."""
 
 
 @contextmanager
 def attributes_untouched(module: nn.Module) -> Iterator[Snapshot]:
-    """A context after which all that a module's code can change is as before but for weights, on any device."""
+    """Context that restores all state that a module's code can change, except weights, on any device."""
     changes_nothing = is_of_torch(module) and next(module.buffers(), None) is None
     before = Snapshot({} if changes_nothing else {"": module})
     try:
@@ -50,9 +50,9 @@ def attributes_untouched(module: nn.Module) -> Iterator[Snapshot]:
 
 @contextmanager
 def untouched(module: nn.Module, kept: Kept | None = None) -> Iterator[Kept]:
-    """A context after which a module whose weights are resident is as before, and so are the global generators.
+    """Context that restores a module, weights included (they are resident), and the global generators.
 
-    `kept` is what it is like now, if that is known, as in one trial of many.
+    `kept` is its state now, if the caller has it, as in a series of trials.
     """
     device = next((weight.device for weight in module.parameters() if weight.device.type not in ("cpu", "meta")), None)
     with draws_undone(device), nullcontext() if device is None else fork_generators(device):
@@ -65,13 +65,13 @@ def untouched(module: nn.Module, kept: Kept | None = None) -> Iterator[Kept]:
 
 
 class Kept:
-    """A module or a function as it is now, with what its code names.
+    """Copy of the state of a module or function, and of the objects that its code names.
 
     Args:
-        root: of a module the weights are resident.
+        root: the module, whose weights must be resident, or the function.
 
     Attributes:
-        snapshot: all but weights.
+        snapshot: all state except weights.
     """
 
     def __init__(self, root: Any) -> None:
@@ -82,11 +82,11 @@ class Kept:
         self._grads = [(t, t.grad, *_numbers_of(t.grad)) for t in leaves]
 
     def _held_by(self, root: Any) -> list[nn.Parameter]:
-        """Return the weights whose numbers are noted."""
+        """Return the weights whose numbers are copied."""
         return [*root.parameters()] if isinstance(root, nn.Module) else []
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore weights, gradients and all other state, in place."""
         for tensor, memory, before in self._weights:
             memory.copy_(before)
             if tensor.data_ptr() != memory.data_ptr():
@@ -94,7 +94,7 @@ class Kept:
         for leaf, grad, numbers, version in self._grads:
             leaf.grad = grad
             if grad is not None and numbers is not None and grad._version != version:
-                grad.detach().copy_(numbers)  # what a reduction under way writes has no versions, and is to stay
+                grad.detach().copy_(numbers)  # a reduction in flight writes without versions: its result stays
         self.snapshot.put_back()
 
 
@@ -103,18 +103,18 @@ def _numbers_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any], name: str) -> Result:
-    """Run a block of which no gradients are needed; with a graph if it asks for one."""
+    """Run a block without gradients; with an autograd graph only if its forward needs one."""
     return run_alone(lambda arguments: split_result(run(*arguments)), (given, dict(taken)), name)
 
 
 def run_alone(run: Callable[[Any], Found], given: Any, name: str) -> tuple[Found, bool]:
-    """Return what a call gives of which no gradients are needed, without a graph, and whether it asked for one.
+    """Return the result of a call without an autograd graph, and whether the call needed one.
 
-    Where graphs are switched off around it, it is for who has done that to run it again. What it puts into context
-    variables is gone behind it.
+    It runs under no_grad, and again with a graph if it fails for lack of one. Where grad mode is already off, the
+    error is raised, and rerunning is up to the caller. Context variables that it sets are discarded.
 
-    Raises `ModesLeftError` for a call that leaves the modes of torch changed. Whether it leaves gradients switched off
-    shows only where they are on: one that switches them by hand runs once more.
+    Raises `ModesLeftError` for a call that leaves torch's modes changed. A call that sets grad mode by hand runs once
+    more with grad mode on, since only then does it show whether it leaves it off.
     """
     with modes_kept() as around:
         try:
@@ -134,7 +134,7 @@ def run_alone(run: Callable[[Any], Found], given: Any, name: str) -> tuple[Found
 
 @contextmanager
 def tensors_of_training() -> Iterator[None]:
-    """A context in which tensors that are made count their versions, and may be part of a graph later."""
+    """Context without inference mode: new tensors have version counters, and may join an autograd graph later."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -143,15 +143,15 @@ def tensors_of_training() -> Iterator[None]:
 
 
 def asks_for_graph(error: Exception) -> bool:
-    """Whether a call may have failed only since no graph was recorded."""
+    """Whether a call may have failed only because no autograd graph was recorded."""
     return "grad" in str(error) or isinstance(error, AssertionError)
 
 
 def as_leaves(tree: Any) -> Any:
-    """Return a tree whose tensors can be differentiated by, as far as their types can."""
+    """Return a tree of detached leaf tensors that require gradients, where their dtype can."""
     return map_tensors(lambda t: t.detach().requires_grad_() if t.dtype in DIFFERENTIABLE else t, tree)
 
 
 def detached(tree: Any) -> Any:
-    """Return a tree whose tensors have no graph."""
+    """Return a tree with its tensors detached from the autograd graph."""
     return map_tensors(Tensor.detach, tree)

@@ -1,5 +1,5 @@
-"""How fast this machine is, measured: what `quintsched calibrate` writes into a description of hardware.
+"""Measurement of this machine's speed: `quintsched calibrate` writes it into a description of hardware.
 
-`operations` times what a rank computes, `links` what ranks say to each other and how they share the cores, in
-processes, `machine` puts it all into one description. Imports `comm`; nothing imports this room.
+`operations` times the computations of a rank, `links` communication between ranks in processes and how they share
+the cores, `machine` combines all into one description. Imports `comm`; nothing imports this room.
 """

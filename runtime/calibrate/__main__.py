@@ -1,4 +1,4 @@
-"""`python -m quintsched.runtime.calibrate FILE --device cpu`: measure this machine, and write what was found."""
+"""`python -m quintsched.runtime.calibrate FILE --device cpu`: measure this machine, and write the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintsched.files.terminal import standard_streams, write_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure this machine and write what was found; returns the exit code."""
+    """Measure this machine and write the results; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m quintsched.runtime.calibrate", description=__doc__)
     parser.add_argument("file", type=Path, help="where the description goes")
     parser.add_argument("--device", default="cpu", help="the kind of device: cpu, or that of an accelerator")

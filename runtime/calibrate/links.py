@@ -1,20 +1,20 @@
-"""What ranks say to each other, timed between real processes, and how they share the cores of a machine.
+"""Communication between ranks, timed between real processes, and their sharing of a machine's cores.
 
-    message      rank 0 ──▶ rank 1 ──▶ rank 0                     half of a round
-    sum          ranks 0 … n-1, the others wait                   for n = 2, 4, 8
-    lost         all ranks, in a chain or in groups of n:         what cores did not compute meanwhile, whether they
-                 ▓▓ ▶ ▓▓ ▶ ▓▓ ▶ with messages, and without        saw to messages or waited for them
-    sharing      ranks 0 … n-1 each multiply matrices             by how much a core does less for one of n ranks
+    message      rank 0 ──▶ rank 1 ──▶ rank 0                     half of a round trip
+    sum          ranks 0 … n-1, the others wait                   an all-reduce, for n = 2, 4, 8
+    lost         all ranks, in a chain or in groups of n:         core time not spent on computing meanwhile, whether
+                 ▓▓ ▶ ▓▓ ▶ ▓▓ ▶ with messages, and without        on messages or on waiting for them
+    sharing      ranks 0 … n-1 each multiply matrices             slowdown of a core for one of n ranks
 
-Sums, and messages where losses are concerned, come after a little training, less what that takes: ranks that have
-computed do not come together at the same moment, as they do in a loop of sums, and who waits on a core that others
+Sums, and messages where losses are concerned, are timed after a little training, less its duration: ranks that have
+computed do not arrive at the same moment, as they do in a loop of sums, and a rank that waits on a core that others
 use meanwhile finds its caches empty.
 
-Processes that say something to each other over gloo or NCCL, and end with the call whatever happens.
+Also processes that communicate over gloo or NCCL, and end with the call whatever happens.
 
-run_processes(work, 4, …)   ──▶  work(transport 0, …)   work(transport 1, …)   …   ──▶  what each returned
+run_processes(work, 4, …)   ──▶  work(transport 0, …)   work(transport 1, …)   …   ──▶  the results by rank
 
-How many cores this process may use.
+Also the number of cores that this process may use.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from ..watch.rendezvous.addresses import choose_interfaces
 from .operations import call_s
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Where Linux says how much of the cores a container may use: microseconds of work per period, and the period."""
+"""Linux' file of a container's CPU quota: microseconds of work per period, and the period."""
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use: those it may run on, or fewer where a container has a quota."""
+    """Return the number of cores that this process may use: its affinity, or fewer with a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text().split()
@@ -57,17 +57,17 @@ def count_cores() -> int:
 
 
 PARTIES = (2, 4, 8)
-"""How many ranks share a sum."""
+"""Numbers of ranks in a sum."""
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
 """Bytes of a message."""
 MOST_CALLS, MOST_BYTES = 20, 2**26
-"""A message is sent so often, or of the longest fewer."""
+"""Number of calls per measurement, and limit of their total bytes."""
 ROWS, INPUTS, OUTPUTS = 256, 256, 512
-"""Of the layers that are trained before a sum or a message."""
+"""Sizes of the layers that are trained before a sum or a message."""
 LAYERS, LAYERS_AT_A_TIME = 32, 3
-"""How many take turns, and how many of them come before one sum."""
+"""Number of layers that take turns, and of those before one sum."""
 EDGE = 256
-"""Of those that ranks multiply side by side."""
+"""Rows and columns of matrices that ranks multiply side by side."""
 SHARING_S = 0.4
 TIMEOUT_S = 180.0
 
@@ -75,7 +75,7 @@ Call = Callable[[], object]
 
 
 class Links(NamedTuple):
-    """What was measured between processes; see `descriptions.hardware.Measured`."""
+    """Results between processes; see `descriptions.hardware.Measured`."""
 
     link: Curve
     link_work: Curve | None
@@ -85,19 +85,19 @@ class Links(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """What one rank found, the same on all: seconds by size, of messages and of sums by their number of ranks."""
+    """Seconds by size, the same on all ranks: of messages, and of sums by their number of ranks."""
 
     messages: list[float]
     lost: list[float]
-    """Of a core, by a message while all ranks compute; empty where they share none."""
+    """Core seconds lost by a message while all ranks compute; empty where they share no cores."""
     sums: dict[int, list[float]]
     lost_by_sums: dict[int, list[float]]
     rates: dict[int, float]
-    """Products that a core does in a second for one of so many ranks."""
+    """Matrix products per second of a core, for one of so many ranks."""
 
 
 def measure_links(device: torch.device) -> Links | None:
-    """Return what up to eight processes measure between them; None where there are no two devices for them."""
+    """Return measurements between up to eight processes; None where there are no two devices for them."""
     devices = num_devices(device)
     num_processes = max(PARTIES) if devices is None else min(devices, max(PARTIES))
     if num_processes < min(PARTIES):
@@ -113,7 +113,7 @@ def measure_links(device: torch.device) -> Links | None:
 
 
 def measure_rank(transport: Transport) -> Seconds:
-    """Measure on one rank; all call this."""
+    """Measure on one rank; all ranks call this."""
     return _Rank(transport).measure()
 
 
@@ -130,7 +130,7 @@ class _Rank:
         self._layers = cycle(zip(weights, torch.zeros_like(weights), strict=True))
 
     def measure(self) -> Seconds:
-        """Measure everything."""
+        """Return all measurements."""
         parties = [number for number in PARTIES if number <= self.ranks]
         sums = {number: self._sums(number) for number in parties}
         return Seconds(
@@ -152,26 +152,26 @@ class _Rank:
         return self._together_s(there_and_back, size, 2)
 
     def _sums(self, number: int) -> list[float]:
-        """Return the seconds of sums over the first `number` ranks; each of the others is by itself."""
+        """Return the seconds of sums over the first `number` ranks; each of the others is in a group of its own."""
         rest = [(rank,) for rank in range(number, self.ranks)]
         group = self.transport.make_group([tuple(range(number)), *rest])
         return [self._after_layers_s(partial_sum(group, self._tensor(size)), size, number) for size in SIZES]
 
     def _lost_by_sums(self, number: int) -> list[float]:
-        """Return what cores lose by a sum over one of the groups of `number` ranks that all ranks are in."""
+        """Return core seconds lost by a sum in one group of `number` ranks, while all ranks are in such groups."""
         groups = self.ranks // number
         group = self.transport.make_group([*(tuple(range(k * number, (k + 1) * number)) for k in range(groups))])
         seconds = (self._after_layers_s(partial_sum(group, self._tensor(size)), size, self.ranks) for size in SIZES)
         return [taken * self._cores / groups for taken in seconds]
 
     def _lost_by_messages(self) -> list[float]:
-        """Return what cores lose by a message from one rank to the next, all ranks being in a chain."""
+        """Return core seconds lost by a message from one rank to the next, all ranks being in a chain."""
         return [
             self._after_layers_s(self._chain(size), size, self.ranks) * self._cores / (self.ranks - 1) for size in SIZES
         ]
 
     def _chain(self, size: int) -> Call:
-        """Return what receives from the rank before and sends to the next, without waiting until that has come."""
+        """Return a call that receives from the rank before and sends to the next, without waiting for the send."""
         arriving, leaving = self._tensor(size), self._tensor(size)
         sent: list[Work] = []
 
@@ -190,7 +190,7 @@ class _Rank:
         return min(count_cores(), self.ranks)
 
     def _after_layers_s(self, call: Call, size: int, number: int) -> float:
-        """Return the seconds that a call takes after some layers, theirs left out; a tenth at least is left."""
+        """Return the seconds of a call after some layers, less their time; at least a tenth of both."""
 
         def both() -> None:
             self._train()
@@ -200,12 +200,12 @@ class _Rank:
         return max(whole - alone, whole / 10)
 
     def _train(self) -> None:
-        """Do what some layers do, products and passes; others than the last time."""
+        """Compute forward and weight gradients of some layers; others than the last time, so that caches are cold."""
         for weight, gradient in islice(self._layers, LAYERS_AT_A_TIME):
             gradient.add_(self._given.T @ functional.gelu(self._given @ weight))
 
     def _together_s(self, call: Call, size: int, number: int) -> float:
-        """Return the seconds of a call that the first `number` ranks make side by side: of the slowest, the mean."""
+        """Return the seconds of a call by the first `number` ranks side by side: the mean of the slowest rank."""
         calls = max(1, min(MOST_CALLS, MOST_BYTES // size))
         taken = torch.zeros(1, dtype=torch.float64, device=self.transport.device)
         if self.rank < number:
@@ -220,7 +220,7 @@ class _Rank:
         return taken.item()
 
     def _rate(self, number: int) -> float:
-        """Return the products that a core does in a second for one of the first `number` ranks, the mean over them."""
+        """Return the matrix products per second of a core, averaged over the first `number` ranks."""
         rate = torch.zeros(1, dtype=torch.float64)
         self.world.all_reduce(torch.zeros(1)).wait()
         if self.rank < number:
@@ -234,12 +234,12 @@ class _Rank:
 
 
 def partial_sum(group: Group, tensor: torch.Tensor) -> Call:
-    """Return what sums a tensor over a group."""
+    """Return a call that all-reduces a tensor over a group."""
     return lambda: group.all_reduce(tensor).wait()
 
 
 def _curve(seconds: Sequence[float]) -> Curve:
-    """Return bytes per second; what took longer than something larger was disturbed."""
+    """Return bytes per second by size; a time longer than a larger size's was disturbed, and is replaced by it."""
     undisturbed = list(accumulate(reversed(seconds), min))[::-1]
     sizes = tuple(float(size) for size in SIZES)
     return Curve(sizes=sizes, rates=tuple(size / taken for size, taken in zip(sizes, undisturbed, strict=True)))
@@ -248,10 +248,10 @@ def _curve(seconds: Sequence[float]) -> Curve:
 def run_processes(
     work: Callable[[Transport], Any], num_processes: int, device: torch.device, timeout_s: float
 ) -> list[Any]:
-    """Return `work(transport)` of fresh processes, by rank; what it returns travels as JSON.
+    """Return `work(transport)` of fresh processes, by rank; results travel as JSON.
 
     `work` is a function of a module, by whose name the processes find it. Each uses one thread, as the ranks of a run.
-    Raises what a process raised, and `StallError` after `timeout_s`; no process outlives the call.
+    Raises an exception of a process, and `StallError` after `timeout_s`; no process outlives the call.
     """
     with TemporaryDirectory() as folder:
         context = start_processes(

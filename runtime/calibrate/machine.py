@@ -1,4 +1,4 @@
-"""A description of this machine: what it is, and everything that was measured on it.
+"""Description of this machine from all measurements.
 
 cores, memory     ─┐
 operations        ─┼──▶ Hardware(measured=Measured(…))   ──▶ cpu.json
@@ -25,7 +25,7 @@ def calibrate(device: torch.device) -> Hardware:
     Raises `MisfitError` where there is no such device.
     """
     _require(device)
-    torch.set_num_threads(1)  # as the ranks of a run have it
+    torch.set_num_threads(1)  # as in the ranks of a run
     forward, backward = operations.attention_curves(device)
     links = measure_links(device)
     measured = Measured(

@@ -1,17 +1,17 @@
-"""What a rank computes, timed: matrix products, attention, elementwise operations, a step of the optimizer.
+"""Computations of a rank, timed: matrix products, attention, elementwise operations, an optimizer step.
 
     ops/s                 ╭────── products that fill the device
         │            ╭────╯
         │       ╭────╯
-        │ ──────╯  here the calling itself takes longer: kernel_s
+        │ ──────╯  here launch overhead dominates: kernel_s
         └──────────────────────▶ operations of one product
 
-Every size is one point of a curve. A size is left out where one smaller took long already. Tensors take turns, so that
-none of them is in a cache when it is used again, as in a training step, where much else lies between.
+Every size is one point of a curve. Sizes beyond one that took long are left out. Tensors take turns, so that
+none of them is in a cache when it is used again, as in a training step, which touches much other memory in between.
 
-How long a call takes: the median of many, on the clock that fits the device.
+A call's time is the median of many, on the clock that fits the device.
 
-cpu            seconds that a core has worked for this thread: what others do on the machine meanwhile does not count
+cpu            CPU time of this thread: other load on the machine does not count
 accelerator    seconds until the device is done, many calls at a time: the host runs ahead
 """
 
@@ -33,12 +33,12 @@ from ..comm.clock import now_s, settled_s, thread_computed_s
 from ..comm.device import is_accelerator
 
 SHORTEST_S = {False: 50e-6, True: 2e-3}
-"""A sample is of so many calls that it takes at least this long: on an accelerator the wait for its end counts too."""
+"""Shortest duration of a sample, reached by repeated calls: on an accelerator it includes the final synchronization."""
 FEWEST_SAMPLES = 3
 
 
 def call_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the median seconds of a call, which is made until the budget is used up, and at least a few times."""
+    """Return the median seconds of a call, repeated until the budget is used up, and at least a few times."""
     read = partial(settled_s, device) if is_accelerator(device) else thread_computed_s
     call()
     number = _calls_per_sample(call, read, SHORTEST_S[is_accelerator(device)])
@@ -50,7 +50,7 @@ def call_s(call: Callable[[], object], device: torch.device, budget_s: float) ->
 
 
 def curve_of(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Return the rates of calls of these sizes that took so many seconds."""
+    """Return the rates of calls of these sizes and durations."""
     return Curve(sizes=tuple(sizes), rates=tuple(size / took for size, took in zip(sizes, seconds, strict=True)))
 
 
@@ -71,34 +71,34 @@ def _sample_s(call: Callable[[], object], read: Callable[[], float], number: int
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 )
-"""The types of products, by their names in a description."""
+"""Dtypes of matrix products, by their names in a description."""
 EDGES = {False: (32, 64, 128, 256, 512, 1024), True: (256, 512, 1024, 2048, 4096, 8192)}
 """Rows and columns of square matrices, by whether the device is an accelerator."""
 LENGTHS = {False: (64, 128, 256, 512), True: (512, 1024, 2048, 4096)}
 HEADS, HEAD_SIZE = 8, 64
 ELEMENTS = {False: (2**12, 2**15, 2**18, 2**21, 2**23), True: (2**18, 2**21, 2**24, 2**27)}
 WIDTH = 256
-"""Of the rows that are normalised."""
+"""Width of the rows that are normalised."""
 PASSES, PASSING = 16, 6
-"""How often the operations of `_elementwise` read or write all numbers, backward included, and how many there are."""
+"""Passes (reads or writes) over all numbers by `_elementwise`, backward included, and its number of operations."""
 STEPPED = {False: (2**14, 2**18, 2**22, 2**24), True: (2**20, 2**24, 2**27)}
 TENSORS = 8
-"""How many parameters share the numbers that are stepped."""
+"""Number of parameters that share the numbers of an optimizer step."""
 PRODUCTS = 3
-"""Of a layer, backward included."""
+"""Matrix products of a layer, backward included."""
 TINY = 8
 TINY_OPERATIONS = 12
 """Operations of `_tiny_block`, backward included."""
 LONG_S = 0.1
-"""What took longer is not measured at a larger size."""
+"""Duration beyond which larger sizes are not measured."""
 BUDGET_S = 0.1
-"""How long each point is measured."""
+"""Duration of the measurement of each point."""
 CACHED_BYTES, MOST_TURNS = 2**27, 64
-"""Tensors that take turns have so many bytes together, unless there were too many."""
+"""Total bytes of tensors that take turns, and limit of their number."""
 
 
 def matmul_curves(device: torch.device) -> dict[str, Curve]:
-    """Return the rates of square layers, operations per second by operations, of every type the device has."""
+    """Return the rates of square layers, operations per second by operations, for every dtype."""
     edges = EDGES[is_accelerator(device)]
     return {
         name: _curve(edges, lambda edge: 2.0 * edge**3, partial(_layer, dtype, device), device, repeats=PRODUCTS)
@@ -132,12 +132,12 @@ def memory_curve(device: torch.device) -> Curve:
 
 
 def optimizer_curve(device: torch.device) -> Curve:
-    """Return numbers per second of a step of AdamW, by how many there are."""
+    """Return numbers per second of a step of AdamW, by their count."""
     return _curve(STEPPED[is_accelerator(device)], float, lambda size: _optimizer_step(size, device), device)
 
 
 def kernel_s(device: torch.device) -> float:
-    """Return what an operation takes that has next to nothing to compute, in seconds, autograd's part included."""
+    """Return the seconds of an operation on tiny tensors, that is its launch overhead, autograd's part included."""
     return call_s(_tiny_block(device), device, BUDGET_S) / TINY_OPERATIONS
 
 
@@ -148,7 +148,7 @@ def _curve(
     device: torch.device,
     repeats: int = 1,
 ) -> Curve:
-    """Return a curve over the sizes, as far as calls are not too long; a call does an operation `repeats` times."""
+    """Return a curve over the sizes, until calls take too long; a call does an operation `repeats` times."""
     seconds: list[float] = []
     for size in sizes:
         seconds.append(call_s(call_of(size), device, BUDGET_S) / repeats)
@@ -158,14 +158,14 @@ def _curve(
 
 
 def _in_turn(make: Callable[[], Tensor]) -> Iterator[Tensor]:
-    """Yield tensors that `make` makes, again and again, so many that none is still in a cache."""
+    """Yield tensors in turn, so many that none is still in a cache."""
     first = make()
     turns = min(MOST_TURNS, max(1, CACHED_BYTES // first.nbytes))
     return cycle([first, *(make() for _ in range(turns - 1))])
 
 
 def _layer(dtype: torch.dtype, device: torch.device, edge: int) -> Callable[[], object]:
-    """Return forward and backward of a layer with a bias, square in all: three products."""
+    """Return a call of forward and backward of a square layer with a bias: three matrix products."""
 
     def make() -> Tensor:
         return torch.randn(edge, edge, device=device).to(dtype).requires_grad_()
@@ -186,7 +186,7 @@ def _attention(dtype: torch.dtype, device: torch.device, length: int) -> Callabl
 
 
 def _attention_backward(dtype: torch.dtype, device: torch.device, length: int) -> Callable[[], object]:
-    """Return the backward of forwards that were made before."""
+    """Return a call of the backward of forwards that were run before."""
 
     def make() -> tuple[Tensor, Tensor]:
         heads = _heads(dtype, device, length).requires_grad_()
@@ -213,7 +213,7 @@ def _heads(dtype: torch.dtype, device: torch.device, length: int) -> Tensor:
 
 
 def _elementwise(size: int, device: torch.device) -> Callable[[], object]:
-    """Return forward and backward of a norm, a GELU and an addition: 2 + 3, 2 + 3 and 3 + 3 passes over the numbers."""
+    """Return a call of forward and backward of a norm, a GELU and an addition: 2 + 3, 2 + 3 and 3 + 3 passes."""
     inputs = _in_turn(lambda: torch.randn(size // WIDTH, WIDTH, device=device, requires_grad=True))
     gradient = torch.randn(size // WIDTH, WIDTH, device=device)
 
@@ -233,7 +233,7 @@ def _optimizer_step(size: int, device: torch.device) -> Callable[[], object]:
 
 
 def _tiny_block(device: torch.device) -> Callable[[], object]:
-    """Return forward (norm, product, GELU, product, addition) and backward (two for a product) of a feed-forward."""
+    """Return a call of forward (norm, product, GELU, product, addition) and backward of an MLP, on tiny tensors."""
     block = nn.Sequential(nn.LayerNorm(TINY), nn.Linear(TINY, TINY), nn.GELU(), nn.Linear(TINY, TINY)).to(device)
     given: Tensor = torch.randn(TINY, TINY, device=device, requires_grad=True)
     return lambda: (given + block(given)).sum().backward()

@@ -1,9 +1,9 @@
-"""What ranks say to each other, behind one interface: over NCCL or gloo, or from thread to thread in one process.
+"""Communication between ranks behind one interface: over NCCL or gloo, or between threads of one process.
 
-`base` is the interface, `torch_backends` and `local` are what is behind it, `connection` picks one for a run;
-`host_link` goes to the host's memory; `autograd_collectives` have backwards, `message_collectives` are spelled out in
-messages; `device` is all that knows of accelerators, `clock` all that knows the time. Imports `job`, for the names of
-wires.
+`base` is the interface, `torch_backends` and `local` implement it, `connection` picks one for a run; `host_link` copies
+to host memory; `autograd_collectives` are differentiable, `message_collectives` are built from point-to-point
+messages; `device` is the only module that knows accelerators, `clock` the only one that reads time. Imports `settings`,
+for the names of transports, and `watch`.
 """
 
 from ..settings.run_settings import Rules

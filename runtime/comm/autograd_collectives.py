@@ -1,4 +1,4 @@
-"""Collectives that autograd understands, in pairs that are each other's backward.
+"""Differentiable collectives, in pairs that are each other's backward.
 
     copy_to_group      identity      ◀─ backward ─▶  reduce_from_group  all-reduce
     scatter_to_group   its slice     ◀─ backward ─▶  gather_from_group  all-gather
@@ -6,13 +6,13 @@
     all_to_all         all-to-all    ◀─ backward ─▶  all_to_all         all-to-all
     all_to_all_rows    rows of any number each way  ◀─ backward ─▶  the same, sent and received swapped
 
-The first two pairs belong where the members of a group begin and end to divide the work on one tensor:
-outside, all members hold the same tensor and the same gradient. The third pair is for members that hold different
-slices of a tensor, and different, partial gradients of the whole. The last two swap slices; each is its backward.
+The first two pairs belong to the boundaries of a region where members divide the work on one tensor: outside, all
+members hold the same tensor and the same gradient. The third pair is for members that hold different slices of a
+tensor, and different, partial gradients of the whole. The last two exchange slices; each is its own backward.
 
-No function changes its argument, and all members of the group must call it. In a group of one they return
-the argument. On meta tensors they work out shapes and do not communicate. Any order of
-derivatives works, since a backward is itself one of these functions.
+No function mutates its argument, and all members of the group must call it. In a group of one they return the
+argument. On meta tensors they compute shapes and do not communicate. Derivatives of any order work, since a backward
+is itself one of these functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .base import Group, Work
 Collective = Callable[[Tensor, Group, int], Tensor]
 
 outside_compiled = _disable_dynamo
-"""Keeps a function out of compiled code, as `torch.compiler.disable` does, which takes a second to import."""
+"""Excludes a function from compiled code, as `torch.compiler.disable`, the import of which takes a second."""
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -45,12 +45,12 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the members' `x` joined along `dim`; the backward takes the caller's slice of the gradient."""
+    """Return the members' `x` concatenated along `dim`; the backward takes the caller's slice of the gradient."""
     return _apply(x, group, dim, forward=_join, backward=scatter_to_group)
 
 
 def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the caller's slice of `x` along `dim`; the backward joins the members' gradients.
+    """Return the caller's slice of `x` along `dim`; the backward concatenates the members' gradients.
 
     Raises:
         MisfitError: the group's size does not divide `x.shape[dim]`.
@@ -59,12 +59,12 @@ def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the members' `x` joined along `dim`; the backward sums the gradients and takes the caller's slice."""
+    """Return the members' `x` concatenated along `dim`; the backward reduce-scatters the gradients."""
     return _apply(x, group, dim, forward=_join, backward=reduce_scatter)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the caller's slice along `dim` of the sum of the members' `x`; the backward joins the gradients.
+    """Return the caller's slice along `dim` of the sum of the members' `x`; the backward all-gathers the gradients.
 
     Raises:
         MisfitError: the group's size does not divide `x.shape[dim]`.
@@ -73,7 +73,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the caller's slice along `dim` of each member's `x`, joined; the backward swaps gradients back.
+    """Return the caller's slice along `dim` of each member's `x`, concatenated; the backward is the same exchange.
 
     Raises:
         MisfitError: the group's size does not divide `x.shape[dim]`.
@@ -82,16 +82,16 @@ def all_to_all(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_to_all_rows(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Return the rows that each member has for the caller, in the order of members; the backward sends them back.
+    """Return the rows that each member sends to the caller, in the order of members; the backward sends them back.
 
     Args:
         x: (rows, …), `sent[k]` of them for member k, in their order.
         group: the members.
         sent: rows for each member.
-        received: rows from each member, of which the result has as many together.
+        received: rows from each member; the result has their sum.
 
     Raises:
-        MisfitError: `sent` are not the rows of `x`, or not what the others expect.
+        MisfitError: `sent` does not add up to the rows of `x`, or does not match the others' `received`.
     """
 
     def backward(grad: Tensor, group: Group, _dim: int) -> Tensor:
@@ -107,7 +107,7 @@ def all_to_all_rows(x: Tensor, group: Group, sent: Sequence[int], received: Sequ
 
 
 class _Collective(torch.autograd.Function):
-    """`forward` on the way there, `backward` on the way back."""
+    """Autograd function of two collectives: `forward`, and `backward` for the gradient."""
 
     @staticmethod
     def forward(
@@ -132,11 +132,11 @@ def _communicate(x: Tensor, group: Group, dim: int, forward: Collective, backwar
 
 
 _communicate_aside: Callable[[Tensor, Group, int, Collective, Collective], Tensor] = outside_compiled(_communicate)
-"""Outside of compiled code, which cannot hold a collective of ours: it would break within the function."""
+"""`_communicate` outside of compiled code, which cannot contain these collectives."""
 
 
 class Coming:
-    """The result of a collective that has begun; what was given is kept until it is there."""
+    """A pending collective; its input is kept until the result is there."""
 
     def __init__(self, result: Callable[[], Tensor], given: Tensor, works: Sequence[Work]) -> None:
         self._result = result
@@ -144,27 +144,27 @@ class Coming:
         self._works = works
 
     def wait(self) -> Tensor:
-        """Return the result when it is there."""
+        """Return the result, once it is complete."""
         for work in self._works:
             work.wait()
         return self._result()
 
 
 def begin_all_reduce(x: Tensor, group: Group) -> Coming:
-    """Begin to sum the members' `x`, in place where it is contiguous; no gradient flows through it."""
+    """Start to all-reduce `x`, in place where it is contiguous; no gradient flows through it."""
     total = x.contiguous()
     return Coming(lambda: total, total, () if x.is_meta else (group.all_reduce(total),))
 
 
 def begin_all_gather(x: Tensor, group: Group, dim: int) -> Coming:
-    """Begin to join the members' `x` along `dim`; no gradient flows through it."""
+    """Start to all-gather `x` along `dim`; no gradient flows through it."""
     joined, given = x.new_empty(group.size, *x.shape), x.contiguous()
     works = () if x.is_meta else (group.all_gather(joined.flatten(0, 1), given),)
     return Coming(lambda: torch.cat(joined.unbind(), dim), given, works)
 
 
 def begin_reduce_scatter(x: Tensor, group: Group, dim: int) -> Coming:
-    """Begin to sum the members' `x`, of which the caller gets its slice along `dim`; no gradient flows through it."""
+    """Start to reduce-scatter `x`; the caller gets its slice along `dim`. No gradient flows through it."""
     slices = _stack(_slices(x, group, dim))
     total = torch.empty_like(slices[0])
     return Coming(lambda: total, slices, () if x.is_meta else (group.reduce_scatter(total, slices.flatten(0, 1)),))
@@ -207,7 +207,7 @@ def _swap(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Stack tensors, contiguous: torch itself keeps a layout with channels last if it takes theirs to be one."""
+    """Stack tensors, contiguous: torch.stack itself may keep a channels-last layout."""
     return torch.stack(tensors).contiguous()
 
 

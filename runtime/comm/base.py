@@ -1,13 +1,13 @@
-"""What the interpreter asks of the wires: a transport carries messages, a group does collectives.
+"""Interface of communication: a transport sends point-to-point messages, a group runs collectives.
 
     Transport (one per rank)                       Group (one per rank and set of ranks)
       send(tensor, peer, tag)  ──▶ Work              all_reduce, all_gather,
       recv(buffer, peer, tag)  ──▶ Work              reduce_scatter, broadcast  ──▶ Work
       make_group(partition)    ──▶ Group
 
-Nothing here blocks its caller but `Work.wait`. Everything that a real wire would turn into silent garbage is
-refused here, for all transports alike: gloo walks straight through the memory of a tensor that is not
-contiguous, cuts messages of the wrong size, and matches whatever it finds.
+Only `Work.wait` blocks the caller. Misuse that a real wire would turn into silent corruption raises here, for all
+transports alike: gloo reads past a non-contiguous tensor's elements, truncates messages of the wrong size, and matches
+any two messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .host_link import HostLink, host_link
 
 
 class ReduceOp(Enum):
-    """How a reduction combines the ranks' tensors."""
+    """Operation of a reduction over the ranks' tensors."""
 
     SUM = "sum"
     MAX = "max"
@@ -38,26 +38,26 @@ class ReduceOp(Enum):
 
 
 class Work(Protocol):
-    """Something under way. Keep it, and wait for it before its tensor is read, changed or dropped."""
+    """A pending operation. Keep it, and wait for it before its tensor is read, changed or dropped."""
 
     def wait(self) -> None:
-        """Return when the result may be used: waits on the host, or on NCCL makes the current stream wait.
+        """Return when the result may be used: waits on the host; with NCCL the current stream waits instead.
 
         Raises:
-            StallError: a peer died, or nothing came within the timeout.
-            MisfitError: what came does not fit (only where the transport can tell: local).
+            StallError: a peer died, or did not answer within the timeout.
+            MisfitError: the received message does not match (only where the transport can tell: local).
         """
 
 
 class DoneWork:
-    """Work that was finished when it was issued."""
+    """Work that was complete when it was issued."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class _NotedWork:
-    """Work among the members of a group, which says that it is waited for."""
+    """Work of a group's members that publishes in the wait cell when it is waited for."""
 
     __slots__ = ("_group", "_work")
 
@@ -72,16 +72,16 @@ class _NotedWork:
 
 
 class Group(ABC):
-    """Ranks that do collectives together, each of them issuing the same ones in the same order.
+    """A process group: ranks that run collectives together, all of them issuing the same ones in the same order.
 
-    Collectives are asynchronous: several may be outstanding, and their tensors belong to the group until
-    waited for. All raise MisfitError at once for tensors that do not fit each other.
+    Collectives are asynchronous: several may be pending, and their tensors must not be used until they are waited for.
+    All raise MisfitError at once for tensors that do not match each other.
 
     Attributes:
-        ranks, size: the members, as global ranks in ascending order, and how many these are.
-        index: the caller's place among them.
-        device: where their tensors live.
-        wait_cell, wait_code: where a wait for its collectives is written down, and as which number.
+        ranks, size: the members, as global ranks in ascending order, and their number.
+        index: the caller's process-group rank.
+        device: the device of their tensors.
+        wait_cell, wait_code: the cell that publishes a wait for its collectives, and the number written there.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Group(ABC):
         self.wait_cell, self.wait_code = WaitCell(), NOTHING
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
-        """Combine `tensor` over the members, in place; the result is bitwise the same on all of them."""
+        """All-reduce `tensor` over the members, in place; the result is bitwise the same on all of them."""
         if not tensor.is_contiguous() or tensor.requires_grad:
             self._require_contiguous(tensor)
             tensor = tensor.detach()
@@ -105,7 +105,7 @@ class Group(ABC):
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         """Sum `tensor` (size × n, …) over the members; `output` (n, …) gets this member's shard of the sum.
 
-        `output` may be this member's shard of `tensor`, in place; what the rest of it holds then is not said.
+        `output` may be this member's shard of `tensor`, in place; the rest of `tensor` is undefined afterwards.
         """
         self._require_multiple("reduce_scatter", tensor, output)
         return self._reduce_scatter(_data(output), _data(tensor))
@@ -113,10 +113,10 @@ class Group(ABC):
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
     ) -> Work:
-        """Give rows of `tensor` (rows, …) to each member, in their order; `output` gets rows from each, in that order.
+        """Send rows of `tensor` (rows, …) to each member, in their order; `output` gets rows from each, in that order.
 
-        `sent` and `received` are how many, the same on both ends; equally many where neither is given, by all members
-        alike.
+        `sent` and `received` are the row counts per member, equal on both ends; if both are left out, by all members
+        alike, rows are divided equally.
         """
         self._require_contiguous(output, tensor)
         alike = tensor.dim() > 0 and output.shape[1:] == tensor.shape[1:] and output.dtype == tensor.dtype
@@ -140,7 +140,7 @@ class Group(ABC):
         return self._broadcast(tensor, source)
 
     def beside(self, work: Work) -> Work:
-        """Return the work of a message between members as something that other work of the rank may run beside."""
+        """Return the work of a message between members in a form that other work of the rank may overlap with."""
         return _NotedWork(work, self)
 
     @abstractmethod
@@ -161,11 +161,11 @@ class Group(ABC):
     def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
 
     def is_shard_in_place(self, shard: Tensor, whole: Tensor) -> bool:
-        """Whether `shard` (n, …) is, in place, this member's of `whole` (size × n, …)."""
+        """Whether `shard` (n, …) is a view of this member's part of `whole` (size × n, …)."""
         return shard.data_ptr() == whole.chunk(self.size)[self.index].data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        """A group is a handle: a copied module goes on talking to the same ranks."""
+        """Return self, as a group is a handle: a copied module communicates with the same ranks."""
         return self
 
     def _add_up(self, tensor: Tensor, rows: Sequence[int]) -> bool:
@@ -187,7 +187,7 @@ class Group(ABC):
 
 
 class SelfGroup(Group):
-    """A group of one: every collective is done at once."""
+    """A group of one rank: every collective completes at once."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__((rank,), 0, device)
@@ -212,21 +212,21 @@ class SelfGroup(Group):
 
 
 class Transport(ABC):
-    """One rank's end of the wires.
+    """Transport of one rank: point-to-point messages, and groups.
 
     Attributes:
         name: "local", "gloo" or "nccl".
         profile: the transport profile (`graph.profiles`) that a plan must be proved for: "tagged" where messages
             are matched by name, "channel" where the rules are NCCL's and the order of a directed channel is all.
-        rank: mine.
-        world_size: how many ranks there are.
-        device: where tensors that are sent and received live.
-        waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
-        blocks_host: whether the host stands still in a wait.
-        publisher: says where the rank is.
-        stamp: which step, or evaluation, messages belong to that are posted now.
-        checks_everything: whether messages get checksums, and collectives of groups are compared; on all ranks.
-        goes_on: whether an earlier attempt had begun this run, after which its ranks were started again.
+        rank: this rank.
+        world_size: number of ranks.
+        device: the device of tensors that are sent and received.
+        waits: publishes the wait of this rank; `groups` are the ranks of its groups by their numbers there.
+        blocks_host: whether a wait blocks the host.
+        publisher: publishes the position of this rank in its program.
+        stamp: the step, or evaluation, of messages that are posted now.
+        checks_everything: whether messages have checksums, and collectives of groups are compared; on all ranks.
+        goes_on: whether this run was begun by an earlier attempt, and its ranks were restarted.
     """
 
     name: str
@@ -248,28 +248,28 @@ class Transport(ABC):
         self.groups: list[tuple[int, ...]] = []
 
     def world_group(self) -> Group:
-        """Return the group of all ranks, for what they say between steps; made by the first call, on all of them."""
+        """Return the group of all ranks, for exchanges between steps; created by the first call, on all ranks."""
         if self._world_group is None:
             self._world_group = self.make_group([tuple(range(self.world_size))])
         return self._world_group
 
     def check_everything(self, checks: bool) -> None:
-        """Give messages checksums from now on, and compare collectives, or do not; all ranks call this."""
+        """Switch checksums of messages and comparison of collectives on or off; all ranks call this."""
         self.checks_everything = checks
 
     def begin_run(self) -> None:
-        """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
-        return  # where nothing would start them again
+        """Record that the run has begun: restarted ranks resume it. Rank 0 calls this."""
+        return  # no restarts by default
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
-        """Split the world into groups and return the caller's.
+        """Split the world into groups and return the caller's (collective).
 
-        Every rank calls this in the same order with the same list of disjoint, ascending rank tuples that cover
-        the world.
+        Every rank calls this in the same order with the same list of disjoint, ascending rank tuples that cover the
+        world.
 
         Raises:
             MisfitError: the tuples are no partition of the world.
-            StallError: a member did not come.
+            StallError: a member did not join.
         """
         if sorted(r for ranks in partition for r in ranks) != list(range(self.world_size)):
             raise MisfitError(f"{list(partition)} does not name each of the {self.world_size} ranks once")
@@ -282,13 +282,13 @@ class Transport(ABC):
         return group
 
     def open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Make the directed (source, destination) channels up front, in ascending order.
+        """Create the directed (source, destination) channels up front, in ascending order.
 
         Every rank calls this with the same list, once, before the first message.
 
         Raises:
-            MisfitError: a channel to itself or out of the world.
-            StallError: a peer did not come.
+            MisfitError: a channel to the same rank, or outside the world.
+            StallError: a peer did not join.
         """
         world = range(self.world_size)
         for source, destination in channels:
@@ -304,7 +304,7 @@ class Transport(ABC):
         Args:
             tensor: of any shape; must not change until the Work was waited for, but may be sent again meanwhile.
             peer: the destination, a global rank.
-            tag: a small number that the receiver names too (NCCL ignores it: there, order is identity).
+            tag: a small number that the receiver names too (NCCL ignores it and matches by order).
 
         Raises:
             MisfitError: no such channel, wrong device, or not contiguous.
@@ -313,22 +313,22 @@ class Transport(ABC):
         return self._send(_data(tensor), peer, tag, NO_LABEL)
 
     def recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        """Receive from rank `peer` into a contiguous `buffer`, as `send` does; a tag is first in, first out."""
+        """Receive from rank `peer` into a contiguous `buffer`, as `send` does; messages of one tag arrive in order."""
         self._require_ready(buffer, (peer, self.rank))
         return self._recv(_data(buffer), peer, tag, NO_LABEL)
 
     def send_in_place(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Send as `send` does, without a copy on the way, to `recv_in_place`."""
+        """Send as `send` does, without an intermediate copy; matches `recv_in_place`."""
         return self.send(tensor, peer, tag)
 
     def recv_in_place(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        """Receive what `send_in_place` has sent."""
+        """Receive a message of `send_in_place`."""
         return self.recv(buffer, peer, tag)
 
     def sender(self, peer: int, tag: int, label: Label = NO_LABEL) -> Callable[[Tensor], Work]:
-        """Return what sends to a rank under a tag, for who sees to it that tensors are contiguous and on the device.
+        """Return a function that sends to a rank under a tag; its tensors must be contiguous and on the device.
 
-        `label` says what for; the receiver has to expect the same. Raises `MisfitError` where there is no such channel.
+        `label` identifies the message, as on the receiver. Raises `MisfitError` where there is no such channel.
         """
         self._require_channel((self.rank, peer))
         return self._sender(peer, tag, label)
@@ -336,12 +336,12 @@ class Transport(ABC):
     def receiver(
         self, buffer: Tensor, peer: int, tag: int, label: Label = NO_LABEL, room: Tensor | None = None
     ) -> Callable[[], Work]:
-        """Return what receives from a rank into a buffer, which `room` goes on behind; raises as `recv` does, now."""
+        """Return a function that receives into a buffer, `room` being its memory and a frame; raises as `recv`, now."""
         self._require_ready(buffer, (peer, self.rank))
         return self._receiver(buffer, peer, tag, label, room)
 
     def room_for(self, nbytes: int) -> int:
-        """Return how many bytes behind a buffer spare a message a copy; 0 where it is not copied anyway."""
+        """Return the bytes behind a buffer that save the transport a copy of a message; 0 where it makes none."""
         return 0
 
     def _sender(self, peer: int, tag: int, label: Label) -> Callable[[Tensor], Work]:
@@ -351,16 +351,16 @@ class Transport(ABC):
         return partial(self._recv, buffer, peer, tag, label)
 
     def host_link(self) -> HostLink:
-        """Return the link between the memory of this rank's device and its host's."""
+        """Return the link that copies between this rank's device and its host."""
         return host_link(self.device)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Give up because of `error`: the other ranks stop waiting as soon as they can; only `close` may follow."""
+        """Abort because of `error`: the other ranks stop waiting as soon as they can; only `close` may follow."""
 
     @abstractmethod
     def close(self) -> None:
-        """Hang up. Quiet, quick, and allowed twice, even when peers are dead."""
+        """Disconnect. Silent, fast, and allowed twice, even when peers are dead."""
 
     @abstractmethod
     def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group: ...
@@ -390,10 +390,10 @@ class Transport(ABC):
 
 
 def describe(tensor: Tensor) -> str:
-    """Say dtype and shape in a few letters, as error messages do: "float32 (2, 3)"."""
+    """Return dtype and shape in short, for error messages: "float32 (2, 3)"."""
     return describe_spec(tensor.dtype, tensor.shape)
 
 
 def _data(tensor: Tensor) -> Tensor:
-    """Return the tensor without its graph, which a message has no business keeping."""
+    """Return the tensor without its autograd graph, so that a message does not keep the graph alive."""
     return tensor.detach() if tensor.requires_grad else tensor

@@ -1,10 +1,10 @@
 """The runtime's clocks, one for each purpose.
 
-now_s            how long something took, and until when to wait: never set back, the host's finest
-time_of_day_s    what all ranks of a machine share, as traces do
-..._computed_s    how long this thread, or process, has computed, whoever else had the core meanwhile
-settled_s        how long a device took: `now_s` after everything that was asked of it is done
-timing_event     (in `device`) the same without waiting, for steps that must not be held up
+now_s            durations and deadlines: monotonic, the host's finest clock
+time_of_day_s    the clock that all ranks of a machine share, for traces
+..._computed_s    CPU time of this thread, or process, without time that others had the core
+settled_s        duration of device work: `now_s` after all work queued on it is done
+timing_event     (in `device`) the same without waiting, for steps that must not be delayed
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..watch.wall_time import now_s as now_s
 from .device import synchronize
 
 thread_computed_s = time.thread_time
-"""Seconds that a core has worked for this thread."""
+"""CPU seconds of this thread."""
 
 process_computed_s = time.process_time
-"""Seconds that cores have worked for all threads of this process."""
+"""CPU seconds of all threads of this process."""
 
 time_of_day_s = time.time
-"""Seconds since 1970, as the machine's clock has it."""
+"""Seconds since 1970, by the machine's clock."""
 
 
 def settled_s(device: torch.device) -> float:
-    """Wait until everything that was asked of a device is done, and return `now_s`."""
+    """Wait until all work queued on a device is done, and return `now_s`."""
     synchronize(device)
     return now_s()

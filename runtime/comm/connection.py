@@ -1,8 +1,8 @@
-"""Which wires a run takes: those that torchrun has laid, or this process alone.
+"""Choice of the transport of a run: process groups under torchrun, or this process alone.
 
-torchrun, a device for each rank of the machine    NCCL, or what the accelerator has instead
+torchrun, a device per local rank                  NCCL, or the accelerator's counterpart
 torchrun, fewer devices or none                    gloo
-one process                                        the transport of this process, on its device if it has one
+one process                                        a local transport, on an accelerator if there is one
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def connect_for(
     rules: Rules | None = None,
     watch: WatchOptions | None = None,
 ) -> Transport:
-    """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
+    """Return the transport for a run of `plan`: NCCL or gloo under torchrun, else this process alone.
 
-    `watch` is what the watch over several processes is told. A rank of torchrun ends with torchrun from now on.
+    `watch` has the options of hang detection over several processes. A rank of torchrun ends with torchrun from now on.
 
-    "auto" and "nccl" stand for a GPU also where there is one process.
+    "auto" and "nccl" choose a GPU also for a single process.
 
     Raises `MisfitError` for a mesh of several ranks outside torchrun, or a world size that is not the mesh's.
     """
@@ -46,10 +46,10 @@ def connect_for(
 
 
 def watch_by(settings: RunSettings, folder: Path | None = None) -> WatchOptions:
-    """Return what the watch is told by the settings of a run; a verdict is written into `folder`.
+    """Return the watch options for the settings of a run; a verdict is written into `folder`.
 
-    A wait may take half an hour at least where ranks compile, which is no stall. A rank that dies is noticed all the
-    same, when its connection closes.
+    Where ranks compile, a wait may take half an hour at least without counting as a stall. A rank that dies is still
+    detected, by its closed connection.
     """
     timeout_s = max(settings.timeout_s, COMPILING_S) if settings.compiled else settings.timeout_s
     report = str((folder or Path()) / WatchOptions.report)

@@ -1,4 +1,4 @@
-"""Questions that the ranks of a group ask each other; every rank makes the same calls in the same order."""
+"""Small collectives of host data (bytes, texts, numbers) over a group; all ranks make the same calls in order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from . import Group, ReduceOp
 
 Result = TypeVar("Result")
 MOST_WORDS = 4000
-"""Bytes of an error's message that other ranks are told."""
+"""Number of bytes of an error's message that other ranks receive."""
 
 
 def share_bytes(group: Group, mine: bytes) -> list[bytes]:
-    """Return every member's bytes, of whatever length, in the order of the group."""
+    """Return every member's bytes, of any length, in the order of the group (all-gather)."""
     device = group.device
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
     group.all_gather(lengths, torch.tensor([len(mine)], device=device)).wait()
@@ -36,18 +36,18 @@ def share_bytes(group: Group, mine: bytes) -> list[bytes]:
 
 
 def share_texts(group: Group, mine: str) -> list[str]:
-    """Return every member's text, in the order of the group."""
+    """Return every member's text, in the order of the group (all-gather)."""
     return [said.decode() for said in share_bytes(group, mine.encode())]
 
 
 def first_said(mine: str, group: Group) -> str:
-    """Return, on all members, the words of the first that has some, up to `MOST_WORDS`; empty: none has."""
+    """Return, on all members, the first non-empty text, up to `MOST_WORDS` bytes; "": all are empty."""
     said = share_bytes(group, mine.encode()[:MOST_WORDS])
     return next(filter(None, said), b"").decode(errors="ignore")
 
 
 def broadcast_bytes(group: Group, mine: bytes, source: int) -> bytes:
-    """Return the bytes that the member at index `source` has; those of the others are not looked at."""
+    """Return the bytes of the member at index `source`; those of the others are ignored."""
     length = torch.tensor([len(mine)], dtype=torch.int64, device=group.device)
     group.broadcast(length, source).wait()
     size = int(length)
@@ -57,7 +57,7 @@ def broadcast_bytes(group: Group, mine: bytes, source: int) -> bytes:
 
 
 def greatest(group: Group, numbers: Sequence[float]) -> list[float]:
-    """Return the greatest that any member has of each of the numbers, float64."""
+    """Return the maximum over members of each of the numbers, float64."""
     found = torch.tensor(numbers, dtype=torch.float64, device=group.device)
     group.all_reduce(found, ReduceOp.MAX).wait()
     of_all: list[float] = found.tolist()
@@ -65,7 +65,7 @@ def greatest(group: Group, numbers: Sequence[float]) -> list[float]:
 
 
 def is_same(group: Group, words: str) -> bool:
-    """Whether all members say the same words, in one message that the host waits for once."""
+    """Whether all members pass the same words, by one all-reduce of a digest."""
     mark = int.from_bytes(blake2b(words.encode(), digest_size=7).digest())
     extremes = torch.tensor([mark, -mark], dtype=torch.int64).to(group.device, non_blocking=True)
     group.all_reduce(extremes, ReduceOp.MAX).wait()
@@ -74,7 +74,7 @@ def is_same(group: Group, words: str) -> bool:
 
 
 class ControlGroup:
-    """All ranks of a run, as one of them asks and answers."""
+    """Control collectives over all ranks of a run."""
 
     def __init__(self, world: Group) -> None:
         self._world = world
@@ -89,7 +89,7 @@ class ControlGroup:
         self.add(0)
 
     def add(self, *numbers: float) -> list[float]:
-        """Return the sums of everybody's numbers."""
+        """Return the sums of the numbers over all ranks."""
         sums = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
         self._world.all_reduce(sums).wait()
         found: list[float] = sums.tolist()
@@ -100,15 +100,15 @@ class ControlGroup:
         return int(broadcast_bytes(self._world, str(number).encode(), 0))
 
     def draw_id(self) -> int:
-        """Return a number below 2^56 that no two runs have, the same on every rank; no generator is drawn from."""
+        """Return a unique id below 2^56 for the run, the same on every rank; drawn from the system, not a generator."""
         return self.first_says(int.from_bytes(os.urandom(7)))
 
     def share_bytes(self, mine: bytes) -> list[bytes]:
-        """Return every rank's bytes, of whatever length, in the order of ranks."""
+        """Return every rank's bytes, of any length, in the order of ranks."""
         return share_bytes(self._world, mine)
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Return what this rank makes; where some rank fails, all raise what the first of them does."""
+        """Return the result of `work` on this rank; if it fails on some rank, all raise the first rank's error."""
         error: QuintschedError | None = None
         made: list[Result] = []
         try:
@@ -126,5 +126,5 @@ class ControlGroup:
 
 
 def _as_tensor(data: bytes, length: int) -> Tensor:
-    """Return bytes, and zeros behind them up to a length."""
+    """Return bytes as a tensor, zero-padded to a length."""
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)

@@ -1,12 +1,12 @@
-"""The device seam: all that the runtime asks of an accelerator, over `torch.accelerator`.
+"""Device abstraction: all functions of accelerators that the runtime uses, over `torch.accelerator`.
 
     device   library   order of work
-    cpu      gloo      the host computes itself: no streams, no events, time is the host's
-    cuda     nccl      the host runs ahead: work lies in streams, an event notes when a stream has come to it
+    cpu      gloo      the host computes: no streams, no events, host time
+    cuda     nccl      the host runs ahead: work is queued on streams, events mark positions in them
     xpu      xccl      the same
 
-No other file of the runtime names a kind of accelerator or calls its module. A new one is a line in `_LIBRARIES`, if
-`torch.accelerator` knows it and its library of collectives keeps to NCCL's rules.
+No other file of the runtime names a kind of accelerator or calls its module. To support another, add it to
+`_LIBRARIES`, if `torch.accelerator` supports it and its collective library follows NCCL's semantics.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from torch.nn.modules import module
 from quintsched.errors import MisfitError
 
 _LIBRARIES: Mapping[str, str] = MappingProxyType({"cuda": "nccl", "xpu": "xccl"})
-"""The library that carries messages between accelerators of each kind."""
+"""Communication library of each kind of accelerator."""
 
 LIBRARIES = frozenset(_LIBRARIES.values())
-"""The libraries for accelerators, by NCCL's rules; the CPU's is gloo."""
+"""Libraries for accelerators, with NCCL's semantics; the CPU's is gloo."""
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES = 32
-"""The hardware queues of a GPU: the most that CUDA takes."""
+"""Maximum number of hardware queues of a GPU that CUDA accepts."""
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the kind of accelerator of this machine, without an index; None where there is none that we can use."""
+    """Return the kind of accelerator of this machine, without an index; None where there is no supported one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None and found.type in _LIBRARIES else None
 
 
 def device_kinds() -> tuple[str, ...]:
-    """Return the kinds of devices that modes of torch are kept for."""
+    """Return the kinds of devices whose torch modes are tracked."""
     return ("cpu", *_LIBRARIES)
 
 
@@ -57,34 +57,34 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_at_hand(device: torch.device) -> bool:
-    """Whether the host may look at numbers of a device: it has computed them itself, and no mode captures its work."""
+    """Whether the host may read a device's numbers directly: it is the CPU, and no dispatch mode captures work."""
     return device.type not in _LIBRARIES and not _len_torch_dispatch_stack()
 
 
 def numbers_of(tensor: Tensor) -> memoryview[float]:
-    """Return the numbers of a tensor that is at hand, which the host reads and writes there without an operation."""
+    """Return a memory view of a tensor that is at hand, to read and write its numbers without torch operations."""
     return cast("memoryview[float]", tensor.numpy().data)
 
 
 def library_of(device: torch.device) -> str:
-    """Return what torch.distributed calls the library for a kind of device: "gloo", "nccl", …."""
+    """Return torch.distributed's name of the library for a kind of device: "gloo", "nccl", …."""
     return _LIBRARIES.get(device.type, "gloo")
 
 
 def has_device_for_each(local_ranks: int) -> bool:
-    """Whether each of the ranks of this machine can have a device, of its own unless NCCL lets them share."""
+    """Whether each rank of this machine can have a device, its own unless NCCL lets ranks share one."""
     if find_accelerator() is None:
         return False
     return torch.accelerator.device_count() >= local_ranks or _may_share()
 
 
 def num_devices(device: torch.device) -> int | None:
-    """Return how many devices of a kind there are; None on the CPU, which any number of processes share."""
+    """Return the number of devices of a kind; None for the CPU, which any number of processes share."""
     return torch.accelerator.device_count() if is_accelerator(device) else None
 
 
 def use_device(kind: torch.device, index: int) -> torch.device:
-    """Make a device of a kind the current one, and return it; the CPU is as it is."""
+    """Make a device of a kind the current one, and return it; the CPU is returned unchanged."""
     if not is_accelerator(kind):
         return kind
     torch.accelerator.set_device_index(index)
@@ -92,7 +92,7 @@ def use_device(kind: torch.device, index: int) -> torch.device:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of a device, in bytes; that of the machine for the CPU."""
+    """Return the memory of a device, in bytes; for the CPU that of the machine."""
     if not is_accelerator(device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total: int = torch.get_device_module(device).get_device_properties(device).total_memory
@@ -100,7 +100,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def device_kind(library: str) -> torch.device:
-    """Return the kind of device that a library is for: the CPU, unless it is one for accelerators.
+    """Return the kind of device of a library: the CPU, unless it is one for accelerators.
 
     Raises:
         MisfitError: this machine has none.
@@ -115,13 +115,13 @@ def device_kind(library: str) -> torch.device:
 
 
 def claim_device(library: str) -> torch.device:
-    """Make the device that LOCAL_RANK names the current one, and return it; for gloo the CPU.
+    """Make the device LOCAL_RANK the current one, and return it; for gloo the CPU.
 
     Raises:
         MisfitError: there is no such device.
     """
     if library in LIBRARIES:
-        os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # read when the driver first looks for devices
+        os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # read when the driver is initialized
     kind = device_kind(library)
     if not is_accelerator(kind):
         return kind
@@ -143,7 +143,7 @@ def current_device(library: str) -> torch.device:
 
 
 def require_queues(rank: int, streams: int) -> None:
-    """Raise `MisfitError` where streams would share a hardware queue, and wait for each other as no proof knows."""
+    """Raise `MisfitError` where streams would share a hardware queue: implicit waits that plans do not model."""
     queues = int(os.environ.get(QUEUES, MOST_QUEUES))
     if queues < min(streams, MOST_QUEUES):
         raise MisfitError(
@@ -155,8 +155,8 @@ def require_queues(rank: int, streams: int) -> None:
 def seed_generators(seed: int) -> None:
     """Seed torch's generators of the CPU and of all accelerators.
 
-    `torch.manual_seed` writes down the call stack for accelerators that are set up later, which takes half a
-    millisecond; a block is built many times, so where there is no accelerator, only the CPU's is seeded.
+    `torch.manual_seed` records the call stack for accelerators that are initialized later, which takes half a
+    millisecond; blocks are built many times, so without an accelerator only the CPU's generator is seeded.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
@@ -165,7 +165,7 @@ def seed_generators(seed: int) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything that was asked of a device is done."""
+    """Wait until all work queued on a device is done."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -178,7 +178,7 @@ def timing_event(device: torch.device) -> torch.Event:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream beside the current one, which may wait for it; None on the CPU."""
+    """Return a new stream beside the current one; None on the CPU."""
     return torch.Stream(device) if is_accelerator(device) else None
 
 
@@ -188,23 +188,23 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Make a stream the current one within a `with`; None changes nothing."""
+    """Return a context in which a stream is the current one; None changes nothing."""
     return nullcontext() if stream is None else stream
 
 
 GENERATORS = threading.RLock()
-"""Held while torch's global generators are read, set, or seeded for a while: ranks that are threads share them."""
+"""Held while torch's global generators are read, set, or temporarily seeded: ranks that are threads share them."""
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the state of torch's global random generators: that of the CPU, and a device's."""
+    """Return the state of torch's global random generators: the CPU's, and a device's."""
     with GENERATORS:
         host = torch.default_generator.get_state()
         return (host, torch.get_device_module(device).get_rng_state(device)) if device.type in _LIBRARIES else (host,)
 
 
 def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    """Put the global random generators back to what `generator_states` returned."""
+    """Restore the global random generators to states from `generator_states`."""
     with GENERATORS:
         torch.set_rng_state(states[0])
         if device.type in _LIBRARIES:
@@ -213,7 +213,7 @@ def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None
 
 @contextmanager
 def fork_generators(device: torch.device) -> Iterator[None]:
-    """Leave the global random generators after a `with` as they were before."""
+    """Return a context that restores the global random generators at its end."""
     before = generator_states(device)
     try:
         yield
@@ -222,9 +222,9 @@ def fork_generators(device: torch.device) -> Iterator[None]:
 
 
 class SeededGenerators:
-    """A context in which torch's global generators are seeded; afterwards they are as before.
+    """Context in which torch's global generators are seeded; they are restored at its end.
 
-    Other threads cannot read, set or seed them meanwhile, but where this one waits for them (see `generators_lent`).
+    Other threads cannot read, set or seed them meanwhile, except where this one waits for them (`generators_lent`).
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -249,12 +249,12 @@ class SeededGenerators:
 
 
 SEEDED: dict[int, list[SeededGenerators]] = {}
-"""Which contexts threads are in, the outermost first."""
+"""Active `SeededGenerators` contexts of each thread, the outermost first."""
 
 
 @contextmanager
 def generators_lent() -> Iterator[None]:
-    """A context in which this thread, which has seeded the generators, waits for others, that may draw meanwhile."""
+    """Return a context in which this thread, which has seeded the generators, waits for threads that may draw."""
     contexts = SEEDED.pop(threading.get_ident())
     now = generator_states(contexts[0].device)
     restore_generators(contexts[0].device, contexts[0].before)
@@ -271,20 +271,20 @@ def generators_lent() -> Iterator[None]:
 
 
 class AllGenerators:
-    """Where all global generators are now: torch's, a device's, Python's and numpy's."""
+    """Snapshot of all global generators: torch's, a device's, Python's and numpy's."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = torch.device("cpu") if device is None else device
         self._states = generator_states(self._device), random.getstate(), np.random.get_state(legacy=False)
 
     def have_moved(self) -> bool:
-        """Whether any of them is elsewhere now."""
+        """Whether any of them has another state now."""
         of_torch, of_python, of_numpy = AllGenerators(self._device)._states
         is_same = all(map(torch.equal, self._states[0], of_torch)) and self._states[1] == of_python
         return not (is_same and _is_same_state(self._states[2], of_numpy))
 
     def put_back(self) -> None:
-        """Let them be there again."""
+        """Restore their states."""
         of_torch, of_python, of_numpy = self._states
         restore_generators(self._device, of_torch)
         random.setstate(of_python)
@@ -299,7 +299,7 @@ def _is_same_state(one: Any, other: Any) -> bool:
 
 
 def settings_of_torch(device: torch.device) -> tuple[object, ...]:
-    """Return the modes of torch by which it chooses what to compute, and with what."""
+    """Return the torch settings that affect which kernels run, and hooks on all modules."""
     backends = torch.backends.cuda
     return (
         torch.is_autocast_enabled(device.type),
@@ -315,12 +315,12 @@ def settings_of_torch(device: torch.device) -> tuple[object, ...]:
 
 
 _undoing: dict[int, AllGenerators] = {}
-"""Where generators were before draws that are to be undone, by thread: others' draws may be under way."""
+"""Generator states to restore, by thread: several threads' contexts may overlap."""
 
 
 @contextmanager
 def draws_undone(device: torch.device | None = None) -> Iterator[None]:
-    """Leave all global generators after a `with` as they were before, and before what other threads undo meanwhile."""
+    """Return a context that restores all global generators, also to before overlapping contexts of other threads."""
     thread = threading.get_ident()
     is_outermost = thread not in _undoing
     with GENERATORS:
@@ -340,24 +340,24 @@ def draws_undone(device: torch.device | None = None) -> Iterator[None]:
 class DeviceGraph(Protocol):
     """Work of a device that is captured once, and then launched as a whole, in the same memory each time.
 
-        with graph.capturing():  F0 F1 B0 F2 …   nothing runs: the device notes what it is asked, and of which memory
+        with graph.capturing():  F0 F1 B0 F2 …   nothing runs: the device records launches and memory
         graph.replay()                           all of it runs, in one launch
 
-    What is captured may not ask the device for a number, nor copy from memory of the host that is not pinned: both
-    raise. What the host does meanwhile is not captured, and its numbers stay as they were then.
+    Captured code may not read a number from the device, nor copy from host memory that is not pinned: both raise. Host
+    code is not captured, and host numbers stay as they were at the capture.
 
     Source: CUDA C++ Programming Guide, "CUDA Graphs"; torch.cuda.graph.
     """
 
     def capturing(self) -> AbstractContextManager[object]:
-        """A context in which all work of the current thread is captured; raises what its body raises, as it is."""
+        """Return a context in which all work of the current thread is captured; errors of its body are raised as is."""
 
     def replay(self) -> None:
-        """Launch the work, behind all that was asked of the device before."""
+        """Launch the work, after all work queued on the device before."""
 
 
 def graphs_of(device: torch.device) -> Callable[[], DeviceGraph] | None:
-    """Return what makes graphs of a device, which share their memory; None where it has none (all but CUDA's)."""
+    """Return a factory of a device's graphs, which share one memory pool; None without graphs (all but CUDA)."""
     if device.type != "cuda":
         return None
     return partial(_CudaGraph, torch.cuda.graph_pool_handle())
@@ -371,7 +371,7 @@ class _CudaGraph:
     def capturing(self) -> Iterator[None]:
         problem: BaseException | None = None
         stream, collects = torch.cuda.current_stream(), gc.isenabled()
-        gc.collect()  # what holds memory of the device is not to be freed in a capture
+        gc.collect()  # device memory must not be freed during a capture
         gc.disable()
         try:
             # Other threads (loaders that pin memory, the watch) may go on asking the device.
@@ -384,7 +384,7 @@ class _CudaGraph:
         except Exception as error:
             if problem is None or error is problem:
                 raise
-            raise problem from None  # a capture that has failed cannot be ended either
+            raise problem from None  # a failed capture cannot be ended either
         finally:
             torch.cuda.set_stream(stream)
             if collects:

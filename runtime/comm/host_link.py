@@ -1,12 +1,12 @@
-"""Between a rank's memory and its host's: copies that run beside computation, one at a time each way.
+"""Copies between device and host memory that overlap with computation, one at a time in each direction.
 
 computation    F0 ──▶ F1 ──▶ F2 …
 to the host       ├─ copy ─┤├─ copy ─┤
 back                          ├─ copy ─┤
 
-an accelerator   two streams beside that of computation, from and to pinned memory; the device waits, not the host
-the CPU          the host copies by itself, at once
-a timed link     the same, but who waits does so until a link of a given speed would be done (`local`)
+an accelerator   two side streams, to and from pinned memory; the device waits, not the host
+the CPU          the host copies synchronously
+a timed link     the same, but waits last until a link of a given speed would be done (`local`)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .clock import now_s
 from .device import current_stream, is_accelerator, new_stream, on_stream, timing_event
 
 Moment = Any
-"""A time of `now_s`, or of an accelerator an event: what a rank's recorder takes for a stamp."""
+"""A time of `now_s`; on an accelerator an event. A recorder takes either as a timestamp."""
 
 
 class Copy:
-    """A copy that has begun; `begin` and `end` are when it begins and ends."""
+    """A started copy; `begin` and `end` are its times."""
 
     def __init__(self, begin: Moment, end: Moment) -> None:
         self.begin, self.end = begin, end
@@ -39,46 +39,46 @@ class Copy:
 
 
 class HostLink:
-    """The link of a rank that computes on the CPU, whose memory is the host's: a copy is done when it has begun."""
+    """Link of a rank on the CPU, whose memory is the host's: copies are synchronous."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Copy]:
-        """Begin to copy to the host's memory what is there now; `tensors` must live until the copy is `released`."""
+        """Start a copy of the current contents to the host; `tensors` must live until the copy is `released`."""
         begin = now_s()
         return [tensor.clone() for tensor in tensors], Copy(begin, now_s())
 
     def release(self, copy: Copy) -> None:
-        """Let the memory that a copy reads serve again: what is asked for from here on comes after the copy."""
+        """Allow reuse of the memory that a copy reads: work that is queued from here on runs after the copy."""
 
     def to_device(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Copy]:
-        """Begin to copy back, into memory that is taken now; what is there may be used after the copy's `wait`."""
+        """Start a copy back, into newly allocated memory; it may be used after the copy's `wait`."""
         begin = now_s()
         return [tensor.clone() for tensor in tensors], Copy(begin, now_s())
 
 
 def host_link(device: torch.device) -> HostLink:
-    """Return the link of a rank that computes on a device."""
+    """Return the link for a device."""
     return _StreamLink(device) if is_accelerator(device) else HostLink()
 
 
 class TimedLink(HostLink):
-    """A link that moves `bandwidth` bytes a second each way."""
+    """A simulated link of `bandwidth` bytes per second in each direction."""
 
     def __init__(self, bandwidth: float) -> None:
         self._bandwidth = bandwidth
         self._to_host_free_s = self._to_device_free_s = self._room_s = -math.inf
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Copy]:
-        """Begin to copy as soon as the link is free."""
+        """Start a copy as soon as the link is free."""
         copy = self._begin(tensors, self._to_host_free_s)
         self._to_host_free_s = copy.end
         return super().to_host(tensors)[0], copy
 
     def release(self, copy: Copy) -> None:
-        """Let copies that begin from here on come after this one."""
+        """Order later copies to the device after this one."""
         self._room_s = max(self._room_s, copy.end)
 
     def to_device(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Copy]:
-        """Begin to copy as soon as the link is free, and the memory that was released."""
+        """Start a copy as soon as the link, and the released memory, is free."""
         copy = self._begin(tensors, max(self._to_device_free_s, self._room_s))
         self._to_device_free_s = copy.end
         return super().to_device(tensors)[0], copy
@@ -94,7 +94,7 @@ class _TimedCopy(Copy):
 
 
 class _StreamLink(HostLink):
-    """The link of an accelerator, whose copies run in streams of their own, to and from pinned memory."""
+    """Link of an accelerator: copies run in streams of their own, to and from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,7 +106,7 @@ class _StreamLink(HostLink):
         return list(host), self._copy(self._away, host, tensors)
 
     def release(self, copy: Copy) -> None:
-        """Let the current stream wait: memory that it frees now is used again in its order."""
+        """Make the current stream wait: memory that is freed now is reused in its order."""
         copy.wait()
 
     def to_device(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Copy]:
@@ -114,7 +114,7 @@ class _StreamLink(HostLink):
         return fresh, self._copy(self._back, fresh, tensors)
 
     def _copy(self, stream: torch.Stream | None, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Copy:
-        """Copy on a stream, after all that the current one has been asked for."""
+        """Copy on a stream, after all work queued on the current one."""
         assert stream is not None
         stream.wait_stream(current_stream(self._device))
         with on_stream(stream):
@@ -134,6 +134,6 @@ class _StreamCopy(Copy):
 
 
 def require_bandwidth(bandwidth: float | None) -> None:
-    """Raise `UsageError` for what is no speed of a link, in bytes a second."""
+    """Raise `UsageError` for an invalid link speed, in bytes per second."""
     if bandwidth is not None and not (bandwidth > 0 and math.isfinite(bandwidth)):
         raise UsageError(f"a link to the host cannot move {bandwidth!r} bytes a second; give more than 0")

@@ -1,16 +1,16 @@
-"""How the overlapping computations of one rank run: noted in the second step, side by side from then on.
+"""Interleaving of overlapped forwards and backwards: measured in the second step, interleaved from then on.
 
     step 0    Fwd alone, then Bwd alone
-    step 1    likewise                           what each waited for inside its stage, and for how long, is noted
-              all holders of the stages agree    the same waits; of the times, the mean
-    step 2…   both, in the turns that take least time by these
+    step 1    likewise                           the waits inside each stage, and their durations, are recorded
+              all holders of the stages agree    the same waits; the mean of the times
+    step 2…   both, in the order of turns that takes the least time by these
 
-    forward    ██ x ████ x █                     █ a computation, x an exchange that takes some time
+    forward    ██ x ████ x █                     █ a computation, x a collective that takes some time
     backward   █ y ███ y ███
-    turns      B F B F B F                       whoever goes on first waits for its exchange
+    turns      B F B F B F                       whichever starts first waits for its collective
 
-So the order is settled before anything overlaps, and is the same on all replicas. Where nothing can be hidden, the two
-run one after the other.
+So the order is fixed before anything overlaps, and is the same on all replicas. Where no communication can be hidden,
+the two run one after the other.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .sides import Note, Side, Sides
 
 Call = Callable[[], None]
 Pair = tuple[int, int]
-"""The stage of a forward, and that of the backward beside it."""
+"""(stage of a forward, stage of the overlapped backward)."""
 
 CHANGE_S = 50e-6
-"""What it takes to let the other side go on, in seconds: exchanges that are as short are not worth it."""
+"""Cost of a switch between sides, in seconds: collectives as short as that are not worth one."""
 
 MOST_KEPT = 8
-"""How many ways to the same place are looked at further, where none is better in every respect."""
+"""Maximum number of partial schedules kept per state, where none dominates the others."""
 
 
 class Overlaps:
-    """The pairs of one rank's program.
+    """The overlapped pairs of one rank's program, and their turns.
 
     Args:
-        sides: the rank's.
-        device: where it computes.
+        sides: the sides of the rank.
+        device: the rank's device.
 
     Attributes:
         is_open: whether there are pairs whose turns are not settled yet.
@@ -56,7 +56,7 @@ class Overlaps:
         self._is_warm = self.is_open = False
 
     def pair(self, forward: Call, backward: Call, stages: Pair) -> Call:
-        """Return what runs a forward and a backward, of these two stages, side by side."""
+        """Return a call that runs a forward and a backward, of these two stages, interleaved."""
         self._pairs.add(stages)
         self.is_open = self._turns is None
 
@@ -73,10 +73,10 @@ class Overlaps:
         return run
 
     def end_step(self) -> str | None:
-        """Return what the sides waited for, in words, when it is time to settle the turns; else None.
+        """Return the waits of the sides, in words, when it is time to settle the turns; else None.
 
-        That is after the second step: in the first one layers may do what they never do again. Raises `MisfitError`
-        where microbatches differ.
+        That is after the second step: the first one may contain one-time work. Raises `MisfitError` where microbatches
+        differ.
         """
         if not self._is_warm:
             self._is_warm = True
@@ -92,7 +92,7 @@ class Overlaps:
         return str([(key, notes[0].waits) for key, notes in sorted(self._notes.items())])
 
     def settle(self, holders: Group) -> None:
-        """Settle in which turns each pair runs, after all holders of the stages have noted the same (collective)."""
+        """Settle the turns of each pair, after all holders of the stages have recorded the same waits (collective)."""
         of_side = {key: self._mean_seconds(key, holders) for key in sorted(self._notes)}
         self._turns = {
             pair: interleaving(of_side[Side.FORWARD, pair[0]], of_side[Side.BACKWARD, pair[1]])
@@ -105,7 +105,7 @@ class Overlaps:
         self._notes.setdefault((side, stage), []).append(self._sides.note(side, call, self._device))
 
     def _mean_seconds(self, key: tuple[Side, int], holders: Group) -> list[float]:
-        """Return what each stretch of a side takes: its shortest time here, and of that the mean over all holders."""
+        """Return the duration of each stretch of a side: its minimum on each rank, averaged over all holders."""
         shortest = [min(times) for times in zip(*(note.seconds() for note in self._notes[key]), strict=True)]
         total = torch.tensor(shortest, dtype=torch.float64, device=self._device)
         holders.all_reduce(total).wait()
@@ -114,7 +114,7 @@ class Overlaps:
 
 
 class _Way(NamedTuple):
-    """How far two sides can have come: what time it is, when the exchange of each is done, who ran last, and before."""
+    """A partial schedule: time, end of each side's collective, side that ran last, and schedule before that."""
 
     now: float
     done: tuple[float, float]
@@ -122,12 +122,12 @@ class _Way(NamedTuple):
     before: _Way | None
 
     def is_better(self, other: _Way) -> bool:
-        """Whether it is as early in every respect, and nobody has to change sides."""
+        """Whether it dominates another one: as early in every respect, without a switch of sides."""
         alike = self.side is other.side and self.done[0] <= other.done[0] and self.done[1] <= other.done[1]
         return alike and self.now <= other.now
 
     def turns(self) -> tuple[Side, ...]:
-        """Return who ran, from the beginning on."""
+        """Return the sides that ran, from the beginning on."""
         found: list[Side] = []
         way: _Way | None = self
         while way is not None and way.before is not None:
@@ -137,11 +137,11 @@ class _Way(NamedTuple):
 
 
 def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[Side, ...]:
-    """Return the turns of two sides that take least time together; () where that is one after the other.
+    """Return the turns of two sides that take the least time together; () to run one after the other.
 
-    Each side is given as the seconds of its first computation, first exchange, second computation, …, last computation.
-    Exchanges take their time beside everything else, and to change sides takes some too. The same numbers give the same
-    turns.
+    Each side is given as the seconds of its first computation, first collective, second computation, …, last
+    computation. Collectives overlap with everything else, and a switch of sides takes time. The result is
+    deterministic.
     """
     computed, exchanged = (forward[::2], backward[::2]), (forward[1::2], backward[1::2])
     if not any(exchanged):
@@ -164,7 +164,7 @@ def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[S
 
 
 def _after(way: _Way, side: Side, computation: float, exchange: float) -> _Way:
-    """Return the way on which a side runs next, waiting for its own exchange first."""
+    """Return the schedule extended by one computation of a side, after a wait for its own collective."""
     change = CHANGE_S if way.before is not None and side is not way.side else 0.0
     now = max(way.now, way.done[side]) + change + computation
     done = (now + exchange, way.done[1]) if side is Side.FORWARD else (way.done[0], now + exchange)
@@ -172,7 +172,7 @@ def _after(way: _Way, side: Side, computation: float, exchange: float) -> _Way:
 
 
 def _best(ways: Iterable[_Way]) -> list[_Way]:
-    """Return the ways than which none is better, the earliest of them."""
+    """Return the schedules that no other dominates, the earliest ones of them."""
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda way: way[:3]):
         if not any(other.is_better(way) for other in kept):

@@ -1,15 +1,15 @@
-"""Collectives spelled out: a group whose sums go through the messages of the plan's mini-plans.
+"""Collectives built from point-to-point messages, as a plan's collective programs (mini-plans) specify.
 
     all_reduce(flat)     flat = [chunk 0 | chunk 1 | chunk 2]            views into the caller's tensor, no copies
     rank 0, a ring of 3  recv chunk 1 from rank 2 into scratch, send chunk 2 to rank 1, wait for both, add, …
 
-`SpelledGroup` takes the place of the replicas' group where the plan's communication asks for it. A collective for which
-the plan has no mini-plan is the library's, and so is everything but sums and gathers.
+`SpelledGroup` replaces the replicas' group where the plan's communication asks for it. A collective without a mini-plan
+is run by the library, and so is everything but sums and gathers.
 
-Who drives the steps: on a wire whose waits block the host (gloo, in process) a collective waits for its turn, and the
-`wait` for it takes its steps, after those of all that were issued before it. So nothing is under way while a backward
-goes on, and all members have to wait in the same order. On CUDA the host issues all steps at once on a stream of the
-group's, next to the computations. Either way the messages of a channel have one order on both of its ends.
+Progress: on a transport whose waits block the host (gloo, in process) a collective is queued, and `wait` runs its
+steps, after those of all collectives issued before it. So nothing progresses during a backward, and all members have to
+wait in the same order. On CUDA the host issues all steps at once, on a stream of the group, beside computation. Either
+way the messages of a channel have one order on both of its ends.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .base import DoneWork
 from .device import current_stream, is_accelerator, new_stream, on_stream
 
 SPELLED_TAG = 2
-"""The tag of all chunks: ring attention, whose messages may have the same ends, takes 0 and 1."""
+"""Tag of all chunks: ring attention, whose messages may have the same ends, uses 0 and 1."""
 
 
 class SpelledGroup(Group):
-    """A group of more than one rank whose sums and gathers are carried out by a plan's mini-plans.
+    """A group of several ranks whose sums and gathers run by a plan's mini-plans.
 
     `group` is the library's, of the same ranks; the mini-plans' channels are open (`spelled_channels`).
     """
@@ -90,7 +90,7 @@ class SpelledGroup(Group):
         return work
 
     def drive(self, until: SpelledWork) -> None:
-        """Carry out all that was issued up to `until`; nothing where that has been done already."""
+        """Run all collectives issued up to `until`; nothing where they have run already."""
         cell = self.wait_cell
         while until in self._queue:
             work = self._queue.popleft()
@@ -111,14 +111,14 @@ class SpelledGroup(Group):
             shard.copy_(sums.view(self.size, -1)[self.index])
 
     def _carry_out(self, plan: CollectiveProgram, flat: Tensor) -> None:
-        """Take this rank's steps on the chunks of a flat tensor."""
+        """Run this rank's steps on the chunks of a flat tensor."""
         chunks = cut_chunks(flat, plan.chunks)
         scratch = torch.empty_like(max(chunks, key=Tensor.numel))
         for step in plan.programs[self.index]:
             self._take(step, chunks, scratch)
 
     def _take(self, step: Step, chunks: Sequence[Tensor], scratch: Tensor) -> None:
-        """Post the receive, then the send, wait for both, and add what came; chunks without elements do not travel."""
+        """Post the receive, then the send, wait for both, and add the received chunk; empty chunks are not sent."""
         match step:
             case SendRecv():
                 arriving, add = self._receive(chunks[step.recv_chunk], step.source, step.reduce, scratch)
@@ -137,14 +137,14 @@ class SpelledGroup(Group):
         return self._transport.send_in_place(chunk, self.ranks[to], SPELLED_TAG) if chunk.numel() else DoneWork()
 
     def _receive(self, chunk: Tensor, source: int, reduce: bool, scratch: Tensor) -> tuple[Work, Callable[[], object]]:
-        """Post a receive; also returned is what adds to the chunk what has come."""
+        """Post a receive; return its work, and a function that adds the received data to the chunk."""
         buffer = scratch[: chunk.numel()] if reduce else chunk
         work = self._transport.recv_in_place(buffer, self.ranks[source], SPELLED_TAG) if chunk.numel() else DoneWork()
         return work, partial(chunk.add_, buffer) if reduce else _nothing
 
 
 class SpelledWork:
-    """A spelled-out collective that was issued; it keeps its tensors until it has been waited for."""
+    """A queued collective of a `SpelledGroup`; it keeps its tensors until it has been waited for."""
 
     def __init__(self, group: SpelledGroup, steps: Callable[[], None], tensors: tuple[Tensor, ...]) -> None:
         self._group = group
@@ -153,7 +153,7 @@ class SpelledWork:
         self._done: torch.Event | None = None
 
     def carry_out(self) -> None:
-        """Take all steps; on CUDA, issue them on the current stream."""
+        """Run all steps; on CUDA, issue them on the current stream."""
         if self._steps is not None:
             self._steps()
         self._steps = None
@@ -161,7 +161,7 @@ class SpelledWork:
             self._done = current_stream(self._group.device).record_event()
 
     def wait(self) -> None:
-        """Take the steps that are left, of this and of all that was issued before; on CUDA let the stream wait."""
+        """Run the remaining steps, of this and all earlier collectives; on CUDA make the stream wait."""
         self._group.drive(self)
         if self._done is not None:
             current_stream(self._group.device).wait_event(self._done)
@@ -169,20 +169,20 @@ class SpelledWork:
 
 
 def _nothing() -> None:
-    """Leave what has come as it is."""
+    """Do nothing: the data was received into the chunk."""
 
 
 def cut_chunks(flat: Tensor, chunks: int) -> list[Tensor]:
-    """Return views of a flat tensor, chunk after chunk, whose sizes differ by 1 at most.
+    """Return consecutive views of a flat tensor, whose sizes differ by 1 at most.
 
-    Where the elements divide by the number of ranks, and the chunks too, every rank's shard is whole chunks.
+    Where the number of ranks divides the elements, and the chunks too, every rank's shard is whole chunks.
     """
     bounds = [flat.numel() * chunk // chunks for chunk in range(chunks + 1)]
     return [flat[first:end] for first, end in pairwise(bounds)]
 
 
 def spell_out(group: Group, communication: Communication, transport: Transport) -> Group:
-    """Return a group whose collectives go as the plan says; the group itself where that is native, or it is alone."""
+    """Return a group whose collectives follow the plan; the group itself where that is native, or has one rank."""
     return SpelledGroup(group, communication, transport) if communication.plans and group.size > 1 else group
 
 

@@ -1,9 +1,9 @@
-"""Modes of torch that a user's code runs under, and whether it leaves them as they were.
+"""Torch modes (grad, inference, autocast, …) that user code runs under, and a check that it restores them.
 
 with torch.no_grad():            Modes.now() there differs from Modes.now() around it
     t = self.teacher(x)          with modes.entered(): …   the same operations under the same modes, elsewhere
 
-torch.set_grad_enabled(False)    a block ends before the line that switches them on again: with modes_kept(): …
+torch.set_grad_enabled(False)    modes_kept() restores them after a block that leaves them switched off
 h = self.layers[0](x)
 torch.set_grad_enabled(True)
 """
@@ -28,14 +28,14 @@ _NO_CASTS: tuple[tuple[str, torch.dtype | None], ...] = tuple(dict.fromkeys(_KIN
 
 
 class Modes(NamedTuple):
-    """The modes that are in force at some place of code; None: as around it.
+    """The torch modes that are active at some point of code; None: the same as outside.
 
     Attributes:
         grad: whether autograd records.
-        inference: whether tensors are made for inference alone.
-        autocast: kinds of devices, and to what operations there cast, if they do.
-        dtype: the default type of floating-point numbers.
-        deterministic: whether operations have to be deterministic, and whether those that are not only warn.
+        inference: whether inference mode is on.
+        autocast: device types, each with its autocast dtype, None: off.
+        dtype: the default floating-point dtype.
+        deterministic: whether deterministic algorithms are required, and whether others only warn.
     """
 
     grad: bool | None
@@ -46,12 +46,12 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        """Return those in force here."""
+        """Return the modes that are active here."""
         casts = _casts_now() if _is_any_cast() else _NO_CASTS
         return _modes((_is_grad(), _is_inference(), casts, _default_dtype(), (_is_strict(), _only_warns())))
 
     def apart_from(self, around: Modes) -> Modes | None:
-        """Return these without what is as around them; None where all is."""
+        """Return these modes with None where they equal those `around`; None where all are equal."""
         if self == around:
             return None
         same: dict[str, Any] = {name: None for name in self._fields if getattr(self, name) == getattr(around, name)}
@@ -59,7 +59,7 @@ class Modes(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Return a context in which these are in force, whatever is around it."""
+        """Return a context in which these modes are active, whatever is active outside."""
         around = Modes.now()
         with ExitStack() as stack:
             if self.inference not in (None, around.inference):
@@ -75,7 +75,7 @@ class Modes(NamedTuple):
             yield
 
     def require_kept(self, what: str) -> None:
-        """Raise `ModesLeftError` where others are in force now, as `what` has run."""
+        """Raise `ModesLeftError` where other modes are active now, after `what` has run."""
         left = Modes.now().apart_from(self)
         if left is not None:
             names = [words for name, words in _WORDS.items() if getattr(left, name) is not None]
@@ -86,7 +86,7 @@ class Modes(NamedTuple):
             )
 
     def put_back(self) -> None:
-        """Let these be in force again; but inference, which ends as nobody holds its context any more."""
+        """Restore these modes; except inference mode, which ends with its context."""
         if self.grad is not None:
             torch.set_grad_enabled(self.grad)
         for kind, dtype in self.autocast or ():
@@ -126,12 +126,12 @@ def _casts_now() -> tuple[tuple[str, torch.dtype | None], ...]:
 
 
 class ModesLeftError(MisfitError):
-    """Code ends under other modes than it began under."""
+    """User code ends under other modes than it began under."""
 
 
 @contextmanager
 def modes_kept() -> Iterator[Modes]:
-    """A context behind which the modes are as they were before it, whatever has run there."""
+    """Return a context that restores the modes at its end, whatever has run inside."""
     around, depth = Modes.now(), torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     try:
@@ -147,5 +147,5 @@ def modes_kept() -> Iterator[Modes]:
 
 
 def recordable(tree: Any) -> Any:
-    """Return a tree in which tensors that were made for inference are copies that autograd can record."""
+    """Return a tree with inference tensors cloned, so that autograd can record them."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf, tree)

@@ -1,17 +1,17 @@
-"""Two functions of a rank side by side: while what one exchanges is on its way, the other computes.
+"""Two functions of a rank interleaved: while a collective of one is in flight, the other computes.
 
     forward    ██ compute ██┐exchange…┌██ compute ██┐exchange…┌██
-                            ▼         ▲             ▼         ▲      one thread runs at a time: a side goes on until
-    backward                └██ compute ██┐exchange…┘         └ …    it would wait, then it is the other's turn
+                            ▼         ▲             ▼         ▲      one thread runs at a time: a side runs until it
+    backward                └██ compute ██┐exchange…┘         └ …    would wait, then the other side runs
 
-Blocks need not know: a `SidedGroup` takes the place of the groups that they communicate in. Before it waits for a
-collective it lets the other side go on, and each side has a communicator of its own. Whose turn it is after each wait
-is settled beforehand (`interleaving`), never by what arrives first: all replicas issue their collectives in one order,
-and every wait points backwards.
+Blocks need no change: a `SidedGroup` replaces the groups that they communicate in. Before it waits for a collective it
+lets the other side run, and each side has a communicator of its own. The order of turns is fixed beforehand
+(`interleaving`), never by arrival: all replicas issue their collectives in one order, and every wait is for an earlier
+collective.
 
-The sides are threads only because a backward runs inside autograd's engine, which cannot be left and entered again. The
-second one is the rank's for good, sleeps while nothing overlaps, and computes under what the first one does: context
-variables, autocast, modes of torch. What a user's code keeps in a `threading.local` it does not see.
+The sides are threads only because a backward runs inside autograd's engine, which cannot be left and re-entered. The
+second thread is permanent, sleeps while nothing overlaps, and copies the context of the first: context variables,
+autocast, torch modes. It does not see `threading.local` state of user code.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ Call = Callable[[], None]
 
 
 class Side(IntEnum):
-    """One of the two."""
+    """The forward side and the backward side."""
 
     FORWARD = 0
     BACKWARD = 1
 
     @property
     def other(self) -> Side:
-        """The other one."""
+        """The other side."""
         return Side(1 - self)
 
 
 class Note:
-    """What one side did when it ran alone: whom it waited for inside its stage, and how long it did what.
+    """Record of one side that ran alone: its waits inside the stage, and its times.
 
     Attributes:
-        waits: what it waited for, in order.
+        waits: descriptions of its waits, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,11 +75,11 @@ class Note:
         self.stamp()
 
     def stamp(self) -> None:
-        """Note the time: at the beginning and the end, and before and after each wait."""
+        """Record the time: at the beginning and the end, and before and after each wait."""
         self._stamps.append(timing_event(self._device) if is_accelerator(self._device) else now_s())
 
     def seconds(self) -> list[float]:
-        """Return the time of the first computation, of the first wait, of the second computation, and so on."""
+        """Return the seconds of the first computation, of the first wait, of the second computation, and so on."""
         if not is_accelerator(self._device):
             return [after - before for before, after in pairwise(self._stamps)]
         self._stamps[-1].synchronize()
@@ -87,10 +87,10 @@ class Note:
 
 
 class Sides:
-    """What a rank knows of its two sides.
+    """The two sides of a rank, and the state of their interleaving.
 
     Attributes:
-        current: whose communicators are used; outside of `run` the forward's.
+        current: the side whose communicators are used; outside of `run` the forward's.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Sides:
         self._jobs: SimpleQueue[Call | None] | None = None
 
     def note(self, side: Side, call: Call, device: torch.device) -> Note:
-        """Run one side alone, and return what it did."""
+        """Run one side alone, and return its record."""
         self.current, self._note = side, Note(device)
         try:
             call()
@@ -110,9 +110,9 @@ class Sides:
             self.current, self._note = Side.FORWARD, None
 
     def run(self, forward: Call, backward: Call, turns: Sequence[Side], device: torch.device) -> None:
-        """Run both, each in its turns; raises what one of them raises.
+        """Run both, in their turns; raises an error of either.
 
-        Raises `MisfitError` where a side waits more or less often than the turns say.
+        Raises `MisfitError` where a side waits more or less often than the turns have it.
         """
         self._turns = both = _Turns(turns, device, self._enter)
         self.current, thread_state, variables = turns[0], _ThreadState(device), copy_context()
@@ -125,7 +125,7 @@ class Sides:
         both.raise_failure()
 
     def wait(self, work: Work, what: str) -> None:
-        """Wait for what is under way inside a stage; before that the other side goes on, if it is its turn."""
+        """Wait for a collective inside a stage; before that the other side runs, if it is its turn."""
         if self._turns is not None:
             self._turns.next(self.current)
         elif self._note is not None:
@@ -154,7 +154,7 @@ def _work(jobs: SimpleQueue[Call | None]) -> None:
 
 
 class _Turns:
-    """One run of two sides; `ended` is free when the backward has ended, `enter` is told whose turn it is."""
+    """One run of two sides; `ended` is released when the backward has ended, `enter` is called with each next side."""
 
     def __init__(self, turns: Sequence[Side], device: torch.device, enter: Callable[[Side], None]) -> None:
         self._turns, self._device, self._enter = turns, device, enter
@@ -183,7 +183,7 @@ class _Turns:
             self.ended.release()
 
     def next(self, side: Side) -> None:
-        """End a turn of a side that goes on later."""
+        """End a turn of a side that continues later."""
         self._place += 1
         following = self._turns[self._place] if self._place < len(self._turns) else None
         if following is None or self._has_ended[following]:
@@ -210,21 +210,21 @@ class _Turns:
         self._hand_over(side, side.other)
 
     def _hand_over(self, side: Side, following: Side) -> None:
-        """Let the other side go on, with the random generators as it left them: a backward may rerun a forward."""
+        """Let the other side run, with random generators in the state it left: a backward may rerun a forward."""
         self._generators[side] = generator_states(self._device)
         restore_generators(self._device, self._generators[following])
         self._enter(following)
         self._baton[following].release()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong first, on either side."""
+        """Raise the first error, of either side."""
         if self._failures:
             raise self._failures[0]
         restore_generators(self._device, self._generators[Side.FORWARD])
 
 
 class _OtherSideFailed(BaseException):
-    """Unwinds a side whose other side has failed."""
+    """Unwinds a side after the other side has failed."""
 
 
 def _more_than_noted(side: Side) -> MisfitError:
@@ -243,9 +243,9 @@ def _other_than_noted(side: Side, how: str) -> MisfitError:
 
 
 class _ThreadState:
-    """What the calling thread computes under, taken over by another thread in a `with`.
+    """Execution context of the calling thread, to be entered on another thread.
 
-    That is its stream, grad mode, autocast, and modes over functions and operators (a default device is one).
+    It comprises the stream, grad mode, autocast, function modes and dispatch modes (a default device is one).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -270,7 +270,7 @@ class _ThreadState:
 
 
 class _SidedWork:
-    """Work of a side; before it is waited for, the other side goes on."""
+    """Work of a side; waiting for it lets the other side run first."""
 
     __slots__ = ("_sides", "_what", "_work")
 
@@ -282,14 +282,14 @@ class _SidedWork:
 
 
 class SidedGroup(Group):
-    """A group that blocks communicate in: the same ranks of an axis twice, with a communicator for each side."""
+    """A group for blocks that overlap: the same ranks of an axis twice, with a communicator for each side."""
 
     def __init__(self, groups: tuple[Group, Group], axis: str, sides: Sides) -> None:
         super().__init__(groups[0].ranks, groups[0].index, groups[0].device)
         self._groups, self._axis, self._sides = groups, axis, sides
 
     def beside(self, work: Work) -> Work:
-        """Return the work of a message, before whose wait the other side goes on."""
+        """Return the work of a message; waiting for it lets the other side run first."""
         return self._sided(self._groups[0].beside(work), "message")
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:

@@ -1,17 +1,17 @@
-"""Gloo and NCCL, through torch.distributed.
+"""Gloo and NCCL transports, over torch.distributed.
 
-    gloo             messages: one process group for all of them, matched by tag      collectives: a process group each
-    gloo, as nccl    the same without tags: a directed channel is first in, first out
+    gloo             messages: one process group for all, matched by tag              collectives: a process group each
+    gloo, as nccl    the same without tags: a directed channel delivers in order
     nccl             messages: one process group (communicator, stream) per channel   collectives: a process group each
 
-Process groups are made with plain `new_group`, called by every rank for every group, members or not. That costs a
-rank that is no member 8 µs and no message, and the groups get the same names everywhere. The option
+Process groups are created by plain `new_group`, called by every rank for every group, members or not. That costs a
+non-member 8 µs and no message, and the groups get the same names everywhere. The option
 `use_local_synchronization` must not be used here: it derives the name from the number of groups that the rank has
-made so far (up to torch 2.13, see pytorch#189073), so rank 1 of a pipeline 0-1-2, already in a channel with rank 0,
+created so far (up to torch 2.13, see pytorch#189073), so rank 1 of a pipeline 0-1-2, already in a channel with rank 0,
 would wait for rank 2 under another name for ever.
 
-NCCL makes a communicator at the first operation on a process group, blocking its caller. So each group does one
-operation as soon as it is made, in the order that all ranks share; nothing is made later, in the middle of a step.
+NCCL creates a communicator at the first operation on a process group, and blocks its caller. So each group runs one
+operation as soon as it is created, in the order that all ranks share; none is created later, during a step.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def connect(
     watch: WatchOptions | None = None,
     plan: Plan | None = None,
 ) -> Transport:
-    """Join the other ranks, with the addresses that torchrun put into the environment.
+    """Join the process group of all ranks, at the addresses that torchrun has set in the environment.
 
     Args:
-        backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one), or what takes
-            NCCL's place on another kind of accelerator (see `device`); the same on all ranks.
-        timeout_s: the longest that one wait may take, in seconds.
-        watch: what the watch over the ranks is told; None: to wait as long as waits do.
-        plan: the run's own, which the watch is told of as early as can be: it goes by the first number.
-        rules: the backend's if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
+        backend: "gloo" (CPU), "nccl" (the CUDA device LOCAL_RANK becomes the current one), or the library of another
+            kind of accelerator (see `device`); the same on all ranks.
+        timeout_s: maximum duration of one wait, in seconds.
+        watch: options of hang detection over the ranks; None: the same timeout as waits.
+        plan: the plan of the run, registered with the watch as early as possible, as the first one.
+        rules: None: the backend's own. Gloo can also follow "nccl", to show that a plan does not depend on tags.
 
     Raises:
-        UsageError: not started by torchrun, no such backend, or rules that it cannot follow.
+        UsageError: not started by torchrun, unknown backend, or rules that it cannot follow.
         MisfitError: nccl with fewer devices than local ranks, or ranks that name different backends.
-        StallError: the others did not come.
+        StallError: the others did not join.
     """
     transports: dict[str, dict[Rules, type[_TorchTransport]]] = {
         "gloo": {"rendezvous": GlooTransport, "nccl": FifoGlooTransport},
@@ -102,9 +102,9 @@ def connect(
 def _come_together(
     backend: str, timeout: timedelta, watch: WatchOptions, plan: Plan | None, *, host_waits: bool
 ) -> tuple[Attempt, Publisher]:
-    """Make the process group of all ranks, whose keys are those of this attempt; raises as `connect`.
+    """Create the process group of all ranks, with the store keys of this attempt; raises as `connect`.
 
-    Also returned is who says where this rank is, from then on, or from before where the launcher watches.
+    Also return the publisher of this rank's position: a new one, or that of a launcher's watch.
     """
     require_addresses()
     rank, world_size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
@@ -131,7 +131,7 @@ def _come_together(
 
 
 class _TorchTransport(Transport):
-    """What gloo and NCCL have in common: making groups, and hanging up."""
+    """Common part of gloo and NCCL: creation of groups, and disconnecting."""
 
     attempt: Attempt | None = None
 
@@ -147,18 +147,18 @@ class _TorchTransport(Transport):
         self._is_open = True
 
     def check_everything(self, checks: bool) -> None:
-        """The same, also of the group of all ranks, which is made before this is known."""
+        """Switch checks on or off, also for the group of all ranks, which exists already."""
         super().check_everything(checks)
         if isinstance(self._world_group, TorchGroup):
             self._world_group.compare_collectives(checks)
 
     def begin_run(self) -> None:
-        """Note in the store that the run has begun; a store that is gone is that of a run that is not started again."""
+        """Record in the store that the run has begun; an unreachable store means that nobody will restart the run."""
         if self.attempt is not None:
             run_bounded(self.attempt.begin, BEGIN_WAITS_S)
 
     def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Make the process group of `ranks`; None on ranks that are not among them."""
+        """Create the process group of `ranks`; None on ranks that are not members."""
         what = f"rank {self.rank} connecting with ranks {list(ranks)}"
         with stall_errors(what, self.publisher), self.publisher.waiting_for_all():
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=self.name)
@@ -184,7 +184,7 @@ class _TorchTransport(Transport):
     def _issue(
         self, post: Callable[..., dist.Work], tensor: Tensor, key: Key, group_rank: int, peer: int, tag: int
     ) -> Work:
-        """Post as torch's isend and irecv do, less looking up that `peer` is `group_rank` in its process group."""
+        """Post as torch's isend and irecv do, with the process-group rank `group_rank` of `peer` known in advance."""
         name = partial(self._name, post.__name__, key, peer, tag)
         try:
             work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], group_rank, tag)
@@ -197,18 +197,18 @@ class _TorchTransport(Transport):
         return f"rank {self.rank} {doing} rank {peer}: {describe_spec(*key)}, tag {tag}"
 
     def abort(self, error: BaseException) -> None:
-        """Say why this rank fails, then hang up, which wakes the others."""
+        """Publish why this rank fails, then disconnect, which wakes the others."""
         self._has_failed = True
         self.publisher.fail(error)
         self._hang_up(self._abandon)
 
     def close(self) -> None:
-        """Destroy the process groups; does not wait for peers longer than a few seconds."""
+        """Destroy the process groups; waits for peers a few seconds at most."""
         self.publisher.close(clean=not self._has_failed)
         self._hang_up(dist.destroy_process_group)
 
     def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
-        """End a process group, all where it is None, though work is under way."""
+        """Destroy a process group, or all for None, even with pending work."""
         dist.destroy_process_group(process_group)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
@@ -221,7 +221,7 @@ class _TorchTransport(Transport):
 
 
 class GlooTransport(FramedMessages, _TorchTransport):
-    """Tensors on the CPU over TCP; messages are matched by tag, so receives may be posted ahead of time."""
+    """Gloo over TCP, for CPU tensors; messages are matched by tag, so receives may be posted ahead of time."""
 
     name = "gloo"
     profile = "tagged"
@@ -234,10 +234,10 @@ class GlooTransport(FramedMessages, _TorchTransport):
         self._messages: dist.ProcessGroup | None = None
 
     def _warm_up(self, group: Group) -> None:
-        """Gloo connects when a group is made."""
+        """Do nothing: gloo connects when a group is created."""
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Messages share the process group of a group of all ranks, if there is one: threads are per group."""
+        """Reuse the process group of a group of all ranks for messages, if there is one: threads are per group."""
         if channels and self._messages is None:
             world = tuple(range(self.world_size))
             of_all = next((group.process_group for group in self._groups if group.ranks == world), None)
@@ -257,10 +257,10 @@ class GlooTransport(FramedMessages, _TorchTransport):
 
 
 class FifoGlooTransport(GlooTransport):
-    """Gloo by NCCL's rules, to find out without a GPU what owes its success to tags.
+    """Gloo with NCCL's semantics, to find without a GPU whether a plan depends on tags.
 
-    Gloo's send is a rendezvous at any size, and messages with the same tag are first in, first out. With one tag for
-    all, a directed pair of ranks is a channel as NCCL has it: the k-th send meets the k-th receive, whatever they are.
+    Gloo's send is a rendezvous at any size, and messages with the same tag arrive in order. With one tag for all, a
+    directed pair of ranks is a channel as in NCCL: the k-th send matches the k-th receive, whatever they carry.
     """
 
     profile = "channel"
@@ -268,15 +268,15 @@ class FifoGlooTransport(GlooTransport):
 
 
 class NcclTransport(_TorchTransport):
-    """Tensors on accelerators; a communicator and a stream per directed channel, first in, first out.
+    """NCCL for accelerators; a communicator and a stream per directed channel, which delivers in order.
 
-    The stream is the process group's: it waits for what the caller's current stream was given up to the call, so
-    that a message goes when its tensor is ready, whatever is computed next; and a wait makes the current stream wait
-    for the message. A stream of ours on top would cost two more events per message and change nothing. The Work
-    keeps its tensor until then, for the allocator would give freed memory to the next tensor of the current stream.
+    The stream is the process group's: it waits for work queued on the caller's current stream up to the call, so that a
+    message starts when its tensor is ready, whatever is queued next; and a wait makes the current stream wait for the
+    message. An additional stream would cost two more events per message without a benefit. The Work keeps its tensor
+    until the wait, because the allocator would hand freed memory to the next tensor of the current stream.
 
-    A wait only holds up the current stream, so a dead peer shows at a later synchronisation, or in torch's watchdog
-    after the timeout; torchrun ends the others when one rank exits with an error.
+    A wait only blocks the current stream, so a dead peer shows at a later synchronisation, or in torch's watchdog after
+    the timeout; torchrun ends the other ranks when one exits with an error.
     """
 
     name = "nccl"
@@ -322,7 +322,7 @@ class NcclTransport(_TorchTransport):
 
 
 def require_same_backend(backend: str, store: Store, rank: int) -> None:
-    """Raise `MisfitError` on ranks that do not come with rank 0's backend, before they wait for each other in vain."""
+    """Raise `MisfitError` on ranks with another backend than rank 0's, before they wait for each other in vain."""
     if rank == 0:
         store.set("backend", backend)
     first = store.get("backend").decode()

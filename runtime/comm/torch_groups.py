@@ -1,18 +1,18 @@
-"""Collectives and messages of torch.distributed, as works whose errors say what was under way.
+"""Groups and works over torch.distributed, whose errors name the operation that failed.
 
 TorchGroup.all_reduce ─▶ dist.all_reduce(…, async_op=True) ─▶ a Work ─▶ wait: done, or a StallError with the verdict
 
-Collectives compared before they begin: gloo adds up whatever meets, also where ranks issue them in other orders.
+Optional comparison of collectives before they begin: gloo reduces any operands, also where ranks differ in order.
 
     rank 0   all_reduce sum float32 (4,)   ─┐
-    rank 1   all_gather float32 (4,)       ─┴▶ one all-gather of what each is about to do ─▶ MisfitError on both
+    rank 1   all_gather float32 (4,)       ─┴▶ one all-gather of each rank's next call ─▶ MisfitError on both
 
-This waits for all members before each collective, so it is for those who look for a fault (`runtime.verify`).
+The comparison waits for all members before each collective, so it is for debugging only (`runtime.verify`).
 
-What a rank does about peers that fail: say which wait failed, and whose fault it was.
+Errors of failed peers: which wait failed, and which rank caused it.
 
-torch's messages name neither rank nor operation, and the rank that complains is rarely the one that failed. So a rank
-whose wait failed asks the watch (`watch`), which knows what became of all; without one it names what it waited for.
+torch's messages name neither rank nor operation, and the rank that raises is rarely the one that failed. So a rank
+whose wait failed asks the watch (`watch`), which monitors all ranks; without one it names the operation it waited for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NOT_A_STALL = re.compile(
 
 @contextmanager
 def stall_errors(what: str, publisher: Publisher | None = None) -> Iterator[None]:
-    """Turn what torch raises when a peer is gone or late into a StallError that says `what` was under way."""
+    """Turn torch's error about a lost or late peer into a StallError that names the operation, `what`."""
     try:
         yield
     except RuntimeError as error:
@@ -54,9 +54,9 @@ def stall_errors(what: str, publisher: Publisher | None = None) -> Iterator[None
 
 
 def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = None) -> NoReturn:
-    """Raise what torch raised as a StallError that says `what` was under way; as it is, if no peer is to blame.
+    """Raise torch's error as a StallError that names the operation, `what`; unchanged, if no peer is to blame.
 
-    None is for what a signal's handler raises in a wait, as torch's does for a DataLoader worker that died.
+    No peer is to blame for an error of a signal handler during a wait, as torch's for a dead DataLoader worker.
     """
     if _NOT_A_STALL.search(str(error)) or came_from_handler(error):
         raise error
@@ -71,9 +71,9 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
 
 
 def as_stall(error: Exception, publisher: Publisher) -> Exception:
-    """Return the verdict for an error of a user's own collective that failed since a peer is gone; any other as it is.
+    """Return the verdict for an error of a user's own collective that failed for a lost peer; any other unchanged.
 
-    So that a rank which only lost a peer does not complain of its user's code.
+    So a rank that only lost a peer does not blame its user code.
     """
     if is_own(error) or lost_peer(error):
         return error
@@ -109,7 +109,7 @@ _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX,
 
 
 def as_group(group: Group | dist.ProcessGroup) -> Group:
-    """Return `group` as a Group; a ProcessGroup (of a DeviceMesh, say) is wrapped."""
+    """Return `group` as a Group; a ProcessGroup (of a DeviceMesh, for example) is wrapped."""
     if isinstance(group, Group):
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -129,7 +129,7 @@ class TorchGroup(Group):
         self._checks: SameCollectives | None = None
 
     def compare_collectives(self, compares: bool) -> None:
-        """From now on compare each collective before it begins, or do not; all members call this."""
+        """Switch comparison of collectives before they begin on or off; all members call this."""
         checks = SameCollectives(self.ranks, self.index, self.device, self._gather_now)
         self._checks = checks if compares else None
 
@@ -138,7 +138,7 @@ class TorchGroup(Group):
         self._started(issue, name, output).wait()
 
     def release(self) -> None:
-        """Let go of the process group: gloo's connections close with the last reference."""
+        """Drop the process group: gloo closes its connections with the last reference."""
         self.process_group = None
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
@@ -153,7 +153,7 @@ class TorchGroup(Group):
             # gloo sums a copy of all of it, in half as much time again as its all-reduce takes in place.
             return self._all_reduce(tensor, ReduceOp.SUM)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        if tensor.is_complex():  # which it alone of the collectives does not take
+        if tensor.is_complex():  # the only collective that does not take complex tensors
             output, tensor = torch.view_as_real(output), torch.view_as_real(tensor)
         return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
 
@@ -187,16 +187,16 @@ class TorchGroup(Group):
 
 
 def _gather_into() -> Callable[..., dist.Work | None]:
-    """Return torch's gather into one tensor: 2.13 deprecates the old name and has the new one only since."""
+    """Return torch's all-gather into one tensor: torch 2.13 deprecates the old name, and introduces the new one."""
     found: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return found
 
 
 class TorchWork:
-    """A torch Work that keeps its tensors until waited for, and whose errors are ours.
+    """A torch Work that keeps its tensors until it is waited for, and raises StallError.
 
-    `name` says in words what is under way. It is called when something failed: a message is a matter of
-    microseconds, and so would be the words.
+    `name` returns the operation in words. It is called on failure only: composing the words takes microseconds, as
+    long as a message.
     """
 
     __slots__ = ("_name", "_publisher", "_tensor", "_work")
@@ -208,7 +208,7 @@ class TorchWork:
         self._publisher = publisher
 
     def wait(self) -> None:
-        """Wait as `Work` says; the second time there is nothing to wait for."""
+        """Wait as `Work` does; a second call returns at once."""
         if self._work is None or self._name is None:
             return
         try:
@@ -219,7 +219,7 @@ class TorchWork:
 
 
 class _CollectiveWork(TorchWork):
-    """A collective of a group, which says that it is waited for."""
+    """A collective of a group that publishes in the wait cell while it is waited for."""
 
     __slots__ = ("_cell", "_code")
 
@@ -236,7 +236,7 @@ class _CollectiveWork(TorchWork):
         self._cell, self._code = cell, code
 
     def wait(self) -> None:
-        """The same, and say meanwhile that it is waited for."""
+        """Wait as `TorchWork` does, and publish the wait meanwhile."""
         cell = self._cell
         cell.memory[cell.at] = self._code
         super().wait()
@@ -251,12 +251,12 @@ Gather = Callable[[Tensor, Tensor], None]
 
 
 class SameCollectives:
-    """Compares what the members of a group are about to do.
+    """Compares the next collective of a group's members.
 
     Args:
         ranks: the members.
-        index: which of them this is.
-        device: where their tensors live.
+        index: this rank's index among them.
+        device: the device of their tensors.
         gather: gathers bytes.
     """
 
@@ -265,7 +265,7 @@ class SameCollectives:
         self._number = 0
 
     def require(self, words: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
-        """Raise `MisfitError` on all members unless all say the same, and send what the others expect (collective)."""
+        """Raise `MisfitError` on all members unless all pass the same words, and row counts match (collective)."""
         self._number += 1
         told = f"{self._number}: {words}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES, b"\0")
         rows = torch.tensor([*sent, *received], dtype=torch.int64).view(torch.uint8)

@@ -1,12 +1,12 @@
-"""Data sets in memory: a training and a validation split, each kept as compactly as it came.
+"""Data sets in memory: a training and a validation split, each in its compact original dtype.
 
 Bytes stay bytes until a batch is gathered; only then are they scaled to float32, or become token ids.
 
-Which samples make which batch: a pure function of (seed, epoch).
+The samples of each batch are a pure function of (seed, epoch).
 
     8 samples, batches of 3, epoch e:   [5 0 7] [2 4 1] [6 3 ·]        · = PADDING
 
-Each batch has the full size, so that shapes never change; the last one is filled up with padding.
+Each batch has the full size, so that shapes never change; the last one is padded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 
 DIGESTED = 256
-"""So many samples of a split are hashed."""
+"""Number of samples of a split that are hashed."""
 
 IGNORED_TARGET = -100
-"""The target of a padding row; the loss ignores it."""
+"""Target of a padding row; the loss ignores it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """What a model must know of its data: the shape of one sample's input, and the number of classes."""
+    """Sizes that a model is built for: the shape of one sample's input, and the number of classes."""
 
     input_shape: tuple[int, ...]
     num_classes: int
@@ -50,7 +50,7 @@ class Normalization:
 class Split:
     """Samples: inputs (N, …) of any type, targets (N, …) of any integer type.
 
-    In a batch, inputs are float32 with a normalization, int64 where they are the ids of tokens (`has_ids`), and
+    In a batch, inputs are float32 with a normalization, int64 where they are token ids (`has_ids`), and
     otherwise of the type they have here; targets are int64.
     Raises MisfitError where there are not as many inputs as targets, or none.
     """
@@ -71,7 +71,7 @@ class Split:
         return len(self.targets)
 
     def digest(self) -> str:
-        """Return a hash of some samples, evenly spread, and of how they are read: so that other data show."""
+        """Return a digest of some samples, evenly spread, their dtype and normalization, to detect other data."""
         rows = np.linspace(0, len(self) - 1, min(len(self), DIGESTED), dtype=np.int64)
         digest = hashlib.sha256(f"{self.inputs.dtype} {self.normalization} {self.has_ids}".encode())
         for numbers in (self.inputs[rows], self.targets[rows]):
@@ -95,7 +95,7 @@ class Dataset:
 
     @property
     def spec(self) -> DataSpec:
-        """The sizes a model is built for."""
+        """Sizes that a model is built for."""
         return DataSpec(input_shape=self.train.inputs.shape[1:], num_classes=self.num_classes)
 
 
@@ -119,7 +119,7 @@ def gather_batch(split: Split, indices: Indices) -> tuple[Tensor, Tensor]:
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 PADDING = -1
-"""The index that means no sample."""
+"""Index of a padding row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class BatchSampler:
 
     @property
     def num_batches(self) -> int:
-        """Batches of one epoch, the padded one included."""
+        """Number of batches of one epoch, the padded one included."""
         return -(-self.num_samples // self.batch_size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Indices]:
@@ -158,7 +158,7 @@ class BatchSampler:
     def _order(self, epoch: int) -> Indices:
         """Return the samples of an epoch in order.
 
-        Sorting Philox's raw numbers instead of asking for a permutation: numpy promises the former to be the same
+        Philox's raw numbers are sorted, rather than numpy's permutation used: numpy promises the former to be the same
         in every release, and ranks and resumed runs may have different ones.
         """
         if not self.shuffle:

@@ -1,4 +1,4 @@
-"""Loaders of one's own: whatever gives batches, one replica's share each, in place of a data set in memory.
+"""User-supplied data loaders: any iterable of batches, one per replica, in place of a data set in memory.
 
     def load(replica, num_replicas):                       on every rank; ranks of a replica get the same batches
         sampler = DistributedSampler(texts, num_replicas, replica)
@@ -6,13 +6,13 @@
 
 A batch is (inputs, targets), (inputs, targets, extras), or a mapping with the targets under "labels" or "targets", the
 inputs first. A loader with `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader, is saved in
-checkpoints and goes on where it was; so does torch's DataLoader over a data set with an index, by its sampler's
-position. Others are refused as they are to be saved.
+checkpoints and resumes at its position; so does torch's DataLoader over a map-style data set, by its sampler's
+position. Others are refused when a checkpoint is saved.
 
-The generators of random numbers that a loader's order follows from, as plain data for checkpoints.
+Also the states of random generators that a loader's order depends on, as plain data for checkpoints.
 
 of the process    torch's, Python's, numpy's
-of the loader     those that torch's DataLoader and its samplers were given: `generator=…`
+of the loader     those passed to torch's DataLoader and its samplers: `generator=…`
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .marks import Mark, Sample, is_marked, mark_of, sample_of
 from .torch_loaders import naming_workers, refusal_of_position, samplers_of, skipped, with_epochs
 
 State = list[Any]
-"""Where each of some generators is: tensors, numbers, tuples, dicts."""
+"""States of some generators: tensors, numbers, tuples, dicts."""
 
 _OF_PROCESS = 3
-"""So many come first that are those of the process."""
+"""Number of generators of the process, which come first."""
 
 
 class Generators:
-    """Those of the process, then those that `holders` were given, each once."""
+    """Random generators of the process, then those of `holders`, each once."""
 
     def __init__(self, holders: Iterable[Any] = ()) -> None:
         given = [getattr(holder, "generator", None) for holder in holders]
@@ -56,7 +56,7 @@ class Generators:
         ]
 
     def states(self) -> State:
-        """Return where they are."""
+        """Return their states."""
         return [read() for read, _ in self._all]
 
     def fit(self, states: State) -> bool:
@@ -64,7 +64,7 @@ class Generators:
         return len(states) == len(self._all)
 
     def set(self, states: State) -> None:
-        """Let them be where they were; where there were others, only those of the process."""
+        """Set their states; where their number differs, only those of the process."""
         known = states if self.fit(states) else states[:_OF_PROCESS]
         for (_, put), state in zip(self._all, known, strict=False):
             put(state)
@@ -82,10 +82,10 @@ def _set_numpys_state(state: Mapping[str, Any]) -> None:
 
 
 TARGETS = ("labels", "targets")
-"""The names of targets in a mapping."""
+"""Names of targets in a mapping."""
 
 UNKNOWN = DataSpec(input_shape=(), num_classes=0)
-"""What is known of data of which nothing was said."""
+"""Sizes of data that the user does not declare."""
 
 Batch = tuple[Any, Any, Mapping[str, Any]]
 """Inputs, targets, extras."""
@@ -105,14 +105,14 @@ OTHER_DATA = (
 
 @dataclass
 class Position:
-    """Where in its sampler's order a loader without a state is.
+    """Position of a loader without `state_dict`, in its sampler's order.
 
     Attributes:
-        begin: where generators were when its latest pass began: an iterator was made.
-        given: how many batches it has given in that pass.
-        last: which batch of the latest pass was the last that was read, from 1 on; 0: none was.
-        before: where generators were before it, where it can be read alone.
-        mark: what it had.
+        begin: states of the generators when its latest pass began, before its iterator was made.
+        given: number of batches it has yielded in that pass.
+        last: number of the last batch that was read in the latest pass, from 1 on; 0: none was.
+        before: states of the generators before that batch, where it can be read alone.
+        mark: digests of that batch.
     """
 
     begin: State = field(default_factory=list)
@@ -124,13 +124,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Loaders:
-    """The loaders of one replica.
+    """Data loaders of one replica.
 
     Attributes:
-        train: gives the batches of training.
+        train: yields the batches of training.
         validation: those of validation, or None.
-        spec: what a built-in model must know of the data.
-        batches: how many batches an epoch has; None: all that the loader has. With a number, a loader may be endless,
+        spec: the sizes that a built-in model is built for.
+        batches: number of batches of an epoch; None: all that the loader has. With a number, a loader may be endless,
             and an epoch begins where the one before ended.
     """
 
@@ -141,14 +141,14 @@ class Loaders:
 
 
 class LoaderFeed:
-    """Batches of a loader, epoch by epoch, and where it is.
+    """Batches of a loader, epoch by epoch, and its position for checkpoints.
 
         a state of its own      saved, and loaded
-        a sampler's position    generators are set to where its latest pass began, and it passes over what it gave; the
-                                last batch is read, and compared with the mark that it left
-        neither                 refused as its state is asked for, unless nobody `saves`
+        a sampler's position    generators are set as at the start of its latest pass, and yielded batches are skipped;
+                                the last one is read, and compared with its mark
+        neither                 refused when its state is requested, unless not `saves`
 
-    Raises `UsageError` for a loader of which nobody knows how many batches it has.
+    Raises `UsageError` for a loader whose number of batches is unknown.
     """
 
     def __init__(self, loader: Any, batches: int | None, *, saves: bool = True) -> None:
@@ -160,7 +160,7 @@ class LoaderFeed:
                 "Loaders(loader, batches=1000)"
             )
         self.num_batches = len(loader) if batches is None else batches
-        self._length = length_hint(loader)  # 0: nobody says how many batches a pass has
+        self._length = length_hint(loader)  # 0: the length of a pass is unknown
         self._generators = Generators([loader, *samplers_of(loader)])
         self._at = Position()
         self._sample: Sample | None = None
@@ -170,18 +170,18 @@ class LoaderFeed:
 
     @property
     def has_state(self) -> bool:
-        """Whether the loader says where it is."""
+        """Whether the loader has a state dict."""
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch that was given is the last of several of a pass."""
+        """Whether the current batch is the last of several of a pass."""
         return self._at.given == self._length > 1
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch from number `start` on, which the loader's state has to be at.
+        """Yield the batches of an epoch from number `start` on, which must be the loader's position.
 
-        Raises `MisfitError` where the loader ends before its length, or goes on behind it.
+        Raises `MisfitError` where the loader has fewer batches than its length, or more.
         """
         if start == 0:
             self._set_epoch(epoch)
@@ -219,7 +219,7 @@ class LoaderFeed:
         raise MisfitError("the loader has no batches")
 
     def state(self) -> bytes:
-        """Return where the loader is; raises `UsageError` where it cannot say, or not in plain data."""
+        """Return the loader's state; raises `UsageError` where it has none, or one that is no plain data."""
         kind = type(self._loader).__name__
         if not self.has_state and self._refusal is not None:
             raise UsageError(
@@ -242,10 +242,10 @@ class LoaderFeed:
         return saved.getvalue()
 
     def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
-        """Let a loader that has not begun be `batch` batches into an epoch, as `state` says.
+        """Move a fresh loader to `batch` batches into an epoch, by its state.
 
-        Without a state, or with that of a loader of another kind, it gives all that come before, for nobody: of a
-        sampler with `set_epoch` the epoch's, of any other all since the first epoch. `say` is told that it does so.
+        Without a state, or with that of a loader of another kind, earlier batches are skipped one by one: with a
+        `set_epoch` those of the epoch, else all since the first epoch. A message by `say` reports it.
         """
         saved = {} if state is None else torch.load(io.BytesIO(state), weights_only=True)
         if self.has_state and "loader" in saved:
@@ -262,9 +262,9 @@ class LoaderFeed:
             self._generators.set(saved["drawn"])
 
     def _load(self, state: Any, batch: int) -> None:
-        """Give the loader its state.
+        """Load the loader's state.
 
-        torchdata's loader draws from its generator whenever an iterator is made, and what was drawn is no part of its
+        torchdata's loader draws from its generator whenever an iterator is made, and that draw is not part of its
         state; so it is made before generators are set.
         """
         self._loader.load_state_dict(state)
@@ -275,9 +275,9 @@ class LoaderFeed:
         self._batches = begun if batch or self._goes_on else None
 
     def _pass_over(self, at: Position, epoch: int) -> bool:
-        """Begin the latest pass again, and pass over the batches that it has given, but for the last one.
+        """Start the latest pass again, and skip the batches that it has yielded, except the last one.
 
-        Return whether that one has what it had. A pass that is over begins again for that alone, if without workers.
+        Return whether that one equals its mark. A finished pass is restarted for that batch alone, if without workers.
         """
         self._at = at
         number = at.given or (at.last if self._is_alone else 0)
@@ -312,7 +312,7 @@ class LoaderFeed:
 
 
 def batch_of(given: Any) -> Batch:
-    """Read what a loader gives; raises `UsageError` for what is no batch."""
+    """Split a loader's batch into inputs, targets, extras; raises `UsageError` for an object that is no batch."""
     if isinstance(given, Mapping):
         name = next((name for name in TARGETS if name in given), None)
         first = next((key for key in given if key not in TARGETS), None)

@@ -1,6 +1,6 @@
-"""Marks of batches, by which a run that goes on sees whether its loader gives again what it gave before.
+"""Digests of batches (marks), by which a resumed run checks that its loader yields the same data again.
 
-batch ─▶ numbers from all over each tensor, kept in memory of their own ─▶ at a save: path → digest
+batch ─▶ numbers sampled over each tensor, copied to separate memory ─▶ at a save: path → digest
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Sample = dict[str, Any]
 """Some numbers of each tensor of a batch, and its plain values, by their paths in it."""
 
 Mark = dict[str, list[int]]
-"""By path a digest, as plain data; what follows it in marks of before is not looked at."""
+"""Digest by path, as plain data; further entries in older marks are ignored."""
 
 _SAMPLED, _LEAVES, _ENTRIES = 1024, 256, 64
 
 
 def sample_of(given: Any) -> Sample:
-    """Return some of what a loader gave, as it is now; on a device nothing waits for it."""
+    """Return a sample of a loader's batch, copied now; without synchronizing a device."""
     return dict(islice(_sampled(given, ""), _LEAVES))
 
 
 def mark_of(sample: Sample) -> Mark:
-    """Return the mark of what was sampled."""
+    """Return the mark of a sample."""
     return {path: [zlib.crc32(_bytes(numbers))] for path, numbers in sample.items()}
 
 
 def is_marked(found: Mark, before: Mark) -> bool:
-    """Whether a mark says the same as another one, of what both have."""
+    """Whether two marks are equal at the paths that both have."""
     return all(found[path][0] == digest for path, (digest, *_) in before.items() if path in found)
 
 
 def scattered(count: int, most: int) -> np.ndarray:
-    """Return `most` places from all over `count` numbers, so that no pattern of rows is met: int64, (most,)."""
+    """Return `most` indices scattered over `count` numbers, so that they match no pattern of rows: int64, (most,)."""
     return np.arange(most, dtype=np.int64) * 0x9E3779B1 % count
 
 

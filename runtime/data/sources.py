@@ -1,4 +1,4 @@
-"""Where data sets come from: scikit-learn's digits, a directory of IDX files, text, or a user's function.
+"""Sources of data sets: scikit-learn's digits, a directory of IDX files, text, or a user's function.
 
 The IDX format of MNIST and its siblings, gzipped or not, read strictly.
 
@@ -7,13 +7,13 @@ The IDX format of MNIST and its siblings, gzipped or not, read strictly.
 
 Source: http://yann.lecun.com/exdb/mnist (the section "file formats").
 
-Text, byte by byte: a file, or the source of Python's standard library, which is always there.
+Text, byte by byte: a file, or the source of Python's standard library, which is always available.
 
     bytes      │ d e f · f ( x ) : │ …            windows of `sequence` = 4, one next to the other:
     inputs     │ d e f · │ f ( x ) │              every byte of a split but its first is predicted once
     targets    │ e f · f │ ( x ) : │
 
-The last tenth of the bytes is for validation. Windows are views of the bytes; a batch alone is copied.
+The last tenth of the bytes is for validation. Windows are views of the bytes; only batches are copied.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from .loaders import Loaders
 BUILT_IN = ("digits", "mnist", "text")
 
 DIGITS = Normalization(mean=4.884, std=6.017)
-"""Of the 0…16 grey values of scikit-learn's digits."""
+"""Normalization of the 0…16 grey values of scikit-learn's digits."""
 
 MNIST = Normalization(mean=0.1307 * 255, std=0.3081 * 255)
-"""Of the 0…255 grey values of MNIST."""
+"""Normalization of the 0…255 grey values of MNIST."""
 
 
 def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) -> Dataset | Loaders:
     """Return the data set of a job, or the loaders of one replica.
 
-    A user's function gets the options by name, `path` where one is given, and `replica` and `num_replicas` if it takes
-    them; it returns a Dataset, a loader, or Loaders. "text" is the
+    A user's function is passed the options by name, `path` where one is set, and `replica` and `num_replicas` if it
+    takes them; it returns a Dataset, a loader, or Loaders. "text" is the
     file at the path. Any other name with a path means the MNIST files in that directory; "digits" without one is
     scikit-learn's.
-    Raises UsageError for an unknown name, for options nobody reads and for files that are missing, InputError for
+    Raises UsageError for an unknown name, for unused options and for files that are missing, InputError for
     broken files.
     """
     if names_file(config.name):
@@ -77,12 +77,12 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
 
 
 def knows_replica(config: DataConfig) -> bool:
-    """Whether the data are those of a user's function that is told for which replica it loads them."""
+    """Whether the data come from a user's function that takes the number of its replica."""
     return names_file(config.name) and bool(_taken(config) & {"replica", "num_replicas"})
 
 
 def _taken(config: DataConfig) -> set[str]:
-    """Return the names of what a user's function takes."""
+    """Return the parameter names of a user's function."""
     function = load_object(config.name)
     return set(arguments_of(function)) if callable(function) else set()
 
@@ -154,7 +154,7 @@ def read_image_label_pair(folder: Path, images: str, labels: str) -> tuple[Bytes
 def find_idx(folder: Path, name: str) -> Path:
     """Return the file `name` of `folder`, gzipped or not, also in the spelling "train-images.idx3-ubyte".
 
-    Raises UsageError that says what was looked for.
+    Raises UsageError with the names that were tried.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such directory; it should hold the IDX files {name}[.gz] and so on")
@@ -183,7 +183,7 @@ def read_idx(path: Path, dims: int) -> Bytes:
 
 
 def _parse(path: Path, stream: BinaryIO | gzip.GzipFile, dims: int) -> Bytes:
-    """Return the array in `stream`; the shape its header claims is believed only when the bytes are there."""
+    """Return the array in `stream`; the shape in its header is trusted only when the bytes are there."""
     header_size = 4 + 4 * dims
     header = stream.read(header_size)
     magic = bytes([0, 0, UNSIGNED_BYTE, dims])
@@ -215,16 +215,16 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 BYTE_VALUES = 256
 STANDARD_LIBRARY_BYTES = 4_000_000
-"""How much of the standard library is read at most."""
+"""Most bytes that are read of the standard library."""
 
 
 class TextOptions(Settings):
-    """How text is cut into samples."""
+    """Options of text samples."""
 
     sequence: int = Field(default=128, ge=1)
     """Bytes per sample."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """How much of the text is used, from its beginning; none: all of a file, 4 MB of the standard library."""
+    """Bytes of the text that are used, from its beginning; none: all of a file, 4 MB of the standard library."""
 
 
 def load_text(path: Path | None, options: TextOptions) -> Dataset:
@@ -256,7 +256,7 @@ def _windows(text: Bytes, sequence: int) -> Split:
 
 
 def _map_file(path: Path) -> Bytes:
-    """Return a file's bytes without reading them: the ranks of a machine use one copy, the system's."""
+    """Return a file's bytes without reading them: the ranks of a machine share the system's page cache."""
     try:
         if not path.stat().st_size:
             raise InputError(f"{path}: holds nothing")
@@ -268,7 +268,7 @@ def _map_file(path: Path) -> Bytes:
 def _standard_library(max_bytes: int) -> Bytes:
     """Return the source of the top-level modules, one after the other by name.
 
-    Only what every Python of a version has: not its packages' tests, nor what a distribution adds.
+    Only modules that every Python of a version has: not its packages' tests, nor additions of a distribution.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()

@@ -1,7 +1,7 @@
-"""What is known of torch's own DataLoader and its samplers, whose order follows from generators alone.
+"""Support for torch's own DataLoader and its samplers, whose order is determined by generators alone.
 
 DataLoader ── batch_sampler ── sampler ─▶ indices of a batch ─▶ samples, read in this process or by workers
-                                └ advanced alone: batches that nobody wants are not read
+                                └ advanced alone: skipped batches are not read
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.data import (
 from quintsched.errors import CodeError
 
 WORKER_ENDS_S = 10.0
-"""How long a worker that has hung up takes to end, at most."""
+"""Longest time that a worker takes to end after it has hung up."""
 
 _KNOWN = (
     BatchSampler,
@@ -39,23 +39,23 @@ _KNOWN = (
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return the samplers of a loader, as far as it has some."""
+    """Return the samplers of a loader, if any."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     found = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return [sampler for sampler in found if sampler is not None]
 
 
 def with_epochs(loader: Any) -> list[Any]:
-    """Return those of its samplers whose order follows from the number of the epoch."""
+    """Return its samplers whose order depends on the number of the epoch."""
     found = {id(sampler): sampler for sampler in samplers_of(loader) if hasattr(sampler, "set_epoch")}
     return list(found.values())
 
 
 def refusal_of_position(loader: Any, *, goes_on: bool) -> str | None:
-    """Return why batches do not follow from a position in a pass, in words; None: they do.
+    """Return the reason why batches are not determined by a position in a pass; None: they are.
 
-    They do where a loader is a list, or torch's DataLoader over a data set with an index, in an order that follows from
-    where generators were as the pass began, and from the epoch. With `goes_on`, samplers are not told the epoch.
+    They are for a list, and for torch's DataLoader over a map-style data set, in an order that depends only on
+    the generators' states at the start of the pass, and on the epoch. With `goes_on`, `set_epoch` is never called.
     """
     if type(loader) in (list, tuple):
         return None
@@ -71,7 +71,7 @@ def refusal_of_position(loader: Any, *, goes_on: bool) -> str | None:
 
 
 def skipped(batches: Iterator[Any]) -> object:
-    """Pass over a batch, of which only the indices are found where no worker reads it; None: there is none."""
+    """Skip a batch; where no worker reads it, only its indices are computed; None: there is none."""
     if getattr(batches, "_num_workers", 1) or not hasattr(batches, "_next_index"):
         return next(batches, None)
     try:
@@ -82,9 +82,9 @@ def skipped(batches: Iterator[Any]) -> object:
 
 @contextmanager
 def naming_workers() -> Iterator[None]:
-    """A context that fetches a batch; raises `CodeError` where a worker ended that was to give it.
+    """Raise `CodeError` where a DataLoader worker ended while its batch was fetched within a context.
 
-    Torch tells of one that crashed or was killed. One that ends by `SystemExit` is seen as a lost connection alone.
+    Torch reports one that crashed or was killed. One that ends by `SystemExit` only shows as a lost connection.
     """
     try:
         yield
@@ -99,7 +99,7 @@ def naming_workers() -> Iterator[None]:
 
 
 def _ended_workers(error: BaseException) -> list[str]:
-    """Return what is known of workers that have ended, where an error arose in the connection to one."""
+    """Return pid and exit code of workers that have ended, where an error arose in the connection to one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     waits = [frame.f_locals["self"] for frame in frames if frame.f_code.co_name == "_try_get_data"]
     if not waits or "multiprocessing" not in str(frames[-1].f_globals.get("__name__")):
@@ -107,6 +107,6 @@ def _ended_workers(error: BaseException) -> list[str]:
     workers = waits[-1]._workers
     hung_up = wait([worker.sentinel for worker in workers], WORKER_ENDS_S)
     ended = [worker for worker in workers if worker.sentinel in hung_up]
-    for worker in ended:  # its pipe is closed a moment before its exit code is there
+    for worker in ended:  # its pipe closes a moment before its exit code is known
         worker.join(WORKER_ENDS_S)
     return [f"pid {one.pid}, exit code {one.exitcode}" for one in ended]

@@ -1,8 +1,7 @@
-"""What users' code is found to do, by experiment, once, before it trains: losses, modes, state, scales.
+"""Examination of user code by experiment, once before it trains: losses, training modes, state, gradients.
 
-Each question is asked in one module, of callables and tensors alone, and answered with a fact or with one refusal that
-names the line to write. A steady step compares plain values and modules: `followed`, `functions_kept`. What updates of
-an optimizer depend on, `optimizers` says.
-
+Each question has one module, which takes callables and tensors only, and answers with a fact or a refusal that names
+the line to change. A steady step compares plain values and modules: `followed`, `functions_kept`. `optimizers` has
+the inputs of optimizers' updates.
 May import parallel, blocks, data, autograd, agreement, comm; not splitting, stage, steps, nor what is above them.
 """

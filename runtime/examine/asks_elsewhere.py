@@ -1,10 +1,10 @@
-"""Code between the layers of a model that asks elsewhere: refused, for the answers may be others in the next step.
+"""Refusal of code between the layers of a model that reads outer state, which may differ in the next step.
 
     x * float(os.environ["TAU"])      asks: refused, with the line         os.environ (model.py, line 12)
     x * self.last()                   a weak reference: refused, by name   model.last (weakref.ReferenceType)
     x * self.tau, x * SETTINGS.tau    compared by value in each step
 
-A module that is called whole asks for itself, each time that it runs: what it asks does not count.
+A module that is called whole (a leaf of the trace) asks by itself at each run: its calls do not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_MODES = (
     *("is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),
     *("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
 )
-"""Functions of torch that tell of modes, which code between layers is followed through."""
+"""Functions of torch that return modes; code between layers is followed through these."""
 
 _INSTEAD = (
     "read it in __init__ or in the training loop and keep it as an attribute of the model, which is followed, pass it "
@@ -31,15 +31,15 @@ _INSTEAD = (
 
 
 class AsksElsewhere(MisfitError):
-    """Code between layers goes by what nobody can compare."""
+    """Code between layers depends on state that cannot be compared."""
 
 
 FINAL = (AsksElsewhere, ModesLeftError)
-"""What is wrong with a model whichever way it is cut."""
+"""Errors that no other way of splitting the model avoids."""
 
 
 def require_plain(name: str, found: Sequence[str]) -> None:
-    """Raise `AsksElsewhere` for what the forward of a model of this name was heard to ask, see `asking_elsewhere`."""
+    """Raise `AsksElsewhere` for calls that `asking_elsewhere` recorded in the forward of the model of this name."""
     asked = [
         text for text in dict.fromkeys(found) if not text.startswith(tuple(f"torch.{mode} " for mode in _OF_MODES))
     ]
@@ -57,7 +57,7 @@ def require_plain(name: str, found: Sequence[str]) -> None:
 
 
 def require_known(name: str, unseen: str | None, line: str) -> None:
-    """Raise `AsksElsewhere` for an object of unknown content that the forward of a model of this name goes by."""
+    """Raise `AsksElsewhere` for an object of unknown content that the forward of the model of this name reads."""
     if unseen is not None:
         raise AsksElsewhere(
             f"the forward of {name} goes by {unseen}{line} between its layers, of which nobody can tell whether what "
@@ -68,7 +68,7 @@ def require_known(name: str, unseen: str | None, line: str) -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """A context in which a module runs that asks for itself."""
+    """Context without a profile function, for a module that is called whole."""
     before = sys.getprofile()
     profile_by(None)
     try:

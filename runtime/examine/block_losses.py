@@ -1,13 +1,13 @@
-"""What losses that blocks return are over, found by experiment: sums over samples, or means over them.
+"""Reductions of losses that blocks return, found by experiment: sums over samples, or means over them.
 
-    x = a ⊕ b, unlike parts of some samples; s: the share of a; ∂ by what the block is given, and by its weights
+    x = a ⊕ b, unlike parts of some samples; s: the share of a; ∂ by the block's inputs, and by its weights
 
     L(x) = L(a) + L(b)                ∂L(x) = ∂L(a) + ∂L(b)                a sum
     L(x) = s L(a) + (1 - s) L(b)      ∂L(x) = s ∂L(a) + (1 - s) ∂L(b)      a mean over samples, or targets that count
 
-Numbers are drawn, of many sizes and with one sample far from the others; weights too, as a router that starts at zero
-tells nothing; extras and targets are other numbers than the first ones, by which a loss may be another later. Norms
-take no statistics of these few samples, and of `MoE` the balance is what it is of a microbatch.
+Inputs are drawn in several scales, one sample far from the others. Weights are drawn too, as a router of zeros decides
+nothing. Extras and targets are varied, since later ones may change the loss. Norms use their running statistics on
+these few samples, and the balance loss of `MoE` is left out, which belongs to a microbatch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .losses.parts import Parts, rows_of_each
 from .other_numbers import Agree, others_of
 
 SAMPLES = 13
-"""So many are drawn, where memory allows it: the rows of a few of them are told from sizes of anything else."""
+"""Number of samples drawn, where memory allows it: a number of rows that few other sizes are multiples of."""
 
 _SIZES = (
     ((4, 1.0, 1.0), (4, 0.1, 1.0)),
@@ -47,27 +47,27 @@ _SIZES = (
     ((4, 100.0, 1.0), (9, 1.0, 0.01)),
     ((1, 10.0, 1.0), (5, 3.0, 1.0)),
 )
-"""Of each draw: how many samples the first part has, and by how much its numbers are larger, and those of the rest."""
+"""Experiments by draw: size of the first part, scale of its numbers, scale of the rest's."""
 
 _FAR = 30.0
 _TOLERANCE = {8: 1e-7, 4: 2e-4}
 _NOISE = 1e-3
-"""What is so much smaller than the largest gradient is measured by that: it may be nothing but rounding."""
+"""Size, relative to the largest gradient, below which a gradient may be rounding error only."""
 
 _UNTRIED = "it cannot be run on several samples of numbers that are drawn, and on some of them"
 
 Alike = Callable[[range], AbstractContextManager[None]]
-"""Makes a context in which a block draws the same each time for these samples."""
+"""Function that returns a context in which a block draws the same each time for these samples."""
 
 
 class BlockLoss(NamedTuple):
-    """What is found of the loss of a kind of block.
+    """Finding about the loss of a kind of block.
 
     Attributes:
         name: of the first block of the kind.
-        over: all that it may be over; empty: neither a sum nor a mean, as far as anybody knows.
-        why: why nobody knows; "": it could be run.
-        where: where it is neither, if that is not as it is given.
+        over: all reductions that fit; empty: neither a sum nor a mean, as far as known.
+        why: the reason why it is not known; "": it could be run.
+        where: the condition under which it is neither, if that is not its usual input.
     """
 
     name: str
@@ -77,7 +77,7 @@ class BlockLoss(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """A loss, 0-dimensional, and its gradients: of what the block is given, then of its weights."""
+    """Loss, 0-dimensional, and its gradients: of the block's inputs, then of its weights."""
 
     value: Tensor
     gradients: Sequence[Tensor]
@@ -95,24 +95,24 @@ def examine_block_loss(
     is_brief: bool = False,
     records: bool = True,
 ) -> BlockLoss:
-    """Return what the loss of a block may be over, in the mode in which it is; the block is as it was.
+    """Return the reductions that the loss of a block may have, in its present mode; the block is restored.
 
     Args:
-        run: runs a block on what it is given.
+        run: runs a block on its inputs.
         number: of the block.
         block: its weights are resident.
-        arrival: what it is given, of as many `samples`.
+        arrival: its inputs, of as many `samples`.
         alike: a context in which it draws the same each time for these samples.
-        agree: makes numbers of ranks that run the block together the same.
+        agree: makes numbers equal on the ranks that run the block together.
         is_brief: whether one experiment is enough, as it was examined before.
-        records: whether it runs with a graph; without one its values tell.
+        records: whether it runs with an autograd graph; without one its values decide.
     """
     unseen = SteeringState({f"block {number}": block}).unseen
     asked = list[str]()
     with versions_kept(block), untouched(block):
         _leave_batches_out(block)
         found = _Examination(run, number, block, arrival, samples, alike, agree, asked, records).run(is_brief)
-        if not found.over and not found.why:  # where it draws for a microbatch, and not for its samples
+        if not found.over and not found.why:  # for blocks that draw per microbatch, not per sample
             by_unit = lambda some: alike(range(len(some)))  # noqa: E731
             found = _Examination(run, number, block, arrival, samples, by_unit, agree, asked, records).run(is_brief)
     elsewhere = f"it asks {asked[0]}" if asked else unseen and f"it goes by {unseen!r}, which nobody can compare"
@@ -128,7 +128,7 @@ def _leave_batches_out(block: nn.Module) -> None:
 
 
 class _Examination:
-    """Experiments on a block; what it asks elsewhere is added to `asked`."""
+    """Experiments on a block; calls that are not plain are added to `asked`."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Examination:
         self._num_leaves = len(arrival.tensors)
 
     def run(self, is_brief: bool) -> BlockLoss:
-        """Return what all experiments agree on; if it `is_brief`, the first with drawn weights."""
+        """Return the finding that all experiments agree on; if it `is_brief`, of the first with drawn weights."""
         name, parts = f"block {self._number} ({type(self._block).__name__})", self._drawn(0, self._arrival)
         candidates: dict[LossWeight, None] = dict.fromkeys([LossWeight(Over.SUM), LossWeight(Over.SAMPLES)])
         if self._known is not None:
@@ -195,7 +195,7 @@ class _Examination:
     def _drawn(self, number: int, arrival: Arrival) -> Parts:
         """Return samples of the `number`-th draw, with the extras and targets of an arrival.
 
-        Ids are not above those that there are.
+        Drawn ids are at most as large as those in the arrival.
         """
         generator = torch.Generator().manual_seed(number)
         outputs = [self._other(given.tensor, number, generator) for given in self._arrival.tensors.values()]
@@ -228,7 +228,7 @@ class _Examination:
         self._kept = Kept(self._block)
 
     def _try_once(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: range) -> _Tried | None:
-        """Return the loss of these; None where that is no finite number, or the block cannot be run so."""
+        """Return the loss of these tensors; None where it is not finite, or the block cannot be run on them."""
         asked = list[str]()
         try:
             at_first = untouched(self._block, self._kept)
@@ -240,7 +240,7 @@ class _Examination:
                 found = (
                     torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(wanted)
                 )
-        except Exception:  # what a user's code says to numbers that no block has given
+        except Exception:  # errors of user code on numbers that no block has given
             return None
         finally:
             self._asked += asked
@@ -262,12 +262,12 @@ class _Examination:
         return replace(given, activation=activation, riders=riders, extras=extras)
 
     def _goes_by_rest(self, parts: Parts, tried: _Tried) -> bool:
-        """Whether a loss has a gradient of what the block is given and is of no sample."""
+        """Return whether a loss has a gradient of inputs that belong to no sample."""
         units = [parts.units[i] for i in range(self._num_leaves) if parts.outputs[i].is_floating_point()]
         return any(not unit and bool(g.any()) for unit, g in zip(units, tried.gradients, strict=False))
 
     def _shares(self, weight: LossWeight, parts: Parts) -> tuple[float, float] | None:
-        """Return what each part weighs in the whole by a weight; None: it says nothing."""
+        """Return the share of each part in the whole by a weight; None: it is undefined."""
         if weight.over is Over.SUM:
             return 1.0, 1.0
         share = parts.share
@@ -280,7 +280,7 @@ class _Examination:
         return share, 1 - share
 
     def _holds(self, shares: tuple[float, float] | None, parts: Parts, tried: tuple[_Tried, _Tried, _Tried]) -> bool:
-        """Whether a loss of two parts is what it is of each, by their shares."""
+        """Return whether a loss of two parts is the sum of those of each, times their shares."""
         if shares is None:
             return False
         whole, a, b = tried

@@ -1,4 +1,4 @@
-"""Blocks run beside the training, with a graph, on what they are given in experiments."""
+"""Runs of blocks beside training, with an autograd graph, on inputs of experiments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..parallel.proof.arrivals import Arrival, Given
 
 Sliced = Callable[[int], Group | None]
 RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]
-"""Runs a block, which is on this rank, on what it is given."""
+"""Function that runs a block of this rank on its inputs."""
 
 
 class Ran(NamedTuple):
-    """A run of a block: what it was given that has gradients, its weights that do; what it gave, and its loss."""
+    """Run of a block: its input leaves and weights that require gradients; its outputs, and its loss."""
 
     leaves: Sequence[Tensor]
     weights: Sequence[nn.Parameter]
@@ -35,14 +35,14 @@ class Ran(NamedTuple):
 
 @contextmanager
 def drawing(masks: Masks, number: int, block: nn.Module, samples: range, sliced: Sliced) -> Iterator[None]:
-    """Have a block draw the same each time for these samples, and on all ranks, in its forward and its backward."""
+    """Context in which a block draws the same each time for these samples, on all ranks, in forward and backward."""
     unit, draws = Unit(0, samples), _DrawsBySample(masks, {number: block}, sliced)
     with masks.of(unit), masks.again(unit), draws.running(number):
         yield
 
 
 class _DrawsBySample(BlockDraws):
-    """Has each sample draw by itself, so that some of them draw what they draw among others."""
+    """Draws of a block made per sample, so that a sample's draws do not depend on the others in the run."""
 
     def _draw_keyed(self, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         found, name, unit = super()._draw_keyed(func, args, given), func.__name__, self._masks.unit
@@ -71,7 +71,7 @@ _OF_SAMPLES = (
 
 
 def _of_sample(first: Tensor, samples: int, place: int, given: Any) -> Any:
-    """Return the rows of one sample of what is given, if it has as many as `first`."""
+    """Return the rows of one sample of a tensor, if it has as many rows as `first`; else the value itself."""
     is_of_samples = isinstance(given, Tensor) and given.shape[:1] == first.shape[:1]
     return given.chunk(samples)[place] if is_of_samples else given
 
@@ -81,7 +81,7 @@ def _bounds(given: Mapping[str, Any]) -> list[Any]:
 
 
 def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, *, records: bool = True) -> Ran:
-    """Run a block whose weights are resident; without a graph where it `records` none."""
+    """Run a block whose weights are resident; without an autograd graph unless it `records`."""
     accepts, short = accepted_extras(block), next((p.dtype for p in block.parameters() if p.dtype.itemsize < 4), None)
 
     def leaf(given: Given) -> Tensor:

@@ -1,7 +1,7 @@
-"""Functions that build blocks: each call is to give the same block, since a rank makes other calls than one process.
+"""Check that functions that build blocks return the same block at each call: ranks call them in another order.
 
-the first call, without data         L(idx=1)  ┐ refused, unless draws alone tell them apart: two calls
-the one that this rank trains        L(idx=9)  ┘ under one seed give the same then
+the first call, without data         L(idx=1)  ┐ refused, unless only random draws differ: two calls
+the one that this rank trains        L(idx=9)  ┘ under one seed return the same then
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEEPEST = 4
 
 
 def why_unlike(number: int, block: Block, first: nn.Module, built: nn.Module) -> str:
-    """Return why a function is refused that gave one block first, without data, and then another; empty: it is not."""
+    """Return the reason to refuse a function that built one block first, without data, then another; "": none."""
     if isinstance(block, nn.Module) or is_ours(block) or not _difference(first, built):
         return ""
     if not (other := _difference(on_meta(block), on_meta(block))):
@@ -33,7 +33,7 @@ def why_unlike(number: int, block: Block, first: nn.Module, built: nn.Module) ->
 
 
 def _difference(one: nn.Module, other: nn.Module) -> str:
-    """Return what two blocks have that is not alike, in words; empty: nothing. One object in both is alike."""
+    """Return a difference between two blocks, in words; "": none. An object that both hold is no difference."""
     was, now = _own(one), _own(other)
     for key in {**was, **now}:
         first, second = was.get(key), now.get(key)
@@ -43,7 +43,7 @@ def _difference(one: nn.Module, other: nn.Module) -> str:
 
 
 def _own(block: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a block's modules, and shapes of its tensors, by their names."""
+    """Return the attributes of a block's modules, and shapes of its tensors, by name."""
     found: dict[str, Any] = {}
     for path, module in block.named_modules():
         held = {**vars(module), **module._parameters, **module._buffers}
@@ -53,7 +53,7 @@ def _own(block: nn.Module) -> dict[str, Any]:
 
 
 def _words(value: Any, depth: int = 0) -> str:
-    """Return a value in words: plain ones, shapes, and what is in containers and in objects of users."""
+    """Return a value in words: plain values, shapes, and the contents of containers and user objects."""
     if isinstance(value, Tensor):
         return "unknown" if is_lazy(value) else str(tuple(value.shape))
     is_open = isinstance(value, SimpleNamespace) or not is_of_library(type(value))

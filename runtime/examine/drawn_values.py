@@ -1,7 +1,7 @@
-"""Whether code makes Python values of random draws, by which it may go another way each time: under any seed.
+"""Detection of code that reads random draws as Python values, and so may branch differently under another seed.
 
 if random.random() < p: …           Python's generator has moved, numpy's likewise
-if torch.rand(1).item() < p: …      a tensor that was drawn, or made of one, is asked for its number
+if torch.rand(1).item() < p: …      a drawn tensor, or one computed from it, is read as a number
 x = x + torch.randn_like(x)         nothing: the draw stays a tensor
 """
 
@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _ASKING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__"})
-"""Methods of tensors that give their numbers to Python."""
+"""Methods of tensors that return their numbers to Python."""
 
 
 class _Draws(TorchDispatchMode):
-    """Whether torch has drawn from a generator since `has_drawn` was last set: in this thread, whatever others do.
+    """Mode that detects draws from torch's generators since `has_drawn` was reset, and in-place writes, in this thread.
 
     Attributes:
-        written: the memory of tensors that were changed in place; held, for the id of what is gone is given again.
+        written: storages of tensors that were changed in place; held, so that their ids are not reused.
     """
 
     has_drawn = False
@@ -46,20 +46,20 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note_written(self, tensors: Iterable[Tensor]) -> None:
-        """Note that tensors were changed in place."""
+        """Record that tensors were changed in place."""
         self.written.update({memory_of(tensor): tensor.untyped_storage() for tensor in tensors})
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what is the same number for tensors in one memory, while one of them is there."""
+    """Return a number that is equal for tensors of one storage, while one of them is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class DrawnValues(TorchFunctionMode):
-    """Watches what runs under it.
+    """Mode that detects Python values read from random draws.
 
     Attributes:
-        reached: what made a Python value of a draw, in words; None: nothing did.
+        reached: the call that read a Python value of a draw, in words; None: there was none.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class DrawnValues(TorchFunctionMode):
         self._is_ours = self._has_moved = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note draws, and what is made of them."""
+        """Record draws, and tensors computed from them."""
         kwargs = kwargs or {}
         if self._is_ours:
             return func(*args, **kwargs)
@@ -94,14 +94,14 @@ class DrawnValues(TorchFunctionMode):
 
     @property
     def written(self) -> Collection[int]:
-        """The memory of tensors that were changed in place, see `memory_of`."""
+        """Storages of tensors that were changed in place, see `memory_of`."""
         return self._draws.written
 
     @contextmanager
     def within(self, *, counts: bool = True) -> Iterator[None]:
-        """A context for a module that is called whole: what its own code asks Python's generators does not count.
+        """Context for a module that is called whole: draws of its own code from Python's generators do not count.
 
-        With `counts` tensors that it draws are noted: it may return them.
+        With `counts`, tensors that it draws are recorded: it may return them.
         """
         before, self._is_ours = self._is_ours, not counts
         others, now = (random.getstate(), np.random.get_state()), self._of_python()
@@ -114,7 +114,7 @@ class DrawnValues(TorchFunctionMode):
             np.random.set_state(others[1])
 
     def returned(self, result: Any) -> None:
-        """Note what the last module that was called whole has returned."""
+        """Record the return value of the last module that was called whole."""
         if self._has_moved and any(isinstance(leaf, int | float) for leaf in tree_leaves(result)):
             self.reached = self.reached or "Python's random or numpy's is asked for a number"
 

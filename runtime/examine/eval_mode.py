@@ -1,4 +1,4 @@
-"""Models that come in eval mode, as `from_pretrained` gives them: what they do not do in training is said once."""
+"""Models in eval mode, as `from_pretrained` returns them: one warning about layers that act otherwise in training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 def eval_mode_warning(blocks: Iterable[nn.Module]) -> str | None:
-    """Return a line on what all blocks, being in eval mode, leave out in training; None where it is nothing."""
+    """Return a warning if all blocks are in eval mode, and so train without dropout or batch statistics; else None."""
     modules = [module for block in blocks for module in block.modules()]
     if not modules or any(module.training for module in modules):
         return None
@@ -25,7 +25,7 @@ def eval_mode_warning(blocks: Iterable[nn.Module]) -> str | None:
 
 
 def _drop_rates(module: nn.Module) -> Iterable[tuple[str, float]]:
-    """Yield the rates at which a module drops: a dropout's `p`, and what others name so (`attention_dropout`)."""
+    """Yield the dropout rates of a module: a dropout's `p`, and attributes named so (`attention_dropout`)."""
     for name, value in vars(module).items():
         is_rate = "drop" in name or (name == "p" and "drop" in type(module).__name__.lower())
         if is_rate and isinstance(value, float) and 0 < value <= 1:

@@ -1,9 +1,9 @@
-"""Whether what the code of a model reads on the host is still what it was when the model was split.
+"""Changes, since a model was split, of host state that its code reads.
 
     split ──▶ Followed(model, ["", "layers"])     the attributes, closures and globals that these modules' code names
-    step  ──▶ followed.changed()                  "model (Mixer).tau": it is another now; None: all is as it was
+    step  ──▶ followed.changed()                  "model (Mixer).tau": its value has changed; None: nothing has
 
-A model that is gone is as it was.
+A model that was garbage-collected counts as unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .asks_elsewhere import require_known
 
 
 class Source(Protocol):
-    """What the blocks of a model that was split have in common; a block has it as `_origin`."""
+    """Origin that the blocks of a split model share, as their `_origin`."""
 
     evaluates: bool | None
-    """Whether blocks are in evaluation mode, as an engine says before it runs them; None: as their own flags say."""
+    """Whether blocks are in evaluation mode, as an engine sets it before running them; None: by their own flags."""
 
     def follow(self) -> None:
-        """Let the blocks be those of the model as it is now; raises `MisfitError` if they cannot be."""
+        """Update the blocks to the present state of the model; raise `MisfitError` where that is impossible."""
 
     def tensors_read(self) -> list[Tensor]:
         """Return the tensors in containers and objects that code between layers reads."""
@@ -43,18 +43,18 @@ class Source(Protocol):
 
 
 def sources_of(blocks: Iterable[nn.Module]) -> list[Source]:
-    """Return what blocks have in common, each once."""
+    """Return the distinct origins of blocks."""
     found: list[Any] = [getattr(block, "_origin", None) for block in blocks]
     return list({id(source): source for source in found if hasattr(source, "follow")}.values())
 
 
 class Followed:
-    """What some modules of a model read on the host, as it is now.
+    """Host state that some modules of a model read, recorded by `note`.
 
     Args:
         model: the model; it is not kept alive.
         names: of the modules whose code is followed.
-        rows: of others that have what that code calls.
+        rows: names of other modules, which contain those that this code calls.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], rows: Iterable[str] = ()) -> None:
@@ -80,7 +80,7 @@ class Followed:
         return [tensor for tensor, *_ in self._tensors]
 
     def note(self) -> None:
-        """Take all as it is now."""
+        """Record the present state."""
         model = self._model()
         if model is None:
             return
@@ -105,11 +105,11 @@ class Followed:
         self._state.let_go()
 
     def flags(self) -> dict[str, bool]:
-        """Return whether the modules train now, and those that they call, by their names."""
+        """Return the training flags of these modules and their children, by name."""
         return {name: own["training"] for name, own in self._spaces.items()}
 
     def changed(self) -> str | None:
-        """Return the name of something that is no longer as it was noted; None where all is."""
+        """Return the name of a place that has changed since `note`; None where none has."""
         if self._state is None:
             return None
         if any(t._version != version or numbers_of(t) != numbers for t, version, numbers in self._tensors):
@@ -122,9 +122,9 @@ class Followed:
         return self._state.changed()
 
     def require_same_structure(self) -> None:
-        """Raise `MisfitError` for what blocks cannot follow: another module, weight, hook or forward.
+        """Raise `MisfitError` for a change that blocks cannot follow: another module, weight, hook or forward.
 
-        So is whether weights are trained, where the code asks for it: on a rank most of them are others'.
+        The requires_grad of weights counts where code reads it: a rank does not hold most of them.
         """
         now = ((name, weight(), was) for name, weight, was in self._trained)
         flags = (f"{label_of(name)}.requires_grad" for name, p, was in now if p is not None and p.requires_grad != was)
@@ -132,9 +132,9 @@ class Followed:
             raise MisfitError(f"{name} is no longer what it was when the model was split; {SPLIT_AGAIN}")
 
     def copy_attributes(self, root: nn.Module) -> None:
-        """Let a copy of the model, which has its modules by the same names, keep what the model does.
+        """Copy attributes of the model to a copy of it, with modules of the same names.
 
-        Of tensors it gets or loses those that the model has got or lost, without numbers.
+        Tensors that the model has gained or lost are added, on the meta device, or deleted.
         """
         model = self._model()
         if model is None or self._state is None:
@@ -174,12 +174,12 @@ SPLIT_AGAIN = "split the model again: Engine(plan, split(model), …)"
 
 
 class Structure:
-    """What modules of a model consist of: their classes, modules, weights, hooks, and forwards put in place of theirs.
+    """Structure of modules of a model: classes, submodules, weights, hooks, and forwards set on instances.
 
     Args:
         model: the model; it is not kept alive.
         names: of its modules.
-        forwards: of modules of which classes and forwards count alone.
+        forwards: names of modules of which only class and forward count.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], forwards: Iterable[str] = ()) -> None:
@@ -188,7 +188,7 @@ class Structure:
         self._before = list(self._now(model))
 
     def changed(self) -> str | None:
-        """Return what is another by now, in words; None where all is as it was, or the model is gone."""
+        """Return the first change, in words; None where there is none, or the model is gone."""
         model = self._model()
         if model is None:
             return None
@@ -215,20 +215,20 @@ class Structure:
 
 
 def _shown(kind: type) -> type:
-    """Return a module's class without those that an engine puts in place of torch's own, as `KeyedDropout`."""
+    """Return a module's class, without classes that an engine substitutes for torch's own, such as `KeyedDropout`."""
     while is_ours(kind) and "_get_name" in vars(kind):
         kind = kind.__base__ or kind
     return kind
 
 
 class Copies(Source):
-    """Modules in blocks that are copies, since blocks share weights: what they have is what the model's own have.
+    """Modules in blocks that are copies, since blocks share weights: they follow attributes of the model's own modules.
 
-    The model's own weight has the memory of a copy that this rank trains, so what a loop writes into it holds in both.
+    The model's own weight uses the storage of a copy that this rank trains, so that writes of a loop reach both.
 
     Args:
         model: the model; it is not kept alive.
-        blocks: its blocks, and with what the names of modules in them begin in the model.
+        blocks: its blocks, each with the prefix of its modules' names in the model.
         is_row: whether its blocks are its modules, so that it may have no others.
     """
 
@@ -259,7 +259,7 @@ class Copies(Source):
         self._structure = Structure(model, [""] if is_row else [], copied)
 
     def bind(self, stages: Iterable[nn.Module], cuts: Sequence[range]) -> None:
-        """Let the model's own weights be those of the copies that this rank trains, in its stages."""
+        """Bind the model's own weights to the copies that this rank trains, in its stages."""
         here = {parameter for stage in stages for parameter in stage.parameters()}
         for homes, module, key, reference, name in self._weights:
             its, weight = reference(), module._parameters[key]
@@ -269,7 +269,7 @@ class Copies(Source):
                 self._tied.append(_Tied(weight if weight in here else None, own, reference, key, name, own in here))
 
     def follow(self) -> None:
-        """Let copies have what the model's own modules have been given; raises `MisfitError` for another row."""
+        """Copy attributes that were set on the model's own modules; raise `MisfitError` for another structure."""
         for tied in self._tied:
             tied.follow()
         if (name := self._structure.changed()) is not None:
@@ -282,13 +282,13 @@ class Copies(Source):
 
 
 class _Tied:
-    """The model's own of a weight that lies on several stages, which is in the memory of the copy that a rank trains.
+    """Weight of the model that several stages hold, in the storage of the copy that this rank trains.
 
     Args:
-        weight: the copy; None: others train it.
+        weight: the copy; None: other ranks train it.
         own: the model's own, which is the attribute `key` of a `module`.
-        name: what the model calls it there.
-        is_trained: whether this rank trains the model's own itself, which then has its own memory.
+        name: its name in the model.
+        is_trained: whether this rank trains the model's own itself, which then has its own storage.
     """
 
     def __init__(self, weight: Tensor | None, own: Tensor, module: Any, key: str, name: str, is_trained: bool) -> None:
@@ -297,7 +297,7 @@ class _Tied:
         self._share(own)
 
     def follow(self) -> None:
-        """Take over what the loop has done; raises `MisfitError`, on all ranks, for what nobody can."""
+        """Copy changes made by the loop; raise `MisfitError`, on all ranks, for changes that cannot be followed."""
         its, own = self._module(), self._own()
         if its is None:
             return
@@ -324,30 +324,30 @@ class _Tied:
 
 
 def label_of(name: str) -> str:
-    """Return what a module of this name in a model is called in messages."""
+    """Return the name of a model's module in messages."""
     return f"model.{name}" if name else "model"
 
 
 def tensors_in(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a module itself has and that are no weights: buffers, and plain attributes."""
+    """Return a module's own tensors that are no weights: buffers, and plain attributes."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return plain | {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 
 def line_in(name: str, modules: Iterable[nn.Module]) -> str:
-    """Return where the code of modules names what a message calls "model (Mixer).steps[0]", as " (file:line)"."""
+    """Return where the code of modules names the attribute of a place "model (Mixer).steps[0]", as " (file:line)"."""
     attribute = name.rpartition(".")[2].partition("[")[0]
     return next(filter(None, (line_of(type(module), attribute) for module in modules)), "")
 
 
 def line_of(kind: type, attribute: str) -> str:
-    """Return where the code of a class names an attribute, as " (file:line)": where it sets it, if it does so."""
+    """Return where the code of a class names an attribute, as " (file:line)": a place that sets it, if there is one."""
     found = [(is_set, place) for name, is_set, place in _attributes(kind) if name == attribute]
     return next((f" ({place})" for _, place in sorted(found, reverse=True)), "")
 
 
 def _attributes(kind: type) -> Iterator[tuple[str, bool, str]]:
-    """Yield the attributes that the methods of a class name, its start apart: whether they set them, and where."""
+    """Yield the attributes in methods of a class other than __init__: name, whether it is set, and file:line."""
     for function in methods_of(kind):
         if function.__name__ != "__init__":
             yield from _named(function.__code__)

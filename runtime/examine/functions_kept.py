@@ -1,6 +1,6 @@
-"""The state of a user's function, as it is now, and the numbers that it knows of.
+"""State of a user's function: saved and restored around experiments, and compared between steps.
 
-module, object, bound method     attributes, and what is in them           ┐ put back after an experiment, with
+module, object, bound method     attributes, and what is in them           ┐ restored after an experiment, with
 function                         cells of its closure, globals it names    ┘ the global generators
 """
 
@@ -25,9 +25,9 @@ _MOST_NUMBERS = 32
 
 
 class FunctionKept(Kept):
-    """Where a function is now: what it holds and names, and the global generators of the host and of its `device`.
+    """Saved state of a function: objects it holds and names, and the global generators of the host and its `device`.
 
-    Weights that an engine trains are its own: what it gathers, or steps, meanwhile is to stay.
+    Weights that an engine trains are left out: what is gathered or stepped meanwhile has to stay.
     """
 
     def __init__(self, function: Any, device: torch.device) -> None:
@@ -38,30 +38,30 @@ class FunctionKept(Kept):
         return [weight for weight in super()._held_by(root) if not hasattr(weight, "_quintsched_sum")]
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore the function's state and the generators."""
         super().put_back()
         self._generators.put_back()
 
     def have_drawn(self) -> bool:
-        """Whether a generator is elsewhere now."""
+        """Return whether a generator has moved."""
         return self._generators.have_moved()
 
 
 def versions_kept(function: Any) -> AbstractContextManager[Any]:
-    """A context after which what a function knows has the versions it had, for graphs that have saved it.
+    """Context that restores the version counters of a function's tensors, for graphs that have saved these.
 
-    It has to have the numbers as well that it had.
+    Their numbers have to be restored as well.
     """
     known = tuple(tensor for tensor in _tensors(function) if not tensor.is_inference())
     return _unsafe_preserve_version_counter(known) if known else nullcontext()
 
 
 class FunctionState:
-    """What a function goes by besides what it is given, as it is now: a loop may change it between steps.
+    """Host state that a function reads besides its arguments, recorded now: a loop may change it between steps.
 
     Args:
         function: the function.
-        name: what it is called in messages.
+        name: its name in messages.
     """
 
     def __init__(self, function: Any, name: str = "the loss") -> None:
@@ -70,9 +70,9 @@ class FunctionState:
         self._state.let_go()
 
     def changed(self) -> str | None:
-        """Return the name of something that is another now; None where all is as it was.
+        """Return the name of a changed place; None where none has changed.
 
-        Hooks of modules that it names come and go in the first step, which watches these.
+        Hooks of modules are left out: they come and go in the first step, which watches these.
         """
         if any(tensor._version != version for tensor, version in self._tensors):
             return f"a tensor that {self._name} goes by"
@@ -83,11 +83,11 @@ class FunctionState:
         return [tensor for tensor, version in self._tensors if tensor._version != version]
 
     def moved(self) -> list[Any]:
-        """Return the places where something else is now, see `HostState`."""
+        """Return the changed places, see `HostState`."""
         return [*self._state.moved(hooks=False)]
 
     def written(self) -> set[str]:
-        """Return what tells the places and the tensors where something else is now."""
+        """Return keys of the changed places and tensors: names, and ids as strings."""
         return {*map(name_of, self.moved()), *(str(id(tensor)) for tensor in self.tensors_moved())}
 
 
@@ -98,31 +98,31 @@ def name_of(place: Any) -> str:
 
 
 def class_weights(function: Any) -> list[Tensor]:
-    """Return the rows of numbers that a function holds or names, as weights of classes are, always in one order.
+    """Return the 1-dimensional float tensors that a function reaches, which may be class weights, in a fixed order.
 
-    Those that are trained are of a model that it holds, and weigh no classes.
+    Trained ones belong to a model that it holds, and are left out.
     """
     rows = [t for t in _tensors(function) if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
     return [row for row in rows if not row.requires_grad and not row.is_meta]
 
 
 def tensors_with_rows(name: str, function: Any, sizes: Collection[int]) -> list[str]:
-    """Return names and shapes of those tensors with so many rows that a function, called `name`, holds or names."""
+    """Return names and shapes of tensors that a function, called `name`, reaches, whose row count is in `sizes`."""
     found = Snapshot({name: _bare(function)}, numbers=False).tensors()
     return [f"{words} {tuple(t.shape)}" for words, t in found if t.dim() and t.shape[0] in sizes]
 
 
 def whole_numbers(function: Any) -> list[int]:
-    """Return some whole numbers that a function holds, names or has in its code."""
+    """Return some integers that a function holds, names or has in its code."""
     reached = reached_by(_bare(function))
     found = [*(one for function in reached.functions() for one in function.__code__.co_consts), *reached.plain]
-    ints = [int(one) for one in found if isinstance(one, int) and not isinstance(one, bool)]  # also such as IntEnum's
+    ints = [int(one) for one in found if isinstance(one, int) and not isinstance(one, bool)]  # also such as IntEnum
     numbers = [one for one in dict.fromkeys(ints) if abs(one) < _LARGEST_ID and one not in (0, 1, -1, -100)]
     return list(dict.fromkeys([*numbers[:_MOST_NUMBERS], 0]))
 
 
 def reached_by(root: Any) -> Snapshot:
-    """Return what something holds and names, objects of libraries and what is in them too."""
+    """Return all objects reachable from a root, those of libraries and their contents included."""
     return Snapshot({"": root}, numbers=False, of_libraries=True)
 
 
@@ -131,7 +131,7 @@ def _tensors(function: Any) -> list[Tensor]:
 
 
 def _bare(function: Any) -> Any:
-    """Return a function without the ranks that one for cut logits is bound to."""
+    """Return a function without the partials that bind one for cut logits to ranks."""
     while isinstance(function, partial) and "vocabulary" in function.keywords:
         function = function.func
     return function

@@ -1,20 +1,19 @@
-"""State that forwards change: it goes by microbatches, and each replica has its own; said once where there are several.
+"""State that forwards change: it counts microbatches, and each replica has its own; logged once where that matters.
 
     self.calls += 1     self.average.lerp_(x.mean(0), 0.1)     u, v of a spectral norm     Layer.calls += 1
 
-One process has it after all forwards of a step, each of several replicas after its own. Tables that are made where
-there were none are no such state, and neither are the statistics of norms and the loads of experts, which replicas put
-together.
+One process has it after all forwards of a step, each of several replicas after its own. Caches that are filled once
+do not count as such state, nor do the statistics of norms and the loads of experts, which replicas combine.
 
-Code of blocks may begin to change it later, by a flag that the loop sets, or where the meta device cannot run:
+Code of blocks may begin to change state later, by a flag that the loop sets, or where the meta device cannot run:
 
     self.amax = max(self.amax, float(x.abs().max()))     self.stats.calls += 1     seen[0] += 1, around the function
 
-All that a `Snapshot` of the blocks finds is looked at before and behind each step and evaluation: attributes of
-objects, modules and classes, variables around functions, globals, entries of containers, generators; tensors, by which
-they are and the versions that torch counts. In step 0, 1, 2, 4, 8, … also what is there behind the first forward, as a
-second may turn it back, numbers of short tensors, which are written past their versions, and of frozen weights, as of a
-teacher that begins as a copy, large arrays, and what there are too many places of. A dict may grow: it is a table.
+All that a `Snapshot` of the blocks finds is compared before and after each step and evaluation: attributes of
+objects, modules and classes, closure variables, globals, entries of containers, generators; tensors by identity and
+version counter. In steps 0, 1, 2, 4, 8, … also: the state after the first forward, as a second may undo it; digests
+of small tensors, which may be written past their version; frozen weights, as of a teacher that starts as a copy;
+large arrays; and all holders, if there are very many. A dict may grow: it is a cache.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ _logger = logging.getLogger("quintsched.runtime")
 _MOST_NAMED = 3
 
 _MOST_EACH, _MOST_WALKS = 2000, 16
-"""More holders are looked at in few steps; blocks are walked again so often."""
+"""Limits: holders that are compared in every step, and new walks of the blocks outside due steps."""
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 _NO_STATE = (FunctionType, ModuleType)
 _NO_KEYS = OF_TORCH | KeyedDropout.__annotations__.keys()
-"""Attributes that are torch's and ours."""
+"""Attributes that torch and this package set."""
 
 _Numbers = tuple[float, float]
-"""What tells the numbers of a weight."""
+"""Sum and sum of squares of a weight, to detect changes."""
 
 
 def state_named(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
-    """Return what blocks were found to change, by its names."""
+    """Return the names of the state that blocks were found to change."""
     return [*dict.fromkeys(name for name, _, _ in _own_state(blocks, parcels))]
 
 
 def state_of_replicas(blocks: Sequence[nn.Module], parcels: Sequence[Parcel], *, buffers: bool) -> list[str]:
-    """Return what of it replicas do not put together, by its names; `buffers`: these as well."""
+    """Return the names of those that replicas do not combine; `buffers`: buffers too."""
     found = _own_state(blocks, parcels)
     return [
         *dict.fromkeys(
@@ -70,13 +69,13 @@ def state_of_replicas(blocks: Sequence[nn.Module], parcels: Sequence[Parcel], *,
 
 
 def counters_made(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
-    """Return the names of counters that forwards have made: each replica has one, and they count alike."""
+    """Return the names of counters that forwards have created: each replica has one, and all count alike."""
     return [name for name, _, state in _own_state(blocks, parcels) if state.is_new and state.counts]
 
 
 def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterator[tuple[str, bool, State]]:
-    """Yield what users' modules in blocks, classes and globals have, and forwards change: its name, whether it is of a
-    norm whose statistics replicas put together, and what it is.
+    """Yield state of users' modules in blocks, classes and globals that forwards change: its name, whether it is of a
+    norm whose statistics replicas combine, and the state.
     """
     for number, (block, parcel) in enumerate(zip(blocks, parcels, strict=True)):
         for state in parcel.state:
@@ -90,13 +89,13 @@ def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterat
 
 
 def _reads_statistics(block: nn.Module) -> bool:
-    """Whether users' code in a block names the running statistics of norms, by which a training forward may go then."""
+    """Return whether user code in a block names the running statistics of norms, and so may read them in training."""
     functions = (function for module in block.modules() for function in methods_of(type(module)))
     return any(not _STATISTICS.isdisjoint(names_of(function.__code__)) for function in functions)
 
 
 def _said(number: int | str, block: nn.Module, name: str) -> str:
-    """Return what a place is called in messages, by its name in a snapshot of a block."""
+    """Return the name of a place in messages, by its name in a snapshot of a block."""
     if not name.startswith((".", " (")):
         return name
     path, _, rest = name.partition(" (")
@@ -104,7 +103,7 @@ def _said(number: int | str, block: nn.Module, name: str) -> str:
 
 
 def replicas_line(found: Sequence[str], replicas: int) -> str | None:
-    """Return a line on what forwards change, by names; None where that is nothing, or there is one replica."""
+    """Return a warning about state of replicas, by names; None where there is none, or one replica."""
     if not found or replicas == 1:
         return None
     return (
@@ -114,7 +113,7 @@ def replicas_line(found: Sequence[str], replicas: int) -> str | None:
 
 
 def changed_line(found: Sequence[str], microbatches: int) -> str | None:
-    """Return a line on what forwards change, by names; None where that is nothing, or a step has one microbatch."""
+    """Return a warning about state of microbatches, by names; None if there is none, or only one microbatch."""
     if not found or microbatches < 2:
         return None
     return (
@@ -129,16 +128,16 @@ def _listed(found: Sequence[str]) -> str:
 
 
 class LateState:
-    """What code of some blocks changes, by what it is called in messages.
+    """State that code of some blocks begins to change in later steps, by its name in messages.
 
     Args:
-        blocks: by their numbers.
+        blocks: by number.
         are_whole: whether frozen weights are resident between steps, as they are without ZeRO-3.
-        may_hook: whether blocks may have a hook of ours for a while.
+        may_hook: whether blocks may have a temporary forward hook.
 
     Attributes:
-        known, known_apart: what is named already as going by microbatches, and by replicas.
-        is_empty: whether nothing but frozen weights may change: no code is a user's.
+        known, known_apart: names already logged as state of microbatches, and of replicas.
+        is_empty: whether only frozen weights may change: there is no user code.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool, may_hook: bool = False) -> None:
@@ -160,14 +159,14 @@ class LateState:
         self._between: list[Marks] = []
 
     def begin(self, *, is_due: bool) -> None:
-        """Note what all is before a step, or an evaluation; where it is due, also what takes long."""
+        """Record all state before a step, or an evaluation; if it is due, the costly part too."""
         self._is_due = is_due
         self._frozen = dict(self._frozen_now()) if is_due else {}
         if self.is_empty:
             return
         self._before, met = self._now()
         is_as_before = self._shape is not None and self._shape.is_same() and met <= self._met
-        if (is_due or self._walks < _MOST_WALKS) and not is_as_before:  # the loop has put something there
+        if (is_due or self._walks < _MOST_WALKS) and not is_as_before:  # the loop has added state
             self._walks, self._shape = self._walks + 1, Shape(self._blocks.values())
             self._holders = [*_holders_in(self._blocks)]
             self._weights = [
@@ -182,13 +181,13 @@ class LateState:
             self._handles = [block.register_forward_hook(self._look_between) for block in self._last]
 
     def _look_between(self, *_: object) -> None:
-        """Note what all is behind the first forward: others may let it be what it was."""
+        """Record the state after the first forward: later ones may undo its changes."""
         self._between = self._now()[0] if self._handles else []
         while self._handles:
             self._handles.pop().remove()
 
     def look(self) -> None:
-        """Find the weights that have been written to since the beginning, before an optimizer does so; once."""
+        """Find the weights written to since the beginning, before an optimizer writes to them; once per step."""
         if self._written is not None:
             return
         now = [weight._version for _, weight in self._weights]
@@ -204,16 +203,16 @@ class LateState:
         *,
         speaks: bool = True,
     ) -> None:
-        """Write a line on what a step has changed and nobody has named.
+        """Log state that a step has changed and that was not logged before.
 
-        `share` tells the replicas what each has made that was not there, and returns what all have: unlike numbers are
-        state of replicas, others a table. Without `speaks` it does no more than that.
+        `share` exchanges with the replicas the values that each has created: unequal ones are state of replicas, equal
+        ones a cache. Without `speaks`, only that is done.
         """
         frozen = dict(self._frozen_now()) if self._frozen else {}
         moved = [name for name, numbers in frozen.items() if self._frozen.get(name, numbers) != numbers]
         self.look()
         moved += [] if self._is_first else self._written or []
-        if self._is_first:  # which `weights_unchanged` names
+        if self._is_first:  # `weights_unchanged` reports these
             self.known, self.known_apart = self.known + moved, self.known_apart + moved
         made = dict[str, str]()
         for now in filter(None, (self._between, self._now()[0])):
@@ -231,7 +230,7 @@ class LateState:
             _logger.warning("%s", line)
 
     def _now(self) -> tuple[list[Marks], set[int]]:
-        """Return what is in each holder, and the ids of what else may hold something."""
+        """Return the marks of each holder, and the ids of other objects that may hold state."""
         if not self._is_due and len(self._holders) > _MOST_EACH:
             return [{} for _ in self._holders], self._met
         found = [holder.marks(is_due=self._is_due) for holder in self._holders]
@@ -249,13 +248,13 @@ class LateState:
 
 
 def _unlike(made: Mapping[str, str], share: Callable[[bytes], Sequence[bytes]]) -> list[str]:
-    """Return the names of what not all have made alike."""
+    """Return the names of created values that differ between replicas."""
     told = [json.loads(text) for text in share(json.dumps(made).encode())]
     return [name for name, words in made.items() if any(its.get(name) != words for its in told)]
 
 
 def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[Holder]:
-    """Yield what users' code in blocks may change, each once: no weights and norms, and nothing of this package's."""
+    """Yield the holders that user code in blocks may change, each once; no weights, norms or own objects."""
     seen, of_modules = set[int](), dict[int, tuple[dict[str, Any], set[str]]]()
     for number, block in blocks.items():
         snapshot = Snapshot({"": block}, numbers=False)
@@ -284,7 +283,7 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[Holder]:
 def _not_looked_at(module: nn.Module, *, norms: bool) -> Iterator[Any]:
     own = vars(module)
     yield from (own[key] for key in OF_TORCH & own.keys() if key != "_buffers")
-    is_made_here = is_ours(type(module)) and not isinstance(module, KeyedDropout)  # which stands for a user's layer
+    is_made_here = is_ours(type(module)) and not isinstance(module, KeyedDropout)  # which replaces a user's layer
     if is_made_here:
         yield own
     if is_made_here or (isinstance(module, _NormBase) and not norms):

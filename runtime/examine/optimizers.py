@@ -1,4 +1,4 @@
-"""What an optimizer's update of a number depends on: said by its class, of torch's own by one table.
+"""Dependence of optimizers' updates on other numbers: declared by the class; for torch's own, by one table.
 
     Coupling.NONE      on that number's own gradients: SGD, Adam          any shard of a parameter can be stepped
     Coupling.WITHIN    on its whole parameter: Muon, Adafactor, LAMB      the parameter has to be whole
@@ -9,8 +9,8 @@
         needs_whole_parameters = True        False: each number is stepped by its own gradients alone
         needs_gradient_norm = True           where it clips by the norm of all gradients
 
-A class that says nothing may depend on anything (None), and so may an optimizer with step hooks, which says it itself:
-`optimizer.needs_whole_parameters = False`.
+A class without these attributes may depend on anything (None), and so may an optimizer with step hooks, unless it has
+them itself: `optimizer.needs_whole_parameters = False`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..objects.user_code import arguments_of, globals_of
 
 
 class Coupling(IntFlag):
-    """What the update of a number depends on, beside its own gradients."""
+    """Dependence of a number's update on more than its own gradients."""
 
     NONE = 0
     WITHIN = 1
@@ -47,11 +47,11 @@ STEPS: dict[type[Optimizer], Coupling] = {
     for name in names.split()
     if hasattr(torch.optim, name)
 }
-"""What the steps of torch's own optimizers depend on."""
+"""Coupling of torch's own optimizers."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that something holds, in mappings, sequences and optimizers."""
+    """Yield the tensors in an object, through mappings, sequences and optimizers."""
     waiting, seen = [value], set[int]()
     while waiting:
         found = waiting.pop()
@@ -80,7 +80,7 @@ def require_steppable(optimizer: Optimizer) -> None:
 
 
 def require_free_hooks(optimizer: Optimizer) -> None:
-    """Raise `UsageError` for hooks of steps that have parameters by themselves: ranks step others in their place."""
+    """Raise `UsageError` for step hooks that hold parameters themselves: ranks step shards in their place."""
     for hook in hooks_of(optimizer):
         cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
         reached = [*cells, *getattr(hook, "args", ()), getattr(hook, "__self__", None), getattr(hook, "keywords", {})]
@@ -99,17 +99,17 @@ def require_free_hooks(optimizer: Optimizer) -> None:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the name of its class, and whether it has hooks of steps, in words."""
+    """Return its class name, and whether it has step hooks, in words."""
     return f"{type(optimizer).__name__}{' with its step hooks' if hooks_of(optimizer) else ''}"
 
 
 def hooks_of(optimizer: Optimizer) -> list[Any]:
-    """Return the hooks of an optimizer's steps."""
+    """Return the step hooks of an optimizer."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def coupling_of(optimizer: Optimizer) -> Coupling | None:
-    """Return what updates depend on, hooks of steps included; None: nobody says."""
+    """Return the coupling of its updates, step hooks included; None: unknown."""
     said = getattr(optimizer, "needs_whole_parameters", None)
     if said is None:
         return None if hooks_of(optimizer) else coupling_of_class(type(optimizer))
@@ -118,7 +118,7 @@ def coupling_of(optimizer: Optimizer) -> Coupling | None:
 
 
 def coupling_of_class(kind: type[Optimizer]) -> Coupling | None:
-    """Return what steps of a class depend on, if it is one of torch's or steps as such; None: nobody says."""
+    """Return the coupling of a class, if it is one of torch's or inherits its step unchanged; None: unknown."""
     known = next((base for base in kind.__mro__ if base in STEPS), None)
     if known is None:
         return None

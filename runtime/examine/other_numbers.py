@@ -1,4 +1,4 @@
-"""Other extras and targets than a first batch has, by which a block may do something else later.
+"""Variants of a first batch's extras and targets, under which a block may act differently later.
 
 1 0 0 -inf ─▶ 0.7 0.4 0.6 -inf    True True ─▶ True False    7 9 8 ─▶ 9 7 7, 3 0 5, and some of them 0, -100, 1000
 """
@@ -20,7 +20,7 @@ from .losses.calls_checked import MadeUp
 
 _TRIED = (0, 1, 2, 3, 5, 10, 100)
 _AMONG = (0, 1, 2, -100, -1)
-"""Whole numbers that are put among many: classes, and such as may be ignored."""
+"""Integers that are put among many: classes, and ids that may be ignored."""
 _COUNTS = 9
 _MOST, _LARGE = 16, 1 << 20
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -29,9 +29,9 @@ Agree = Callable[[Sequence[float]], list[float]]
 
 
 def others_of(arrival: Arrival, block: nn.Module, agree: Agree) -> Iterator[tuple[Arrival, str]]:
-    """Yield what a block is given with other numbers in its extras, and what is other, in words.
+    """Yield a block's inputs with other numbers in its extras, and the difference, in words.
 
-    Some may be nothing that the block can be given. `agree` makes as many numbers of ranks that run together the same.
+    Some may be invalid inputs. `agree` makes numbers equal on ranks that run the block together.
     """
     held = {(name, k): part.tensor for name, tree in arrival.extras.items() for k, part in enumerate(tree.parts)}
     held = {place: tensor for place, tensor in held.items() if _is_plain(tensor)}
@@ -57,7 +57,7 @@ def _with_extras(arrival: Arrival, others: dict[tuple[str, int], Tensor]) -> Arr
 
 
 def _drawn(tensor: Tensor) -> Tensor:
-    """Return other numbers of about the size of a tensor's, or in its range; flags turned, of many a quarter."""
+    """Return other numbers of about the same size, or in the same range; flags flipped, a quarter of them if many."""
     generator = torch.Generator().manual_seed(SEED)
     if tensor.is_floating_point():
         share = 0.25 + 0.75 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
@@ -71,7 +71,7 @@ def _drawn(tensor: Tensor) -> Tensor:
 
 
 def _counts(tensor: Tensor) -> Tensor:
-    """Return small counts in place of whole numbers."""
+    """Return small counts in place of integers."""
     drawn = torch.randint(0, _COUNTS, tensor.shape, generator=torch.Generator().manual_seed(SEED))
     return drawn.to(tensor.dtype) if _is_whole(tensor) else tensor
 
@@ -85,14 +85,14 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _fits(number: int, tensor: Tensor) -> bool:
-    """Whether a tensor can have a number."""
+    """Return whether a number fits the dtype of a tensor."""
     if not _is_whole(tensor):
         return tensor.is_floating_point()
     return torch.iinfo(tensor.dtype).min <= number <= torch.iinfo(tensor.dtype).max
 
 
 def _put(tensor: Tensor, number: int) -> Tensor:
-    """Return a tensor of a number alone where it has a few, and of every third of them otherwise."""
+    """Return a tensor filled with a number if it is small; else with every third element replaced."""
     if tensor.numel() <= FEW:
         return torch.full_like(tensor, number)
     places = torch.arange(tensor.numel()).view(tensor.shape) % 3 == 0
@@ -100,7 +100,7 @@ def _put(tensor: Tensor, number: int) -> Tensor:
 
 
 def _numbers_of(block: nn.Module, agree: Agree) -> list[int]:
-    """Return whole numbers of a block's own code, then such as it holds, and the next after the last."""
+    """Return integers from a block's own code, then integers that it holds, and the successor of the last."""
     reached = reached_by(block)
     code = {number for function in reached.functions() for number in _ints(constants_in(function.__code__))}
     held = set(_ints(reached.plain))

@@ -1,11 +1,11 @@
-"""What a plan cannot do with blocks of some kind: one table, asked once, before any block is built.
+"""Refusals of plans for kinds of blocks: one table, checked once, before any block is built.
 
     fact of a block ──┐
                       ├──▶ the first row of `REFUSALS` that holds ──▶ its error, on all ranks in the same words
     use of the block ─┘
 
-A fact is found in the outline of a block, which has no numbers and is the same on all ranks; a use is what the plan and
-the settings of a run do with the block. Who adds a row adds its case to `tests/runtime/examine/test_refusals.py`.
+A fact is found in the outline of a block, which is on the meta device and equal on all ranks; a use is given by the
+plan and the settings of a run. Each row has a case in `tests/runtime/examine/test_refusals.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ..settings.run_settings import BufferChoice
 
 @dataclass(frozen=True)
 class Run:
-    """How a run uses its blocks.
+    """Settings of a run that decide how its blocks are used.
 
     Args:
-        plan: the one that it trains by.
-        device: where blocks compute.
+        plan: the plan of a training step.
+        device: the device of the blocks.
         blocks: the outlines of all of them.
         cuts: the blocks of each stage.
         is_sliced: whether sequence parallelism gives a block a slice of the tokens, by its number.
-        buffers: what replicas do about buffers that forwards change.
+        buffers: how replicas handle buffers that forwards change.
         cuda_graph: whether steps run from CUDA graphs.
     """
 
@@ -55,16 +55,16 @@ class Run:
     cuda_graph: bool
 
     def has_ranks(self, *axes: str) -> bool:
-        """Whether several ranks lie along any of these axes of the mesh."""
+        """Return whether the mesh has several ranks along any of these axes."""
         return any(self.plan.mesh.axis_size(axis) > 1 for axis in axes)
 
     def some_take(self, name: str) -> bool:
-        """Whether any block has an argument of this name."""
+        """Return whether any block has an argument of this name."""
         return any(name in arguments_of(block.forward) for block in self.blocks)
 
     @cached_property
     def offloading(self) -> set[int]:
-        """The stages whose activations go to the host's memory."""
+        """Stages whose activations are offloaded to host memory."""
         return {i.stage for program in self.plan.programs for i in program if isinstance(i, OffloadAct)}
 
     @cached_property
@@ -74,13 +74,13 @@ class Run:
 
     @property
     def with_losses(self) -> set[int]:
-        """The stages on which the plan has a loss."""
+        """Stages on which the plan has a loss."""
         layout = self.plan.layout
         return {*layout.losses, *(route.stages[-1] for route in layout.routes)}
 
     @property
     def wanted_losses(self) -> str:
-        """What `--losses` has to name for all blocks that take targets."""
+        """Value of `--losses` that covers all blocks that take targets."""
         taking = {number for number, block in enumerate(self.blocks) if takes_targets(block)}
         stages = {stage for stage, numbers in enumerate(self.cuts) if taking.intersection(numbers)}
         route = self.plan.routes[0].stages
@@ -89,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Use:
-    """How a run uses one of its blocks, and what sentences name of it."""
+    """Use of one block by a run, and the fields that sentences name."""
 
     run: Run
     block: int
@@ -97,21 +97,21 @@ class Use:
 
     @property
     def count(self) -> int:
-        """How many blocks its stage has."""
+        """Number of blocks in its stage."""
         return len(self.run.cuts[self.stage])
 
     @property
     def every(self) -> int:
-        """Of so many blocks of its stage one is recomputed; 0: none is."""
+        """Recompute interval of its stage: one of so many blocks is recomputed; 0: none is."""
         return self.run.plan.layout.recompute_every(self.stage)
 
 
 Fact = Callable[[nn.Module], dict[str, nn.Module]]
-"""Finds modules of a block, by their names in it: its own is ""."""
+"""Function that returns modules of a block by name; the block itself is ""."""
 
 
 class Refusal(NamedTuple):
-    """A row: modules of a block in which a fact is found, a use that they are no good for, and what to do instead."""
+    """Row: modules of a block (a fact), a use that they do not support, and the error with its remedy."""
 
     fact: Fact
     use: Callable[[Use], bool]
@@ -120,12 +120,12 @@ class Refusal(NamedTuple):
 
 
 def modules_that(holds: Callable[[Any], bool]) -> Fact:
-    """Return a fact: the modules of a block of which it holds."""
+    """Return a fact: the modules of a block for which a condition holds."""
     return lambda block: {name: module for name, module in block.named_modules() if holds(module)}
 
 
 def blocks_that(holds: Callable[[nn.Module], bool]) -> Fact:
-    """Return a fact: the block itself, if it holds of it."""
+    """Return a fact: the block itself, if a condition holds."""
     return lambda block: {"": block} if holds(block) else {}
 
 
@@ -139,17 +139,17 @@ def _drops(module: nn.Module) -> bool:
 
 BLOCKS = blocks_that(lambda block: True)
 SHARDED = blocks_that(is_sharded)
-"""Those that PyTorch has sharded."""
+"""Blocks that PyTorch has sharded (DTensor)."""
 TAKING_TARGETS = blocks_that(takes_targets)
 RUNNING_NORMS = modules_that(_keeps_statistics)
 BATCH_NORMS = modules_that(lambda module: isinstance(module, _BatchNorm))
-"""Those which can share their statistics, whether they keep any or not."""
+"""Norms that can share their statistics, whether they keep any or not."""
 DROPOUTS = modules_that(lambda module: _drops(module) and module.training)
 DROPPING_NETWORKS = modules_that(lambda module: isinstance(module, nn.RNNBase) and module.dropout > 0)
-"""Those that drop out between recurrent layers, by masks of their library's own."""
+"""Recurrent networks with dropout between layers, whose masks their library draws."""
 DROPPING_EXPERTS = modules_that(lambda module: isinstance(module, MoE) and any(map(_drops, module.experts.modules())))
 WAITING_MIXTURES = modules_that(lambda module: isinstance(module, MoE) and module.waits_for_routing)
-"""Those that ask the device how many tokens go where."""
+"""Mixtures of experts that read the tokens' routing from the device."""
 
 _AVERAGES = "{path} ({kind}) averages over all tokens, and "
 _OVER_CP = _AVERAGES + (
@@ -280,7 +280,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "same number: pad_to_capacity, with a capacity_factor",
     ),
 )
-"""Rows that hold for some block of a run refuse it; the first one speaks."""
+"""Rows of refusals: the first one that holds for some block of a run is raised."""
 
 
 def require_usable_blocks(run: Run) -> None:

@@ -1,9 +1,9 @@
-"""Whether what code keeps on the host depends on how often it has run, or on the numbers that it was given.
+"""Detection of host state that depends on how often code has run, or on the numbers of its inputs.
 
-self.mask = causal(length)          the same after every run of these shapes: whoever runs it has it
-self.calls += 1                     another after each run: refused
-self.last = x.detach()              another for other numbers, or unknown: refused
-self.seen = True                    a flag that the first run sets: refused, for one who asks for it sees another
+self.mask = causal(length)          the same after every run of these shapes: all ranks that run it agree
+self.calls += 1                     changes with each run: refused
+self.last = x.detach()              differs for other numbers, or unknown: refused
+self.seen = True                    a flag that the first run sets: refused, as later code reads another value
 self.means[0].add_(x.mean())        tensors as well, however they are written, and wherever they are
 """
 
@@ -31,7 +31,7 @@ Place = tuple[int, Any]
 
 
 class HostChanges:
-    """What code of a model changes on the host, apart from what the modules that it calls change themselves.
+    """Changes of host state by a model's code, without those by the modules that it calls.
 
     Args:
         root: the model, or a copy of it, in which the code runs.
@@ -46,7 +46,7 @@ class HostChanges:
 
     @contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
-        """A context in which a module runs that has state of its own."""
+        """Context in which a module runs that may change its own state."""
         before = Snapshot({"": module})
         try:
             yield
@@ -58,11 +58,11 @@ class HostChanges:
         return [change for change in self._before.changes() if self._counts(change)]
 
     def first(self) -> str | None:
-        """Return the name and the line of the first change; None: there is none."""
+        """Return the name and line of the first change; None: there is none."""
         return next((self._named(change.name) for change in self.found()), None)
 
     def unsteady(self, run: Callable[[], object], again: Callable[[], object]) -> str | None:
-        """Return the name and the line of what is changed that would not be alike wherever the code runs, or None.
+        """Return the name and line of a change that would not be the same wherever the code runs; None: there is none.
 
         Args:
             run: runs the code.
@@ -79,12 +79,12 @@ class HostChanges:
         return None if name is None else self._named(name)
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore the state at the start."""
         self._before.put_back()
 
     def _counts(self, change: Change) -> bool:
         holder, key = change.place
-        is_ours = key == "training" or str(key).startswith("_tensor_constant")  # what a walk and a trace set
+        is_ours = key == "training" or str(key).startswith("_tensor_constant")  # set by the walk and the trace
         return not is_ours and change.place not in self._others and holder not in self._theirs
 
     def _named(self, name: str) -> str:
@@ -93,14 +93,14 @@ class HostChanges:
 
 @dataclass
 class BetweenLayers:
-    """The code of a model between its layers, watched while it is tried.
+    """Findings about a model's code between its layers, while it is tried.
 
     Attributes:
-        drawn: whether it makes Python values of draws.
-        host: what it changes.
-        trains: whether it takes itself to be in training: it does not where it is between layers of other blocks.
-        written: a weight that it changes, if there is one.
-        asked: what it asks elsewhere.
+        drawn: detects Python values of draws.
+        host: detects changes of host state.
+        trains: whether it is in training mode: not where it is between layers of other blocks.
+        written: name of a weight that it changes, or "".
+        asked: calls that are not plain.
     """
 
     drawn: DrawnValues
@@ -111,13 +111,13 @@ class BetweenLayers:
 
     @contextmanager
     def within(self, module: nn.Module, *, counts: bool = True) -> Iterator[None]:
-        """A context in which a module runs that is called whole."""
+        """Context in which a module runs that is called whole."""
         is_whole = not counts or any(True for _ in module.parameters())
         with unheard() if is_whole else nullcontext(), self.drawn.within(counts=counts), self.host.within(module):
             yield
 
     def require_steady(self, name: str, run: Callable[[], None], again: Callable[[], None]) -> None:
-        """Raise `MisfitError` where two runs show that the code does something else each time, or writes elsewhere."""
+        """Raise `MisfitError` where two runs show that the code acts differently each time, or has side effects."""
         changed = self.host.unsteady(run, again)
         require_plain(name, self.asked)
         if self.written:
@@ -138,7 +138,7 @@ class BetweenLayers:
 
 
 def _is_alike(one: Any, other: Any, depth: int) -> bool:
-    """Whether two values are the same for whoever looks at them; numbers that are unknown are not."""
+    """Return whether two values are equal: tensors, containers and plain values by content, meta tensors by shape."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same_form = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
         return same_form and (one.is_meta or torch.equal(one, other))

@@ -1,10 +1,11 @@
-"""Weights that a loss or a metric reads, and that this rank has not whole: it would go by other numbers, unseen.
+"""Weights that a loss or a metric reads, but that this rank does not hold whole: its result would be wrong, unnoticed.
 
     lambda output, targets: mse(output, targets) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
-        of other stages     stay as they were when the model was built                                         refused
+
+        of other stages     keep their values from when the model was built                                refused
         cut over tp, ep     its shards, of which each rank has others; with ZeRO-3 resident only in a block    refused
 
-What tells only of shapes and devices, and frozen weights, may be read anywhere.
+Reads of shapes and devices, and of frozen weights, are allowed anywhere.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _BY_ZERO = (
 _INSTEAD = "let the optimizer decay weights (weight_decay=…), or take engine.full_weights() between steps"
 
 Places = dict[int, list[tuple[int, int, str]]]
-"""By where memory begins: from where to where a weight lies in it, and what is to be said of it."""
+"""Weights by data_ptr of their storage: first and last address of each, and its description for messages."""
 
 
 class WeightsElsewhere:
-    """The weights of a model that are trained by other ranks alone, or of which this rank has a shard.
+    """Weights of a model that only other ranks train, or of which this rank has a shard.
 
     Args:
-        blocks: the whole model, before it is cut; of what is not built yet nobody can read weights.
+        blocks: the whole model, before it is cut; weights of blocks not built yet cannot be read.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
@@ -61,14 +62,14 @@ class WeightsElsewhere:
         self._is_resident = True
 
     def settle(self, here: Iterable[nn.Module], *, is_resident: bool) -> None:
-        """Take in the stages that this rank trains, and whether their weights are resident between steps."""
+        """Add the stages that this rank trains, and whether their weights are resident between steps."""
         self._is_resident = is_resident
         for stage in here:
             self._own.update((name.removeprefix("blocks."), weight) for name, weight in stage.named_parameters())
             self._experts |= expert_weights(stage)
 
     def places(self) -> Places:
-        """Return where they lie in memory, with what is to be said of them."""
+        """Return the addresses of these weights, with their descriptions."""
         found: Places = {}
         for name, weight in self._own.items():
             if why := self._why_cut(name, weight):
@@ -89,10 +90,10 @@ class WeightsElsewhere:
 
 
 class ReadsElsewhere(TorchDispatchMode):
-    """While it is entered, a function's calls are looked through for weights that this rank has not whole.
+    """Mode that detects reads of weights that this rank does not hold whole.
 
     Attributes:
-        refusal: why it cannot go by what it reads, in words; "": it reads none.
+        refusal: the first such read, in words; "": there was none.
     """
 
     def __init__(self, weights: WeightsElsewhere, what: str) -> None:
@@ -122,9 +123,9 @@ class ReadsElsewhere(TorchDispatchMode):
 def require_own_weights(
     blocks: Sequence[nn.Module], stage_of: Mapping[int, int], held: Sequence[Sequence[tuple[str, Tensor]]]
 ) -> None:
-    """Raise `MisfitError` where a block holds, other than in its modules, a weight that another stage trains.
+    """Raise `MisfitError` where a block holds, outside its modules, a weight that another stage trains.
 
-    `held` are the tensors that each block reaches, through lists, closures, methods, weak references and others.
+    `held`: the tensors reachable from each block, through lists, closures, methods, weak references and others.
     """
     homes: dict[int, dict[int, str]] = {}
     for number, block in enumerate(blocks):
@@ -146,7 +147,7 @@ def require_own_weights(
 
 
 def _place(tensor: Tensor) -> int:
-    """Return where a tensor's numbers begin, or else which one it is."""
+    """Return the storage address of a tensor, or else its id."""
     return next(iter(_memory(tensor)), id(tensor))
 
 
@@ -157,6 +158,6 @@ def _add(places: Places, weight: Tensor, told: str) -> None:
 
 
 def _memory(leaf: Any) -> Iterable[int]:
-    """Yield where a plain tensor's numbers begin; nothing of one that has none of its own."""
+    """Yield the storage address of a plain tensor, if it has one."""
     if type(leaf) in _PLAIN and leaf.layout is torch.strided and (place := leaf.untyped_storage().data_ptr()):
         yield place

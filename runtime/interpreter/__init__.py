@@ -1,8 +1,8 @@
-"""Executes a plan: each instruction bound once to its handler, then a loop that walks the list.
+"""Execution of a plan: each instruction is bound once to its handler, then a loop walks the list of calls.
 
-`plan_runner` binds plans to a rank and runs them, `step_graphs` from graphs of the device; `interpreter` has the
-dispatch table and the loop. `handlers`, and `p2p` for messages, are what it dispatches to; `rank_state` says what each
-of them may touch, `cells` where values are between instructions, `host_copies` what goes to the host's memory;
-`data_flow` asks the planner what an instruction takes and makes; `recorder` writes down when each ran. Imports `state`,
-`stage`, `parallel`, `blocks`, `comm`, `autograd`.
+`plan_runner` binds plans to a rank and runs them, `step_graphs` by CUDA graphs; `interpreter` has the dispatch table
+and the loop. It dispatches to `handlers`, and to `p2p` for messages. `rank_state` has the state that each handler may
+touch, `cells` the values between instructions, `host_copies` activations offloaded to host memory; `data_flow` asks
+the planner for the inputs and outputs of an instruction; `recorder` traces when each ran. Imports `steps`, `state`,
+`stage`, `optim`, `examine`, `agreement`, `parallel`, `objects`, `blocks`, `comm`, `autograd`, `settings`, `watch`.
 """

@@ -1,9 +1,9 @@
-"""Counting the bytes that autograd saves for backwards: the measured side of the simulator's peak activations.
+"""Count of the bytes that autograd saves for backwards: measured values for the simulator's peak activations.
 
-Every tensor that a graph saves passes the saved-tensor hooks; it counts from then on until the graph drops it.
-Bytes are counted by storage, once however many tensors look into it. Weights and buffers do not count: they are
-resident anyway; nor do activations while they are in the host's memory. What a `BwdInput` leaves for its `BwdWeight`
-counts as well.
+Every tensor that an autograd graph saves passes the saved-tensor hooks; it counts until the graph drops it.
+Bytes are counted by storage, once however many tensors view it. Weights and buffers do not count, as they are always
+resident; nor do activations while they are in host memory. Products that a `BwdInput` keeps for its `BwdWeight`
+count as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Call = Callable[[], None]
 
 
 class _SavedTensor:
-    """A saved tensor, counted as long as this lives. It holds nothing of the graph: that would keep itself alive."""
+    """A saved tensor, counted as long as this object lives. It is detached: a graph reference would be a cycle."""
 
     __slots__ = ("count", "tensor")
 
@@ -50,10 +50,10 @@ class _SavedTensor:
 
 
 class SavedBytes:
-    """What is saved on one rank, in bytes, while a step runs in this context.
+    """Bytes saved for backwards on one rank, counted while a step runs in this context.
 
     Attributes:
-        peak: the most that was saved at once.
+        peak: the largest number of bytes saved at once.
     """
 
     def __init__(self, state: RankState, stages: Mapping[int, Stage], batch: Batch) -> None:
@@ -80,7 +80,7 @@ class SavedBytes:
         self._host.track = None
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor that is held."""
+        """Count a saved tensor."""
         storage = tensor.untyped_storage()
         if identity(storage) in self._resident:
             return
@@ -90,7 +90,7 @@ class SavedBytes:
             self.peak = max(self.peak, self._bytes)
 
     def remove(self, tensor: Tensor) -> None:
-        """Count a tensor no longer."""
+        """Stop counting a saved tensor."""
         storage = tensor.untyped_storage()
         if identity(storage) in self._resident:
             return
@@ -99,7 +99,7 @@ class SavedBytes:
             self._bytes -= storage.nbytes()
 
     def wrap(self, index: int, call: Call) -> Call:
-        """Return `call` so that what changes by it counts for its instruction."""
+        """Return `call` so that its change of saved bytes is attributed to its instruction."""
         instruction = self._flows.program[index]
         if not isinstance(instruction, Compute):
             return call
@@ -115,7 +115,7 @@ class SavedBytes:
         return counted
 
     def _products_of(self, instruction: Compute) -> Call:
-        """Return what counts the products that one half of a backward leaves and the other takes away."""
+        """Return a function that counts the deferred products of a `BwdInput`, or drops those of a `BwdWeight`."""
         products, key = self._products, (instruction.stage, instruction.microbatch)
         pending = self._flows.made(instruction, Kind.PENDING)
 
@@ -130,9 +130,9 @@ class SavedBytes:
         return take if isinstance(instruction, BwdWeight) else _nothing
 
     def costs(self, group: Group) -> Costs:
-        """Return what a unit of each stage holds, in bytes, for `Plan.simulate`; every rank of the group calls this.
+        """Return the bytes that a unit of each stage holds, for `Plan.simulate` (collective over the group).
 
-        Keys and values count for the first slice of a microbatch, which makes room for all.
+        Keys and values count for the first slice of a microbatch, which allocates them for all slices.
         """
         here, num_stages = {stage for _, stage in self._changes}, len(self._flows.plan.stage_to_pp)
         mine = [self._of_stage(stage) if stage in here else (0.0,) * 4 for stage in range(num_stages)]
@@ -155,19 +155,19 @@ class SavedBytes:
         return whole, whole + self._typical(BwdInput, stage, slices - 1), later if again else 0.0, keys
 
     def _typical(self, kind: type[Instruction], stage: int, number: int) -> float:
-        """Return what instructions of a kind change on slice `number` of each microbatch: the median."""
+        """Return the median change of saved bytes by instructions of a kind on slice `number` of each microbatch."""
         slices = self._flows.plan.schedule.slices
         found = [change for unit, change in self._changes.get((kind, stage), ()) if unit % slices == number]
         return float(median(found)) if found else 0.0
 
 
 def resident_tensors(stages: Mapping[int, Stage], sharded: ShardedWeights, batch: Batch) -> list[Tensor]:
-    """Return the tensors of a step that are resident whatever is saved: weights, buffers and the batch."""
+    """Return the tensors of a step that are resident in any case: weights, buffers and the batch."""
     weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
-    if sharded:  # parameters look into full weights, or, while these are not resident, somewhere else
+    if sharded:  # parameters view full weights, or other memory while these are not resident
         weights = [t for t in weights if not t.requires_grad] + sharded.full_tensors()
     return [*weights, *(t for row in batch.inputs for t in row), *tensors_of([*batch.targets, *batch.extras])]
 
 
 def _nothing() -> None:
-    """Most instructions leave no products."""
+    """Do nothing: most instructions leave no products."""

@@ -1,7 +1,7 @@
-"""Clocks of one rank: one adds up the time it computes, the others note moments for a trace.
+"""Clocks of one rank: `Clock` adds up its compute time, the trace clocks record timestamps.
 
-On a CPU a moment is the host's time. On a GPU, where the host runs ahead, it is an event on the current stream, which
-has a time only when the work before it is done.
+On a CPU a timestamp is the host's time. On a GPU, where the host runs ahead, it is an event on the current stream;
+its time is known only when the work before it is done.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..comm.clock import now_s, time_of_day_s
 from ..comm.device import is_accelerator, timing_event
 
 Stamp = Any
-"""A moment as a clock notes it: only the clock that gave it can read it."""
+"""A timestamp as a clock records it: only the clock that made it can read it."""
 
 
 class Clock:
-    """Adds up the time a rank computes, in seconds: who computes notes the moments before and after.
+    """Adds up the time a rank computes, in seconds: a handler notes a timestamp before and after its computation.
 
         note, now = clock.note, clock.now
         note(now()); …; note(now())
 
     Attributes:
-        now: gives a moment.
-        note: notes one, before and after each stretch of computation.
+        now: returns a timestamp.
+        note: records one, before and after each stretch of computation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Clock:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A context in which nothing counts, and no event is made."""
+        """Return a context in which no time counts, and no event is created."""
         noted, self._is_off = len(self._moments), True
         try:
             yield
@@ -50,7 +50,7 @@ class Clock:
             del self._moments[noted:]
 
     def add_up(self) -> None:
-        """Add up what was noted; of a stretch that ended in an error there is only the beginning, which goes."""
+        """Add up the noted stretches; one that ended in an error has only a beginning, which is dropped."""
         moments = self._moments
         if self._is_on_host:
             self._seconds += sum(moments[1::2]) - sum(moments[: len(moments) // 2 * 2 : 2])
@@ -78,7 +78,7 @@ class Clock:
 
 
 class NoClock(Clock):
-    """Adds up nothing: somebody else's clock runs."""
+    """A clock that adds up nothing, where an enclosing instruction takes the time already."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -86,20 +86,20 @@ class NoClock(Clock):
 
 
 class TraceClock(Protocol):
-    """Notes moments cheaply, and says later when they were."""
+    """Records timestamps cheaply, and converts them to time of day later."""
 
     def set(self) -> None:
-        """Set it to the time of day, before the first moment that it notes."""
+        """Set it to the time of day, before the first timestamp."""
 
     def now(self) -> Stamp:
-        """Note this moment."""
+        """Return a timestamp of this moment."""
 
     def wall_s(self, stamp: Stamp) -> float:
-        """Return the time of day of a moment, in seconds: the clock that all ranks share."""
+        """Return the time of day of a timestamp, in seconds: the clock that all ranks share."""
 
 
 class HostClock:
-    """The host's clock."""
+    """The host's monotonic clock, with an offset to the time of day."""
 
     def __init__(self) -> None:
         self.now = now_s
@@ -110,12 +110,12 @@ class HostClock:
         self._offset_s = time_of_day_s() - now_s()
 
     def wall_s(self, stamp: float) -> float:
-        """Return the time of day of a moment."""
+        """Return the time of day of a timestamp, in seconds."""
         return stamp + self._offset_s
 
 
 class EventClock:
-    """The clock of a GPU: events on the current stream, against one whose time of day is known."""
+    """The clock of a GPU: events on the current stream, relative to a base event whose time of day is known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,7 +133,7 @@ class EventClock:
         return timing_event(self._device)
 
     def wall_s(self, stamp: torch.Event) -> float:
-        """Return the time of day of a moment; waits until it has come."""
+        """Return the time of day of a timestamp, in seconds; waits until the event has completed."""
         if self._base is None:
             raise RuntimeError("the clock was never set to the time of day")
         stamp.synchronize()

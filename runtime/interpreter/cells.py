@@ -1,4 +1,4 @@
-"""Where values are between two instructions, how they are taken away, and who waits for other ranks.
+"""Cells: values between two instructions of a rank, with the receives and sends that fill and drain them.
 
 RecvAct ──works──▶ ┌──────┐                    Fwd ──value──▶ ┌──────┐ ──▶ SendAct: in flight until it is received
                    │ Cell │ ──take: waits──▶ Fwd              │ Cell │
@@ -22,17 +22,17 @@ from .data_flow import activation_of
 from .recorder import Recorder
 
 _MOST_VIEWS = 64
-"""So many shapes of a buffer are remembered."""
+"""Number of views (shapes) that are cached per buffer."""
 
 Parts = Sequence[tuple[Value, Sequence[int]]]
-"""Values that together are one row of tensors, and at which places of it the tensors of each are."""
+"""Values that together make up one row of tensors, each with the places of its tensors in the row."""
 
 
 class Cell:
-    """The place of one value between two instructions, and, if it goes to another rank, until its send is done.
+    """The slot of one value between two instructions; if it is sent to another rank, until the send is done.
 
-    One that comes from another rank is waited for when it is taken; `receive` is the place of its receive in the
-    program. `receive_said` and `send_said` are what a wait for it is written down as.
+    A received value is waited for when it is taken; `receive` is the index of its receive in the program.
+    `receive_said` and `send_said` are the codes that the watch cell shows while a wait for it is in progress.
     """
 
     __slots__ = ("receive", "receive_said", "send_said", "sent", "value", "works")
@@ -46,14 +46,14 @@ class Cell:
 
 
 class ReceiveBuffers:
-    """The receive buffers of one rank: numbered within a kind, as long as the largest tensor that came into them.
+    """The receive buffers of one rank: numbered within a kind, each as long as the largest tensor it has held.
 
-    A kind is what tensors of one shape and type are that share buffers; where shapes change from step to step, all
-    tensors of a kind change with them. Whatever is in a buffer is a view of its bytes, so that there are as many
-    buffers as for constant shapes. `room_for` says how many bytes the transport wants behind so many.
+    A kind is the set of tensors of one shape and dtype that share buffers; where shapes change from step to step, all
+    tensors of a kind change together. A received tensor is a view of the buffer's bytes, so that changing shapes need
+    no more buffers than constant ones. `room_for` returns the bytes that the transport appends to that many.
 
     Attributes:
-        generation: counts how often a buffer was made or has grown, or plans took turns: who keeps a view looks at it.
+        generation: increases when a buffer is made or grows, or plans alternate: cached views are then out of date.
     """
 
     def __init__(self, device: torch.device, room_for: Callable[[int], int] = lambda nbytes: 0) -> None:
@@ -63,7 +63,7 @@ class ReceiveBuffers:
         self.generation = 0
 
     def of(self, kind: int, number: int, spec: TensorSpec) -> Tensor:
-        """Return a buffer as a tensor of a spec."""
+        """Return a buffer viewed as a tensor of a spec."""
         place = kind, number
         views = self._views.setdefault(place, {})
         if spec not in views:
@@ -78,19 +78,19 @@ class ReceiveBuffers:
         return views[spec]
 
     def room(self, kind: int, number: int, spec: TensorSpec) -> Tensor | None:
-        """Return the memory of a buffer with what the transport wants behind it; None where that is nothing."""
+        """Return the bytes of a buffer with the transport's frame after them; None where there is no frame."""
         more = self._room_for(spec.nbytes)
         return self._memory[kind, number][: spec.nbytes + more] if more else None
 
     def all(self) -> list[Tensor]:
-        """Return all buffers that there are, each as it was asked for last."""
+        """Return all existing buffers, each as its most recent view."""
         return [next(reversed(views.values())) for views in self._views.values()]
 
 
 class Waits:
-    """Waits for other ranks; while a step is recorded, the time counts as that of the instruction that waits.
+    """Waits for other ranks; in a recorded step, the time counts as that of the waiting instruction.
 
-    `cell` is where messages that are waited for are written down; collectives do that themselves.
+    `cell` publishes the message that is waited for (for hang detection); collectives publish that themselves.
     """
 
     def __init__(self, cell: WaitCell | None = None) -> None:
@@ -98,7 +98,7 @@ class Waits:
         self.recorder: Recorder | None = None
 
     def wait(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
-        """Wait for works; the time counts as instruction `index`'s, and as its receive's."""
+        """Wait for works; the time is recorded for instruction `index`, and for its receive."""
         recorder = self.recorder
         if recorder is None:
             for work in works:
@@ -115,10 +115,10 @@ class Waits:
 
 
 class Cells:
-    """The cells of one rank.
+    """All cells of one rank.
 
     Attributes:
-        sending: those whose values go to other ranks.
+        sending: cells whose values are sent to other ranks.
     """
 
     def __init__(self, waits: Waits) -> None:
@@ -133,9 +133,9 @@ class Cells:
         return self._cells[value]
 
     def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
-        """Return what takes a value away for instruction `index`, waiting for it if it comes from another rank.
+        """Return a function that takes a value for instruction `index`, and waits for its receive if there is one.
 
-        A gradient that comes back says that the activation it belongs to has arrived: what was sent is released.
+        A received gradient implies that the activation it belongs to has arrived: that send is released.
         """
         cell, await_value = self.of(value), self.awaiter(value, index)
 
@@ -148,7 +148,7 @@ class Cells:
         return take
 
     def awaiter(self, value: Value, index: int) -> Callable[[], None]:
-        """Return what waits for a value on behalf of instruction `index`, if it comes from another rank."""
+        """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
         cell, waits = self.of(value), self._waits
         answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
 
@@ -170,7 +170,7 @@ class Cells:
         return wait
 
     def row_taker(self, parts: Parts, index: int) -> Callable[[], Outputs]:
-        """Return what takes values away that together are one row of tensors; None where it has no place."""
+        """Return a function that takes several values as one row of tensors; None at places without a value."""
         width = 1 + max([max(places) for _, places in parts])
         if len(parts) == 1 and len(parts[0][1]) == width:
             return self.taker(parts[0][0], index)
@@ -186,7 +186,7 @@ class Cells:
         return take
 
     def row_giver(self, parts: Parts) -> Callable[[Outputs], None]:
-        """Return what leaves the tensors of a row as the values that they are."""
+        """Return a function that stores a row of tensors in the cells of its values."""
         cells = [(self.of(value), places) for value, places in parts]
         only, places_of_only = cells[0]
         width = len(places_of_only) if len(cells) == 1 and [*places_of_only] == [*range(len(places_of_only))] else -1
@@ -201,7 +201,7 @@ class Cells:
         return give
 
     def release(self, cell: Cell, index: int) -> None:
-        """Release what was sent from a cell, once that is done."""
+        """Wait for the sends from a cell, then drop the tensors that were sent."""
         if cell.sent is not None:
             works, cell.sent = cell.sent[0], None
             said = self._waits.cell
@@ -214,7 +214,7 @@ class Cells:
             said.memory[said.at] = NOTHING
 
     def settle(self) -> None:
-        """Release what was sent in the step before: the next one, of any plan, begins when it has been received."""
+        """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""
         for cell in self.sending:
             if cell.sent is not None:
                 self.release(cell, NOWHERE)  # nothing is recorded between steps

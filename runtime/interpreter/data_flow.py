@@ -1,4 +1,4 @@
-"""What the instructions of one rank's program take and make: the planner's data-flow rule, asked in one place.
+"""Data flow of one rank's program: the values that instructions consume and produce, as the planner defines them.
 
 Fwd(1, 0)      takes OUTPUT of stage 0       makes OUTPUT and SAVED of stage 1
 SendAct(1, 0)  takes OUTPUT of stage 1
@@ -22,26 +22,26 @@ _KIND = attrgetter("kind")
 
 
 class ProgramFlow:
-    """The data flow of the program of one (global) rank, which its messages name their peers by as well."""
+    """The data flow of the program of one (global) rank; message peers are global ranks as well."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.trains = plan.mode == "train"
-        """Whether the plan trains; else it only runs forward."""
+        """Whether the plan trains; otherwise it runs forward only."""
         self.program: Sequence[Instruction] = plan.program(rank)
         self.clips = ClipGrad in map(type, self.program)
-        """Whether the norm of gradients ends it, which reads the figures of a step."""
+        """Whether the program has a `ClipGrad`, which reads the figures of a step."""
         self.pp_rank = plan.mesh.pp_rank(rank)
         sides = [side for whole in self.program if whole.computes for side in whole.sides]
         self._last_backwards = frozenset({i.stage: i for i in sides if isinstance(i, ENDS_BACKWARD)}.values())
         self._last_of_inputs = frozenset({i.stage: i for i in sides if isinstance(i, Bwd | BwdInput)}.values())
         self.flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
-        """What each instruction of the program takes and makes."""
+        """Values consumed and produced by each instruction of the program."""
         self._flow_of = dict(zip(self.program, self.flows, strict=True)) | self._flows_of_sides()
         self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
 
     def _flows_of_sides(self) -> dict[Instruction, Flow]:
-        """Return the flow of each side of what overlaps."""
+        """Return the data flow of the forward and the backward of each `Overlap`."""
         columns = self.plan.columns.apart.columns
         if columns is self.plan.columns:
             return {}
@@ -50,25 +50,25 @@ class ProgramFlow:
 
     @property
     def place(self) -> str:
-        """Which rank it is, and where in the mesh, in words."""
+        """The rank and its coordinates in the mesh, in words."""
         return rank_in_words(self.plan.mesh, self.rank)
 
     def taken(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
-        """Return the values of these kinds that an instruction takes away."""
+        """Return the values of these kinds that an instruction consumes."""
         values = self._flow_of[instruction].consumes
         return [*compress(values, map(kinds.__contains__, map(_KIND, values)))]
 
     def made(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
-        """Return the values of these kinds that an instruction makes."""
+        """Return the values of these kinds that an instruction produces."""
         values = self._flow_of[instruction].produces
         return [*compress(values, map(kinds.__contains__, map(_KIND, values)))]
 
     def is_sent(self, value: Value) -> bool:
-        """Whether a value goes to another rank."""
+        """Whether a value is sent to another rank."""
         return value in self._sent
 
     def is_last_of_inputs(self, instruction: Instruction) -> bool:
-        """Whether an instruction is the last that gives the inputs of its stage gradients."""
+        """Whether an instruction is the last one that computes input gradients of its stage."""
         return instruction in self._last_of_inputs
 
     def is_last_backward(self, instruction: Instruction) -> bool:

@@ -1,4 +1,4 @@
-"""Activations on their way to the host's memory and back: who begins the copies, and who waits for them.
+"""Activation offload to host memory and back: the instructions that start copies, and those that wait for them.
 
 Fwd              OffloadAct      computation            FetchAct           Bwd
 begins to copy   memory is free  waits for the copy     begins to copy     waits for the copy
@@ -29,7 +29,7 @@ Call = Callable[[], None]
 
 @dataclass
 class _Leaving:
-    """What a forward has saved, on its way to the host; `leaves` are its inputs, of which only gradients are wanted."""
+    """Tensors saved by a forward, on their way to the host; of its input `leaves` only the gradients are kept."""
 
     memories: list[SavedMemory]
     on_host: list[Tensor]
@@ -38,21 +38,21 @@ class _Leaving:
 
 
 class HostCopies:
-    """The copies of one rank's activations between its memory and its host's.
+    """The copies of one rank's activations between device and host memory.
 
     Args:
-        flows: what the instructions of its program take and make.
-        waits: where waits are counted.
-        link: carries the copies.
+        flows: consumed and produced values of the program's instructions.
+        waits: records waits.
+        link: issues the copies.
         device: where the rank computes.
-        resident: finds the tensors whose memory is resident in a step whatever is saved.
-        kept: what forwards keep for backwards, by the value that it is.
+        resident: returns the tensors whose memory is resident during a step in any case.
+        kept: state that forwards keep for backwards, by value.
 
     Attributes:
-        flows: what its instructions take and make.
-        moves_some: whether anything goes.
-        track: counts what is saved on the device, if somebody wants to know.
-        first_behind: places of the computations that are the first behind an `OffloadAct`.
+        flows: consumed and produced values of the program's instructions.
+        moves_some: whether the program offloads anything.
+        track: counts bytes saved on the device, if a count is active.
+        first_behind: indices of the first computation after each `OffloadAct`.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class HostCopies:
         self._coming: dict[Value, tuple[int, Copy]] = {}
 
     def begin(self) -> None:
-        """Start a step: what is resident is looked up anew."""
+        """Start a step: collect the resident tensors anew."""
         self._resident = identities(self._find_resident())
 
     def moves(self, saved: Value) -> bool:
-        """Whether what a forward saves goes to the host."""
+        """Whether the saved activations of a forward are offloaded."""
         return saved in self._moving
 
     def activations(self, store: Store | None) -> SavedActivations:
-        """Return what saves the activations of a forward; the keys and values in `store` are not its own."""
+        """Return saved-tensor hooks for a forward; keys and values in `store` are not offloaded with it."""
         resident = self._resident
 
         def is_resident(storage: int) -> bool:
@@ -95,13 +95,13 @@ class HostCopies:
         return SavedActivations(self._device, is_resident, self.track)
 
     def leave(self, saved: Value, activations: SavedActivations, leaves: Outputs) -> None:
-        """Begin to copy what a forward has saved to the host."""
+        """Start the copy of a forward's saved activations to the host."""
         memories = activations.memories()
         on_host, copy = self._link.to_host([memory.bytes for memory in memories])
         self._leaving[saved] = _Leaving(memories, on_host, copy, leaves)
 
     def free(self, index: int, saved: Value, offloaded: Value) -> None:
-        """Let what `leave` copies be on the host alone; the next computation waits for that."""
+        """Free device memory after the copy of `leave`; the next computation waits for the copy."""
         if saved not in self._kept:  # a unit without samples
             return
         self._kept[offloaded] = self._kept.pop(saved)
@@ -114,7 +114,7 @@ class HostCopies:
         self._room.append((index, unit.copy))
 
     def fetch(self, index: int, offloaded: Value, fetched: Value) -> None:
-        """Begin to copy back what is still wanted."""
+        """Start the copy back to the device of those tensors that are still referenced."""
         if offloaded not in self._kept:
             return
         self._kept[fetched] = self._kept.pop(offloaded)
@@ -125,17 +125,17 @@ class HostCopies:
         self._coming[fetched] = (index, copy)
 
     def wait_for_room(self, index: int) -> None:
-        """Wait, as instruction `index`, until all that was freed is on the host."""
+        """Wait, as instruction `index`, until all freed activations are on the host."""
         while self._room:
             self._wait(index, *self._room.pop(0))
 
     def wait_for(self, fetched: Value, index: int) -> None:
-        """Wait, as instruction `index`, until activations are back; who has waited already need not."""
+        """Wait, as instruction `index`, until activations are back on the device; later calls return at once."""
         if fetched in self._coming:
             self._wait(index, *self._coming.pop(fetched))
 
     def _wait(self, index: int, copied: int, copy: Copy) -> None:
-        """Wait for a copy, and write down when it ran as that of instruction `copied`."""
+        """Wait for a copy, and record its duration as that of instruction `copied`."""
         self._waits.wait((copy,), index)
         if self._waits.recorder is not None:
             self._waits.recorder.mark(copied, start=copy.begin, end=copy.end)
@@ -148,13 +148,13 @@ def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct
 
 
 def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) -> Call:
-    """Begin to copy activations back."""
+    """Start the copy of offloaded activations back to the device."""
     (taken,), (made,) = copies.flows.taken(instruction, Kind.OFFLOADED), copies.flows.made(instruction, Kind.FETCHED)
     return partial(copies.fetch, index, taken, made)
 
 
 def with_room(copies: HostCopies, index: int, call: Call) -> Call:
-    """Return a computation so that it waits, where it follows an `OffloadAct`, until that memory is free."""
+    """Return a computation that first waits, where it follows an `OffloadAct`, until that memory is free."""
     if index not in copies.first_behind:
         return call
 
@@ -166,7 +166,7 @@ def with_room(copies: HostCopies, index: int, call: Call) -> Call:
 
 
 def _first_behind(program: Iterable[ins.Instruction]) -> frozenset[int]:
-    """Return the places of the computations that are the first behind an `OffloadAct`."""
+    """Return the indices of the first computation after each `OffloadAct`."""
     found, is_behind = set(), False
     for index, instruction in enumerate(program):
         if instruction.computes and is_behind:

@@ -1,13 +1,13 @@
-"""The interpreter: a program is resolved once into a flat list of bound calls, and then just walked.
+"""The interpreter: a program is bound once to a flat list of calls, and then walked in a loop.
 
     program   Fwd(0, 0)      SendAct(0, 0, 1)    Bwd(0, 0)  …
                  │ HANDLERS[Fwd](state, 0, Fwd(0, 0)) ─▶ a function without arguments
     calls     [ train,        run,                run,      … ]         for call in calls: call()
-                 └ before each call its place in the program is published, for whoever watches (`watch`)
+                 └ before each call its index in the program is published, for hang detection (`watch`)
 
-One small function per instruction: `compute` has those of forwards and backwards, `step_end` those that end a step,
-`zero` those of sharded weights, `host_copies` those of activations that go to the host; each is bound to its view of
-the rank's state. `p2p` says where a receive is posted and a send issued, which need not be at its place in the program.
+One small function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
+`host_copies` those of offloaded activations; each is bound to its view of the rank's state. `p2p` decides where a
+receive is posted and a send issued, which need not be at its index in the program.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ ALL_CALLS = slice(None)
 
 Call = Callable[[], None]
 Entry = tuple[int, int, Call]
-"""A call, with its place in the program, which is published before it, and the instruction that it is of."""
+"""(place published before the call, index of its instruction, the call)."""
 Handler = tuple[Callable[[RankState], Any], Callable[[Any, int, Any], Call]]
-"""Which view of the rank's state an instruction is bound to, and how."""
+"""The view of the rank's state that an instruction is bound to, and the function that binds it."""
 View = TypeVar("View")
 
 
 def _seeing(
     view: Callable[[RankState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], Call]]
 ) -> dict[type[Instruction], Handler]:
-    """Return handlers of a rank's state out of those of one view of it."""
+    """Return handlers that take a rank's state from handlers that take one view of it."""
     return {kind: (view, bind) for kind, bind in binds.items()}
 
 
@@ -102,18 +102,18 @@ HANDLERS: dict[type[Instruction], Handler] = {
         },
     ),
 }
-"""How each instruction is bound; messages are bound together, by `bind_receives` and `bind_sends`."""
+"""Handler of each instruction; messages are bound together, by `bind_receives` and `bind_sends`."""
 
 
 class Observer(Protocol):
-    """Somebody who wants to know of every call: a trace, a count of memory."""
+    """Wraps every call of a program: a trace, a memory count."""
 
     def wrap(self, index: int, call: Call) -> Call:
-        """Return what is called instead of `call`, one of the calls of instruction `index`."""
+        """Return the replacement of `call`, one of the calls of instruction `index`."""
 
 
 class Interpreter:
-    """Runs one rank's program on its state; `recorder` writes down when each instruction ran."""
+    """Runs one rank's program on its state; `recorder` traces when each instruction ran."""
 
     def __init__(self, state: RankState, recorder: Recorder | None = None) -> None:
         self.state = state
@@ -124,7 +124,7 @@ class Interpreter:
         self._marks = [place for place, _, _, _ in places]
         self._publisher = state.messages.transport.publisher
         self.announce = partial(self._publisher.walk, state.flows.plan)
-        """Tells who watches that a step of this program begins."""
+        """Publishes to the watch that a step of this program begins."""
         self._calls = [call for _, _, _, call in places]
         self._entries = _merged(state.messages, list(zip(self._marks, self._places, self._calls, strict=True)))
         self._entries_of_full = [(m, i, getattr(call, "if_none_is_empty", call)) for m, i, call in self._entries]
@@ -133,9 +133,9 @@ class Interpreter:
         self._recorded = self.watched(recorder) if recorder else []
 
     def _bind(self) -> list[tuple[int, int, int, Call]]:
-        """Return (place, order at this place, index, call) for all there is to do.
+        """Return (place, order at this place, index, call) for every call of the program.
 
-        At one place, receives are posted first, then sends that were ready before, then the instruction itself.
+        At one place, receives are posted first, then sends that were ready earlier, then the instruction itself.
         """
         received = [(posting.at, 0, posting.index, call) for posting, call in bind_receives(self.state.messages)]
         sent = [(place, 1, index, call) for place, index, call in bind_sends(self.state.messages)]
@@ -155,16 +155,16 @@ class Interpreter:
         return with_room(self.state.compute.host, index, call)
 
     def watched(self, observer: Observer) -> list[Call]:
-        """Return the calls as somebody sees them who watches each of them."""
+        """Return the calls, each wrapped by an observer."""
         return [observer.wrap(index, call) for index, call in zip(self._places, self._calls, strict=True)]
 
     def records(self, step: int) -> bool:
-        """Whether a step, counted from where the run began, is written down."""
+        """Whether a step, counted from the start of the run, is traced."""
         return self._recorder is not None and self._recorder.wants(step)
 
     def run(self, batch: Batch, step: int, calls: list[Call] | None = None) -> None:
-        """Walk the program once; `calls` take its place, unrecorded. `step` counts from where the run began."""
-        self.state.begin(batch)  # which may wait for sends of the program before
+        """Walk the program once; `calls` replace the bound calls, untraced. `step` counts from the start of the run."""
+        self.state.begin(batch)  # may wait for sends of the program that ran before
         self.announce()
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
@@ -180,14 +180,14 @@ class Interpreter:
 
     @cached_property
     def _clip(self) -> tuple[int, ClipHalves]:
-        """Which of the calls is the plan's `ClipGrad`, and its halves."""
+        """The position of the plan's `ClipGrad` among the calls, and its two halves."""
         index = next(index for index, one in enumerate(self._program) if isinstance(one, ins.ClipGrad))
         return self._places.index(index), halves_of_clip(self.state.step_end, index)
 
     def lead(self, batch: Batch) -> Tensor:
-        """Walk up to the middle of `ClipGrad`, of a step whose gradients do not wait; return the figures of that.
+        """Walk up to the middle of `ClipGrad`, in a step that reduces gradients; return the figures of its first half.
 
-        All that a device does by itself in a step lies before it: see `ClipHalves`.
+        All work that the device does without the host lies before it: see `ClipHalves`.
         """
         self.state.begin(batch)
         self.announce()
@@ -198,13 +198,13 @@ class Interpreter:
         return found[0]
 
     def conclude(self, figures: Tensor) -> None:
-        """Walk on from there, to the end of the step."""
+        """Walk from the middle of `ClipGrad` to the end of the step."""
         clip, halves = self._clip
         self._walk(self._part([partial(halves.conclude, figures), *self._calls[clip + 1 :]], slice(clip, None)))
         self.state.end()
 
     def _part(self, calls: Sequence[Call], part: slice = ALL_CALLS) -> list[Entry]:
-        """Return such calls, which take the place of some, with their places."""
+        """Return entries of `calls` that replace a part of the bound calls, with their places."""
         return list(zip(self._marks[part], self._places[part], calls, strict=True))
 
     def _walk(self, entries: Iterable[Entry]) -> None:
@@ -226,7 +226,7 @@ class Interpreter:
 
 
 def _merged(state: MessageState, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the same with the posts of receives at one place as one call."""
+    """Return the entries with consecutive posts of receives at one place merged into one call."""
     found: list[Entry] = []
     for (place, posts), some in groupby(entries, key=lambda entry: (entry[0], hasattr(entry[2], "receives"))):
         alike = list(some)
@@ -237,7 +237,7 @@ def _merged(state: MessageState, entries: Sequence[Entry]) -> list[Entry]:
 
 @dataclass(eq=False)
 class PreparedStep:
-    """A batch with all that is settled before it is run."""
+    """A batch whose units, shapes and interpreter are settled."""
 
     batch: Batch
     units: Units
@@ -245,7 +245,7 @@ class PreparedStep:
 
     @property
     def given_targets(self) -> list[Any]:
-        """The targets of the units that have samples, as far as the rank has them."""
+        """Targets of the units that have samples, as far as this rank has them."""
         if not self.units.empty:
             return list(self.batch.targets)
         return [some for unit, some in enumerate(self.batch.targets) if unit not in self.units.empty]

@@ -1,4 +1,4 @@
-"""What ranks tell each other of the loss and the metrics, as they agree on what these are over."""
+"""Findings about the loss and the metrics that ranks exchange to agree on what these are over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..examine.losses.loss_weights import LossWeight, Over
 
 
 class Told(NamedTuple):
-    """What ranks say of the loss and the metrics, in order; `of_any`: what is refused of one microbatch as well."""
+    """Findings of all ranks, each field by rank; `of_any`: refusals that hold even for a single microbatch."""
 
     rule: Sequence[str]
     refusal: Sequence[str]
@@ -30,12 +30,12 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Told:
-        """Return what ranks say in texts."""
+        """Parse the JSON texts of all ranks."""
         return cls(*zip(*map(itemgetter(*cls._fields), map(json.loads, texts)), strict=True))
 
 
 def with_nothing(rules: Sequence[str]) -> list[str]:
-    """Return what ranks have found, all of one rule with what any of them has seen of microbatches of nothing."""
+    """Return the rules of ranks; ranks with one rule share what any of them saw of microbatches without targets."""
     seen = ("is_clamped", "is_guarded")
     read = [json.loads(text) if text else {} for text in rules]
     bare = [{name: value for name, value in one.items() if name not in seen} for one in read]
@@ -47,20 +47,20 @@ def with_nothing(rules: Sequence[str]) -> list[str]:
 
 
 def rule_of(text: str) -> LossWeight:
-    """Return what a rank has found."""
+    """Return the loss rule that a rank has found."""
     data = json.loads(text)
     data.pop("of_each")
     return LossWeight(**{**data, "over": Over(data["over"])})
 
 
 def rule_in_words(text: str) -> str:
-    """Return what a rank has found, in words."""
+    """Return the loss rule that a rank has found, in words."""
     of_each = json.loads(text)["of_each"]
     return f"{rule_of(text)}" + "".join(f", {each:g} for each sample" for each in of_each if each is not None)
 
 
 def why_uneven(of_each: Sequence[str]) -> str:
-    """Return why samples do not weigh alike, by what each rank has found that one weighs; "": they do."""
+    """Return why samples have different weights on different ranks, in words; "": they have the same."""
     found = {text: rank for rank, text in reversed([*enumerate(of_each)]) if any(json.loads(text))}
     told = " and ".join(f"{text} on rank {rank}" for text, rank in found.items())
     return f"a sample weighs {told}" if len(found) > 1 else ""

@@ -1,16 +1,16 @@
 """Messages: when receives are posted and into which buffers, when sends are issued, and when they are released.
 
-A transport that matches messages by tag lets receives be posted ahead of their place, and sends be issued as soon as
-there is something to send; neither blocks anybody. Of each stage's activations, and gradients, two receives are in
-flight at a time, or as many as take little memory: a wire that knows early of many small messages wakes the host less
-often. On any other transport all keep their places in the program, in the order that was proved.
+A transport that matches messages by tag lets receives be posted ahead of their index in the program, and sends be
+issued as soon as their tensor is ready; neither blocks. Of each stage's activations, and gradients, two receives are in
+flight at a time, or more where they take little memory: many small messages that are posted early wake the host less
+often. On any other transport all keep their index in the program, in the order that was proved.
 
     program      Fwd 0   RecvGrad 0   Bwd 0   RecvGrad 1   Bwd 1   RecvGrad 2  Bwd 2
     posted at    ^ 0, 1                      ^ 2 (its buffer is that of 0)
 
-How long a buffer is needed, and a send in flight, is found in `quintsched.simulation.message_slots`: what is made and
-awaited here is what a plan's report counts. Tensors of the same shape and type share buffers, whatever they carry; of
-which shape they are in a step, its units say. Units without samples are passed over on both ends.
+`quintsched.simulation.message_slots` computes how long a buffer, and a send in flight, is needed: buffers and waits
+here match those counted in a plan's report. Tensors of the same shape and dtype share buffers, whatever they carry;
+the units of a step give the shapes. Units without samples are passed over on both ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .data_flow import ProgramFlow, activation_of
 from .rank_state import BoundReceive, MessageState
 
 AHEAD_BYTES = 2**18
-"""More receives than `AHEAD` are in flight where the buffers of a stage stay below this together."""
+"""More receives than `AHEAD` are in flight while the buffers of a stage stay below this number of bytes together."""
 
 MOST_TAGS = 2**31
 
@@ -43,7 +43,7 @@ Call = Callable[[], None]
 class Posting:
     """A receive of `value` from rank `peer`, issued before instruction `at` and not needed after instruction `until`.
 
-    `index` is its place in the program. Its tensors come into the buffers `slots`, which are numbered from 0 among
+    `index` is its own index in the program. Its tensors are received into the buffers `slots`, numbered from 0 among
     tensors of the same kind.
     """
 
@@ -60,7 +60,7 @@ def plan_receives(
 ) -> list[Posting]:
     """Return the receives of a program in the order in which they are issued.
 
-    `kinds_of` says of what kind each tensor of a value is: those of one kind share buffers, as few as suffice.
+    `kinds_of` returns the kind of each tensor of a value: tensors of one kind share buffers, as few as suffice.
     """
     lifetimes = receive_lifetimes(flow_of.plan, rule).of_rank(flow_of.plan.columns, flow_of.pp_rank)
     indices, first, last = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
@@ -83,7 +83,7 @@ def plan_receives(
 
 
 def message_rule(state: MessageState) -> MessageRule:
-    """Return when messages are posted on the rank's transport, and what is awaited."""
+    """Return when messages are posted on the rank's transport, and which sends are awaited."""
 
     def ahead(value: Value) -> int:
         return max(AHEAD, AHEAD_BYTES // max(sum([spec.nbytes for spec in state.shape.cargo.specs(value)]), 1))
@@ -92,13 +92,13 @@ def message_rule(state: MessageState) -> MessageRule:
 
 
 def outgrows(cargo: Cargo, bound: Cargo) -> bool:
-    """Whether messages are so much larger than those that receives were bound for that too many would be in flight."""
+    """Whether messages are so much larger than those at binding that too many bytes would be in flight."""
     largest = max(bound.nbytes, 1)
     return largest * AHEAD < AHEAD_BYTES and cargo.nbytes > 2 * largest
 
 
 def unit_of(value: Value) -> int:
-    """Return the unit that a value belongs to which travels."""
+    """Return the unit of a value that is sent between ranks."""
     return value.number // MAX_SKIPS if value.kind in SKIPS else value.number
 
 
@@ -115,7 +115,7 @@ def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
 
 
 def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -> Call:
-    """Return what posts a receive into its buffers; its `ready` binds it as the unit's shape has them in this step."""
+    """Return a call that posts a receive into its buffers, bound again when the shape of its unit changes."""
     cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
     buffers, transport, marks = state.buffers, state.transport, _marks(state, value, posting.index)
     cell.receive, cell.receive_said = posting.index, receive_code(posting.index)
@@ -143,9 +143,9 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
 
 
 def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], BoundReceive | None]]]) -> Call:
-    """Return what posts receives one after the other; its `index` is that of the one that it has come to.
+    """Return a call that posts receives one after the other; its `index` is that of the receive being posted.
 
-    They are bound again where units are others, a buffer has grown, or another plan was run since.
+    They are bound again where the units differ, a buffer has grown, or another plan has run since.
     """
     current, buffers, units, generation = state.current, state.buffers, NO_UNITS, -1
     bound: list[BoundReceive] = []
@@ -167,9 +167,9 @@ def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], Bou
 
 
 def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
-    """Return (place, index, call) for every send: what issues it, and what releases it.
+    """Return (place, index, call) for every send: one call that issues it, and one that releases it.
 
-    An activation is released by who takes the gradient that belongs to it. Any other is released where the next send
+    An activation is released when the gradient that belongs to it is taken. Any other is released where the next send
     needs its slot, before that is issued, or when the next step begins.
     """
     flows, plan = state.flows.flows, state.flows.plan
@@ -225,7 +225,7 @@ _KINDS = {
 
 
 def _marks(state: MessageState, value: Value, index: int) -> list[tuple[int, Label]]:
-    """Return the tags of the tensors that carry a value, and what these say that they are, at both ends of their way.
+    """Return (tag, label) of each tensor that carries a value: the same on both ends, but for the label's index.
 
     No other value has the same tags.
     """

@@ -1,10 +1,10 @@
-"""Binds plans to one rank when they are first run, and runs them one after the other.
+"""Binding of plans to one rank when they first run, and execution of one after the other.
 
     plan, batch ──▶ ranks agree on the units' shapes ──▶ RankState ──▶ Interpreter       once per plan
                     units of this step               ──▶ Interpreter.run ──▶ StepResult   every step
 
-Plans for evaluation, and for other numbers of microbatches, have the same stages, gradients and optimizers. A bound
-program knows nothing of shapes: each step says of which its units are.
+Plans for evaluation, and for other numbers of microbatches, share stages, gradients and optimizers. A bound program
+does not depend on shapes: the units of each step carry them.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ from .step_graphs import StepGraphs
 from .tally import StepResult, Tally
 
 MOST_BOUND = 8
-"""So many bound programs are remembered: of plans, and of models that are built otherwise from step to step."""
+"""Number of bound programs that are kept: of several plans, and of output structures that change between steps."""
 
 
 @dataclass
 class StepCount:
-    """How many steps a training has made: in this run, and with those that it goes on from."""
+    """Number of training steps: in this run, and including those of the runs that it resumes."""
 
     in_run: int = 0
     total: int = 0
     """The steps of all runs."""
 
     def take_back(self) -> None:
-        """Let the last step not have been made."""
+        """Uncount the last step."""
         self.in_run, self.total = self.in_run - 1, self.total - 1
 
 
@@ -86,17 +86,17 @@ class PlanRunner:
     """Runs plans on one rank.
 
     Args:
-        model: this rank's stages.
+        model: the stages of this rank.
         state: their weights, gradients and optimizers.
         groups: the groups of the mesh.
         transport: carries messages to other ranks.
-        clock: adds up the time that the rank computes.
+        clock: adds up compute time.
         options: loss, metrics, clipping.
-        recorder: writes down when the instructions of training steps ran.
+        recorder: traces the instructions of training steps.
 
     Attributes:
-        interpreters, steps: those that ran last, by the mode of their plan; how many steps the training has made.
-        usual_samples: of so many samples a loss weighs 1 that counts by samples (0: not known yet).
+        interpreters, steps: the latest interpreter, by mode of its plan; the number of training steps made.
+        usual_samples: number of samples for which a loss without a weight weighs 1 (0: not known yet).
         losses: the loss and the metrics.
     """
 
@@ -126,15 +126,15 @@ class PlanRunner:
         self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
-        """Tell the other ranks that this rank's batch cannot be cut, as they are about to ask."""
+        """Raise on the other ranks as well, in the exchange that they enter next: this rank's batch cannot be cut."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
             refuse_together(error, self._groups.world, self._alike, plan.mesh)
 
     def prepare(self, plan: Plan, batch: Batch, compare: Callable[[], None] = lambda: None) -> PreparedStep:
-        """Settle a step with the other ranks; the first one of a mode, and of a plan, is collective over all of them.
+        """Agree on a step with the other ranks; the first of a mode, and of a plan, is collective over all of them.
 
-        `compare` raises `MisfitError` where ranks are not given the same.
+        `compare` raises `MisfitError` where ranks have different data.
 
         Raises:
             UsageError: an extra that no block takes.
@@ -155,7 +155,7 @@ class PlanRunner:
         return PreparedStep(batch, units, self._same[2])
 
     def _settle_first(self, plan: Plan, batch: Batch, compare: Callable[[], None]) -> Units:
-        """Settle the first step of a mode; what one rank cannot do, all refuse in the same words."""
+        """Agree on the first step of a mode; an error of one rank is raised on all in the same words."""
         model, world, problem = self._model, self._groups.world, None
         try:
             units = self._settler.settle(plan, batch)
@@ -186,18 +186,18 @@ class PlanRunner:
 
     @property
     def _alike(self) -> Group:
-        """The ranks that are given the same batch, or what they hold of one."""
+        """The ranks that share one batch, or the parts of it that each holds."""
         return self._groups.model if self._groups.experts.size == 1 else self._groups.pipeline
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> tuple[list[Parcel], bool]:
-        """Return what every block leaves for the next, of a unit, and whether that took data; raises `MisfitError`."""
+        """Return each block's output shapes for a unit, and whether that took data; raises `MisfitError`."""
         parcels, needs_data = self._shapes.find(spec, batch, unit, is_first=spec.mode not in self.interpreters)
         self.losses.expect_apart(self._shapes.apart)
         self._follow(spec, batch, unit, parcels)
         return parcels, needs_data
 
     def _follow(self, spec: UnitSpec, batch: Batch, unit: int, parcels: Sequence[Parcel]) -> None:
-        """Let the prover look at units of other shapes than those of the first step."""
+        """Have the prover examine units of other shapes than those of the first step."""
         one = slice(unit, unit + 1)
         units = FirstUnits(spec.inputs, dict(spec.extras), batch.inputs[one], batch.targets[one], batch.extras[one])
         self._model.prover.follow(units, parcels)
@@ -206,16 +206,16 @@ class PlanRunner:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait for those of further batches."""
+        """Whether gradients are accumulated over further batches."""
         return self._state.gradients.reducer.accumulates
 
     def run(
         self, step: PreparedStep, calls: list[Call] | None = None, *, last: bool = True, wants_outputs: bool = False
     ) -> StepResult:
-        """Run what was prepared; `calls` take the place of the bound calls.
+        """Run a prepared step; `calls` replace the bound calls.
 
-        Without `last` its gradients are kept, and the next batch of a training adds to them. Where somebody
-        `wants_outputs` of an evaluation, ranks of the last stage put them together.
+        Without `last` its gradients are accumulated: the next training batch adds to them. With `wants_outputs`, in an
+        evaluation, ranks of the last stage join the outputs of the units.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -226,7 +226,7 @@ class PlanRunner:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
-            self._buffers.generation += 1  # receives of all plans come into them
+            self._buffers.generation += 1  # receives of all plans share them
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
         is_part = trains and (not last or bool(self.losses.earlier))
@@ -270,7 +270,7 @@ class PlanRunner:
         return StepResult(state.compute.tally.figures, (*self._options.metrics,), *told, *doubts, self.losses.unit)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
-        """Let all that lives longer than a step know of this one, whose failure half-way breaks the engine."""
+        """Set up per-step state in all objects that outlive a step; until the step ends, the engine is broken."""
         interpreter, state, model = step.interpreter, step.interpreter.state, self._model
         current, trains, number = state.current, state.flows.trains, self.steps.total
         if self.losses.loss.means is not None:
@@ -295,7 +295,7 @@ class PlanRunner:
         return None if shape is None else OutputJoiner(self._model, self._groups)(outputs, shape)
 
     def _interpreter_of(self, plan: Plan, units: Units) -> Interpreter:
-        """Return what runs a plan on such units, bound anew where their messages are much larger than ever before."""
+        """Return the interpreter of a plan for these units, bound anew where their messages are much larger."""
         shapes = list(dict.fromkeys(filter(None, units.shapes)))
         shape = max(shapes, key=lambda shape: shape.cargo.nbytes, default=None) or self._settler.any_shape()
         if any(other.structure != shape.structure for other in shapes):
@@ -365,7 +365,7 @@ class PlanRunner:
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
     def _overlaps_of(self, plan: Plan) -> Overlaps:
-        """Return how computations of a plan overlap, which is settled once however often it is bound."""
+        """Return the recorded interleavings of a plan's `Overlap`s, shared by all its bindings."""
         if id(plan) not in self._overlaps:
             self._overlaps[id(plan)] = Overlaps(self._groups.sides, self._transport.device)
         return self._overlaps[id(plan)]
@@ -393,7 +393,7 @@ class PlanRunner:
 
 
 def _require_takers(extras: Collection[str], blocks: Sequence[nn.Module]) -> None:
-    """Raise `UsageError` for an extra that no block takes: it would change nothing."""
+    """Raise `UsageError` for an extra that no block takes, as it would have no effect."""
     for name in extras:
         if not any(accepted_extras(block)(name) for block in blocks):
             known = {p for block in blocks for p in arguments_of(block.forward)}

@@ -1,12 +1,12 @@
-"""What the instructions of one rank work on, split by who may touch it.
+"""State of one rank's instructions, split into views by instruction kind.
 
-    Fwd, Bwd, BwdInput, BwdWeight, Recompute        ComputeState     stages, what forwards keep, the tally, gradients
-    OffloadAct, FetchAct                              its `host`     copies of what forwards keep
-    SendAct, RecvAct, SendGrad, RecvGrad            MessageState     transport, shapes of what travels, sends in flight
+    Fwd, Bwd, BwdInput, BwdWeight, Recompute        ComputeState     stages, saved activations, the tally, gradients
+    OffloadAct, FetchAct                              its `host`     host copies of saved activations
+    SendAct, RecvAct, SendGrad, RecvGrad            MessageState     transport, shapes of messages, sends in flight
     AllReduceBucket, ClipGrad, OptStep, …           StepEndState     gradients, optimizers, the tally
     GatherParams, FreeParams, AllGatherBucket       ZeroState        sharded weights, gradients
 
-Values go from one instruction to another through `Cells`; `CurrentStep` is the batch that all of them run.
+Values pass from one instruction to another through `Cells`; `CurrentStep` is the batch that all of them run.
 """
 
 from __future__ import annotations
@@ -55,36 +55,36 @@ MetricFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run does with the outputs of a model and its gradients."""
+    """Loss, metrics and settings that a run applies to a model's outputs and gradients."""
 
     loss_fn: LossFn
     metrics: Mapping[str, MetricFn]
     settings: RunSettings
     scale: LossScale
-    """What losses are multiplied with for their backwards."""
+    """The loss scale: losses are multiplied by it for their backwards."""
     max_sends: int | None
-    """How many sends of a channel may be in flight; None: any number."""
+    """Maximum number of sends in flight per channel; None: any number."""
     wants_stop: Callable[[], bool]
     shows_modules: bool = False
-    """Whether the user's loop has the modules, and may read their weights whenever a step has returned."""
+    """Whether the caller has the modules, and may read their weights after any step."""
 
     @property
     def functions(self) -> dict[str, Any]:
-        """What the user has written beside blocks, by names."""
+        """User functions other than blocks (the loss, metrics), by name."""
         return {"the loss function": self.loss_fn, **{f"metric {name!r}": m for name, m in self.metrics.items()}}
 
 
 NO_CONTEXT = nullcontext()
-"""A context for what needs none, which may be entered again and again."""
+"""A null context, which may be entered any number of times."""
 
 ONLY = (0,)
-"""The numbers of a backward's outputs, where there is one."""
+"""The output numbers of a backward with a single output."""
 
 
 class Start(NamedTuple):
-    """Where a backward starts: the edges of outputs, whose gradients come from elsewhere, then those of losses.
+    """Roots of a backward: autograd edges of outputs, whose gradients are received, then those of losses.
 
-    `numbers` says which output each of the first is; `ones` are the gradients of the others, times the loss scale.
+    `numbers` are the output numbers of the first ones; `ones` are the gradients of the others, times the loss scale.
     """
 
     roots: tuple[Root, ...] = ()
@@ -92,13 +92,13 @@ class Start(NamedTuple):
     ones: tuple[Tensor, ...] = ()
 
     def gradients(self, of_outputs: Outputs) -> Outputs:
-        """Return the gradients of all roots, of which those of outputs have come."""
+        """Return the gradients of all roots, given those of the outputs."""
         if not self.ones and self.numbers == ONLY:
             return of_outputs[:1]
         return (*[of_outputs[number] for number in self.numbers], *self.ones) if self.numbers else self.ones
 
     def with_loss(self, loss: Tensor, scale: LossScale, times: float = 1.0) -> Start:
-        """Return a start at `loss` as well, scaled, and as many times as it counts, if it has a gradient."""
+        """Return a start with `loss` as a root as well, if it requires a gradient; scaled, and times its factor."""
         if not loss.requires_grad:
             return self
         return start_of(((*self.roots, edge_of(loss)), self.numbers, (*self.ones, scale.gradient_of(loss, times))))
@@ -108,7 +108,7 @@ start_of: Callable[[tuple[Any, ...]], Start] = partial(tuple.__new__, Start)
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward; `unit` is there where blocks draw."""
+    """State that a forward keeps for its backward; `unit` is set where blocks draw random numbers."""
 
     given: Outputs
     start: Start
@@ -117,16 +117,16 @@ class Saved(NamedTuple):
 
 
 saved_of: Callable[[tuple[Any, ...]], Saved] = partial(tuple.__new__, Saved)
-"""Makes what a forward keeps out of all that it is, at once; as `start_of` does."""
+"""Make a `Saved` from one tuple, without the call overhead of its constructor; as `start_of` does."""
 
 
 @dataclass
 class CurrentStep:
     """The batch that is run and its units.
 
-    `number` says how many steps the training has made, over all its runs. Where gradients are accumulated, the batch is
-    one part of the step's: `last` says whether it is the last one, and `samples_before` how many the others had.
-    `outputs` collects what the last block gives for each unit, where somebody wants to know.
+    `number` counts the training steps made over all runs. Under gradient accumulation, the batch is one part of the
+    step's: `last` marks its last part, and `samples_before` is the number of samples of earlier parts. `outputs`
+    collects the last block's output for each unit, where the caller asked for it.
     """
 
     batch: Batch = NOTHING
@@ -137,9 +137,9 @@ class CurrentStep:
     outputs: dict[int, Any] | None = None
 
     def unless_empty(self, unit: int, call: Call, otherwise: Call | None = None) -> Call:
-        """Return `call` so that a unit without samples is passed over, or `otherwise` called for it.
+        """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead.
 
-        In a step without such, `call` will do.
+        In a step without empty units, `call` itself is used.
         """
 
         def run() -> None:
@@ -154,12 +154,12 @@ class CurrentStep:
 
 @dataclass(frozen=True)
 class ComputeState:
-    """What forwards and backwards touch.
+    """State of forwards and backwards.
 
-    `shape` is that of the units that the program was bound for; `token_shards` says per stage over how many ranks of tp
-    the tokens that it is given are sharded; `queues` collect the weight gradients that wait, per stage whose backwards
-    are split; a microbatch of `usual_samples` weighs 1 where its loss comes without a weight. `saved`, `pending` and
-    `stores` are what lasts from one computation to another.
+    `shape` is that of the units that the program was bound for; `token_shards` is, per stage, the number of ranks of tp
+    over which its input tokens are sharded; `queues` collect deferred weight gradients per stage with split backwards;
+    a microbatch of `usual_samples` weighs 1 where its loss comes without a weight. `saved`, `pending` and `stores` live
+    from one computation to another.
     """
 
     flows: ProgramFlow
@@ -186,7 +186,7 @@ class ComputeState:
 
 
 class BoundReceive(NamedTuple):
-    """What posts a receive, given by its place in the program, into its buffers: as long as no buffer grows."""
+    """Posts of one receive, given by its index in the program, into its buffers; valid until a buffer grows."""
 
     place: int
     cell: Cell
@@ -198,10 +198,10 @@ class BoundReceive(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageState:
-    """What sends and receives touch; `max_sends` is how many of a channel may be in flight, None: any number.
+    """State of sends and receives; `max_sends` is the limit of sends in flight per channel, None: any number.
 
-    `shape` is that of the units that it was bound for. All plans that the rank runs have the same `buffers`: they run
-    one after the other.
+    `shape` is that of the units that it was bound for. All plans of a rank share `buffers`: they run one after the
+    other.
     """
 
     flows: ProgramFlow
@@ -215,9 +215,9 @@ class MessageState:
 
 @dataclass
 class GradOutcome:
-    """What became of a step's gradient: what gives its global norm, and whether the step is skipped as not finite.
+    """Outcome of a step's gradient: a function that returns its global norm, and whether it was not finite.
 
-    `empty` says that it is skipped since there were no samples; `stop_asked`, that a rank was asked to stop after it.
+    `empty`: the step is skipped for lack of samples; `stop_asked`: a rank was asked to stop after it.
     """
 
     norm: Callable[[], Tensor] | None = None
@@ -228,10 +228,10 @@ class GradOutcome:
 
 @dataclass(frozen=True)
 class StepEndState:
-    """What ends a step touches; `clip` is the threshold of the global norm, None: gradients are not scaled.
+    """State of the instructions that end a step; `clip` is the maximum global norm, None: no clipping.
 
-    `marks` are those of the data that ranks were given; `earlier`, the figures of batches whose gradients wait;
-    `settle_loss` has ranks agree on what the loss is over, before weights first change.
+    `marks` are those of the ranks' data; `earlier`, the figures of accumulated batches; `settle_loss` has ranks agree
+    on the unit of the loss's mean, before weights first change.
     """
 
     waits: Waits
@@ -250,7 +250,7 @@ class StepEndState:
 
 @dataclass(frozen=True)
 class ZeroState:
-    """What the instructions of ZeRO touch; without ZeRO `weights` are empty."""
+    """State of the ZeRO instructions; without ZeRO `weights` are empty."""
 
     waits: Waits
     weights: ShardedWeights
@@ -259,7 +259,7 @@ class ZeroState:
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's state while it runs a program: each handler is bound to its view of it."""
+    """One rank's state while it runs a program; each handler is bound to its own view of it."""
 
     flows: ProgramFlow
     current: CurrentStep
@@ -286,5 +286,5 @@ class RankState:
             self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 
     def end(self) -> None:
-        """End the step: nothing of its batch is kept."""
+        """End the step: drop its batch."""
         self.current.batch = NOTHING

@@ -1,4 +1,4 @@
-"""The recorder of one rank: when each instruction of a step began and ended, and how long it waited.
+"""The trace recorder of one rank: when each instruction of a step began and ended, and how long it waited.
 
     recorder = Recorder(plan, rank, device, steps=range(2, 10))
     calls = [recorder.wrap(index, call) for index, call in …]        bound once, beside the unwrapped calls
@@ -7,7 +7,7 @@
     recorder.end_step()
     recorder.save(directory)
 
-While a step runs, only stamps of a clock are kept (`busy_clock`); they become seconds when the trace is saved.
+While a step runs, only timestamps of a clock are kept (`busy_clock`); they become seconds when the trace is saved.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .busy_clock import EventClock, HostClock, Stamp, TraceClock
 
 Call = Callable[[], None]
 STEPS = range(2, 10)
-"""The steps that are recorded unless others are asked for: the first ones still warm up."""
+"""Steps that are recorded by default: the first ones still warm up."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The stamps of one step, by instruction; waits are (instruction, since, until)."""
+    """Timestamps of one step, by instruction; waits are (instruction, since, until)."""
 
     number: int
     start: list[Stamp | None]
@@ -44,7 +44,7 @@ class _Step:
 
 
 class Recorder:
-    """Records the steps it is asked for, no more; `active` says whether the step that runs is one of them."""
+    """Records the requested steps only; `active`: the running step is one of them."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, steps: Collection[int] = STEPS) -> None:
         self.active = False
@@ -63,18 +63,18 @@ class Recorder:
 
     @classmethod
     def of(cls, plan: Plan, transport: Transport, steps: Collection[int] | None) -> Recorder | None:
-        """Return the recorder of a rank; None where no steps are asked for."""
+        """Return the recorder of a rank; None where no steps are requested."""
         return None if steps is None else cls(plan, transport.rank, transport.device, steps)
 
     def forget_calls(self) -> None:
-        """Prepare for the calls of a program that is bound anew."""
+        """Prepare for the calls of a program that is bound again."""
         self._wrapped.clear()
 
     def wrap(self, index: int, call: Call) -> Call:
-        """Return `call` so that it is recorded as instruction `index`.
+        """Return `call` so that its time is recorded as that of instruction `index`.
 
-        An instruction of several calls lasts from the beginning of the one that is wrapped first to the end of the
-        one that runs last.
+        An instruction of several calls lasts from the start of the call that is wrapped first to the end of the call
+        that runs last.
         """
         start, end, now = self._start, self._end, self.now
         if index in self._wrapped:
@@ -94,9 +94,9 @@ class Recorder:
         return timed
 
     def mark(self, index: int, *, start: Stamp | None = None, end: Stamp | None = None) -> None:
-        """Say when an instruction began or ended (stamps of `now`), where that is not the span of its calls.
+        """Set when an instruction began or ended (timestamps of `now`), where that is not the span of its calls.
 
-        So a receive ends when its taker has it, which is in the call of another instruction.
+        A receive, for example, ends when its value is taken, inside the call of another instruction.
         """
         if start is not None:
             self._start[index] = start
@@ -104,18 +104,18 @@ class Recorder:
             self._end[index] = end
 
     def add_wait(self, index: int, since: Stamp, until: Stamp) -> None:
-        """Say that an instruction waited for another rank, from one stamp of `now` to another.
+        """Record that an instruction waited for another rank, from one timestamp of `now` to another.
 
-        Who waits for a message adds the wait to itself and to the receive.
+        A wait for a message is recorded for the waiting instruction and for the receive.
         """
         self._waits.append((index, since, until))
 
     def wants(self, step: int) -> bool:
-        """Whether a step is one of those asked for."""
+        """Whether a step is to be recorded."""
         return step in self._steps
 
     def begin_step(self, step: int) -> bool:
-        """Start a step, and return whether it is recorded: if it is one of those asked for."""
+        """Start a step; return whether it is recorded."""
         self.active = self.wants(step)
         if self.active:
             self._number = step
@@ -126,7 +126,7 @@ class Recorder:
         return self.active
 
     def end_step(self) -> None:
-        """End the step, and put away what was recorded of it."""
+        """End the step, and store its timestamps."""
         if self.active:
             self._recorded.append(_Step(self._number, list(self._start), list(self._end), list(self._waits)))
             self.active = False
@@ -141,7 +141,7 @@ class Recorder:
         RankTrace(digest_of(self._plan), self._rank, self._pp_rank, steps, start, end, wait).save(directory)
 
     def _read(self, step: _Step) -> tuple[Times, Times, Times]:
-        """Turn stamps into seconds; what had no call has no length, and begins where the one before it ended."""
+        """Convert timestamps to seconds; an instruction without a call is empty, and begins at the end before it."""
         wall_s = self._clock.wall_s
         start, end, wait = np.zeros((3, len(self._program)))
         stamps = (stamp for stamp in step.start if stamp is not None)

@@ -1,9 +1,9 @@
-"""The loss and the metrics of a run: examined, watched from step to step, and agreed on by all ranks.
+"""The loss and the metrics of a run: examined, checked from step to step, and agreed on by all ranks.
 
-first call        what a loss is over                                      all ranks agree before weights first change
-step 0, 1, 2, 4   compared with the microbatches                           all ranks hear what each has found
-other steps       nothing is asked but whether what it goes by is as it was; where it is not, it is compared too; and of
-                  the user's own code values are compared: who finds a misfit says so with the figures of the step
+first call        finds the unit: samples, tokens, …        all ranks agree before weights first change
+step 0, 1, 2, 4   compares it with the microbatches          all ranks exchange their findings
+other steps       checks only that the state that the loss reads is unchanged, and compares again where it changed;
+                  values are compared for user code. A misfit travels with the figures of the step
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .tally import Figures
 
 _HAS_LOSS = attrgetter("has_loss")
 _FREE_BYTES = 2 << 20
-"""So much of outputs is kept in steps whose values alone are compared."""
+"""Bytes of outputs that are kept in steps whose values alone are compared."""
 _MOST_SHAPES = 64
-"""So many shapes of units are compared when they first come."""
+"""Number of unit shapes that are compared at their first occurrence."""
 
 
 _UNLIKE_FIRST = (
@@ -67,14 +67,14 @@ _MEANT = (
 
 
 class RunLosses:
-    """What a run makes of outputs and targets.
+    """The loss function and the metrics of a run, with the findings about them.
 
     Attributes:
-        loss, metrics: the user's, weighed.
-        earlier: figures of batches whose gradients wait for those of others.
-        first: which blocks return losses; `blocks`: what is found of them.
-        of_evaluation: why the loss of the last evaluation is wrong, in words; "": nothing is known of that.
-        unit: how many samples a weight of 1 stands for, where the loss weighs by these; else 1.
+        loss, metrics: the caller's functions, weighted.
+        earlier: figures of the batches whose gradients have been accumulated so far.
+        first: the blocks that return losses; `blocks`: findings about these losses.
+        of_evaluation: why the loss of the last evaluation is wrong, in words; "": no error known.
+        unit: number of samples that a weight of 1 stands for, where the loss is weighted by samples; else 1.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
@@ -111,9 +111,9 @@ class RunLosses:
         self._rule, self.of_evaluation, self.unit = self.loss.rule, "", 1
 
     def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
-        """Let a loss that is a sum of means know its batch (collective).
+        """Pass its batch to a loss that is a `SumOfMeans` (collective).
 
-        `targets` are those of each unit, as far as the rank has them. Raises `UsageError` for one of several batches.
+        `targets` are those of each unit, as far as the rank has them. Raises `UsageError` under gradient accumulation.
         """
         if not last or self.earlier:
             raise UsageError(
@@ -127,14 +127,14 @@ class RunLosses:
     def expect_others(
         self, plan: Plan, batch: Batch, samples: Sequence[range], usual: int, parcels: Sequence[Parcel]
     ) -> None:
-        """Expect losses of blocks beside the loss, if there are any, which weigh as it does (collective).
+        """Prepare for auxiliary losses of blocks, if there are any: they are weighted as the loss is (collective).
 
         Args:
-            plan: the one that runs first.
+            plan: the plan that runs first.
             batch: the units' targets.
-            samples: those of each unit.
-            usual: how many most of them have.
-            parcels: the shapes of what each block gives.
+            samples: the samples of each unit.
+            usual: number of samples that most units have.
+            parcels: the shapes of each block's output.
         """
         self._usual = usual
         loss, is_sum = self.loss, False
@@ -151,17 +151,17 @@ class RunLosses:
             loss.supposed = Over.SUM
 
     def expect_apart(self, paths: frozenset[str]) -> None:
-        """Expect tensors that belong to no sample, at these paths of outputs."""
+        """Register the paths of output tensors that have no sample dimension."""
         self.loss.apart |= paths
         for examined in self._examined:
             examined.apart |= paths
 
     def _says_any(self, here: bool) -> bool:
-        """Whether it is so on any rank (collective)."""
+        """Whether `here` is true on any rank (collective)."""
         return greatest(self._groups.world, [here])[0] > 0
 
     def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
-        """Find out what blocks are, before the first step (collective); see `BlockExaminations`."""
+        """Examine block backwards and losses before the first step (collective); see `BlockExaminations`."""
         if self.loss.rule != LossWeight(Over.MICROBATCH):
             self.blocks.examine_backwards(units, parcels, gathered)
         self.blocks.examine_losses(units, parcels, gathered)
@@ -169,7 +169,7 @@ class RunLosses:
             self.loss.expect_others(self.blocks.over_targets())
 
     def _examine_evaluation(self) -> None:
-        """Find out what losses of blocks are where they evaluate, unless the loss of each microbatch is meant."""
+        """Examine block losses in evaluation mode, unless the loss of each microbatch is meant."""
         if self._rule == LossWeight(Over.MICROBATCH):
             return
         with tensors_of_training():
@@ -178,9 +178,10 @@ class RunLosses:
             self.loss.expect_others(self.blocks.over_targets())
 
     def watch(self, plan: Plan, units: Units, targets: Sequence[Any], number: int, *, is_part: bool) -> None:
-        """Begin to watch the `number`-th step, or an evaluation, whose instructions run.
+        """Prepare the checks of the `number`-th step, or of an evaluation, before its instructions run.
 
-        `units`, with their `targets` or None, are one object where they have the same shapes; `is_part`: of a step.
+        `units`, with their `targets` or None, are one object for all steps of the same shapes; `is_part`: gradient
+        accumulation.
         """
         self._trains, sizes = plan.mode == "train", frozenset(map(len, units.samples))
         if self._trains:
@@ -221,9 +222,9 @@ class RunLosses:
             self.loss.real = RealBatch(num_units, free=_FREE_BYTES, beside=self._probe) if has_values else None
 
     def is_doubted(self) -> bool | torch.Tensor:
-        """Whether this rank has a doubt: what a loss goes by has changed, or it is not as it was found to be.
+        """Whether this rank doubts the loss: state that it reads has changed, or it contradicts its finding.
 
-        What values have shown is known to the device alone.
+        Results of value comparisons stay on the device: then a tensor is returned.
         """
         if self.loss.was_called:
             self._look()
@@ -245,10 +246,10 @@ class RunLosses:
         return sum(late[1:], late[0]) if late and not self._has_doubt else self._has_doubt
 
     def settle(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
-        """Have all ranks agree on what the loss is over, before weights change (collective where they do).
+        """Agree across ranks on the unit of the loss's mean, before weights change (collective in some steps).
 
-        They do until one has found it; in steps that are compared on all ranks; and `again`, where one has a doubt.
-        Raises `MisfitError` on all ranks, unless there is one microbatch alone, whose loss may be over anything.
+        Collective until a rank has found it, in steps that are compared on all ranks, and `again` after a doubt.
+        Raises `MisfitError` on all ranks, unless there is a single microbatch, whose loss may be over anything.
         """
         if not (accumulates or self._model.late_state.is_empty):
             self._model.late_state.look()
@@ -273,11 +274,11 @@ class RunLosses:
             raise MisfitError(self._refusal)
 
     def _has_odd_sizes(self) -> bool:
-        """Whether microbatches of this rank have other numbers of samples than usual ones."""
+        """Whether microbatches of this rank have numbers of samples other than the usual one."""
         return bool(self._sizes - {0, self._usual})
 
     def why_late(self) -> str:
-        """Return what is wrong with an evaluation in which some rank has a doubt, in words; "": nothing may be."""
+        """Return the error in an evaluation that some rank doubts, in words; "": possibly none."""
         if why := next(iter(self.loss.misuses or ()), "") or self.first.refusal or self._of_pairs:
             return why
         if self.loss.is_uneven:
@@ -285,7 +286,7 @@ class RunLosses:
         return "" if self.loss.is_alone else LATE.format(self.loss.rule) + _MEANT
 
     def settle_evaluation(self, plan: Plan, *, wants_outputs: bool) -> None:
-        """Have them agree after an evaluation; one that only wants outputs may find no loss, ever again."""
+        """Agree across ranks after an evaluation; one that only returns outputs may never find a loss."""
         if wants_outputs and self._asked_in_vain:
             return
         self.settle(plan, accumulates=False)
@@ -297,12 +298,12 @@ class RunLosses:
             raise MisfitError(self.of_evaluation)
 
     def _require_even(self) -> None:
-        """Raise `MisfitError` where samples of an evaluation weigh otherwise on some ranks (collective)."""
+        """Raise `MisfitError` where samples of an evaluation have different weights on some ranks (collective)."""
         if why := why_uneven(share_texts(self._groups.world, json.dumps(self.loss.of_each))):
             raise MisfitError(NO_WEIGHT.format(f"in an evaluation {why}") + _MEANT)
 
     def _look(self) -> None:
-        """Look, once in a step, whether losses and metrics are what they were found to be."""
+        """Compare losses and metrics with their findings, once per step."""
         if self._has_looked:
             return
         self._has_looked, batch, self.loss.real = True, self.loss.real, None
@@ -310,14 +311,14 @@ class RunLosses:
             self._probe = self._probe or batch.probe
             self._before = self._before or (batch.probe if self._trains else None)
         for one in self._watched:
-            if batch is not None and not (self._has_gradients and self._trains):  # gradients may be no numbers there
+            if batch is not None and not (self._has_gradients and self._trains):  # gradients may be NaN there
                 one.compare_values(batch)
             one.doubt(batch if self._has_gradients else None, self._probe, self._step)
             if (one.since and self._trains) or (one.refusal and self._told.get(one) != one.refusal):
                 self._has_doubt = True
 
     def _agree(self) -> None:
-        """Hear from all ranks what each has found."""
+        """Exchange the findings of all ranks, and settle the rule of the loss and any refusals."""
         for examined in self._watched:
             examined.conclude(self._step)
         texts = share_texts(self._groups.world, json.dumps(self._mine()))
@@ -373,7 +374,7 @@ class RunLosses:
             self._watched = [one for one in self._watched if not one.is_believed]
 
     def _mine(self) -> dict[str, Any]:
-        """Return what this rank has to say."""
+        """Return the findings of this rank."""
         loss, its = self.loss, self.loss.examined
         is_known = loss.rule is not None and (not its or not loss.is_settled or loss.was_called)
         rule = json.dumps(asdict(loss.rule) | {"of_each": loss.of_each}) if loss.rule and is_known else ""

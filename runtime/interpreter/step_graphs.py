@@ -1,13 +1,13 @@
-"""Training steps that run from graphs of the device: launched as a whole, where the host was too slow for one by one.
+"""Training steps by CUDA graphs: launched as a whole, where kernel launches one by one keep the device waiting.
 
-    step 1, 2      by their instructions: caches fill, kernels are chosen; the second must leave the host as it was
-    step 3         captured: nothing runs, the device notes what it is asked; then replayed
-    step 4, 5, …   the batch is copied to where the captured one was ▶ replayed ▶ the host reads the norm ▶ OptStep
+    step 1, 2      run by their instructions: caches fill, kernels are chosen; step 2 must not change host state
+    step 3         captured: nothing runs, the device records its launches; then replayed
+    step 4, 5, …   the batch is copied into the captured one's memory ▶ replay ▶ the host reads the norm ▶ OptStep
 
-A graph holds a step up to its gradient's norm; skipped steps, scales, optimizers and learning rates stay with the host.
-There is a graph for each shape of a batch. What each step changes on the host, or draws, is not captured; what is set
-between steps has the step captured anew; and as nobody sees all that code may ask, the first replay and every 100th are
-compared with the instructions.
+A graph holds a step up to its gradient norm; skipped steps, loss scales, optimizers and learning rates stay on the
+host. There is a graph for each shape of a batch. A step that changes host state, or draws, is not captured; settings
+that change between steps cause a new capture. Not all state that user code may read can be watched: so the first
+replay and every 100th are compared with the instructions.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .interpreter import PreparedStep
 _logger = logging.getLogger(__name__)
 
 WARM_UP, COMPARED_EVERY, MOST_GRAPHS = 2, 100, 8
-"""Steps of a shape before one is captured; replays between two comparisons; shapes that are remembered."""
+"""Steps of a shape up to its last before capture; replays per comparison; maximum number of shapes kept."""
 
 
 @dataclass(eq=False)
 class _Shape:
-    """Steps of one shape: why they run by their instructions, tensors that they change, what their graph relies on."""
+    """Steps of one shape: why they are not captured, tensors that they change, state that their graph relies on."""
 
     step: PreparedStep  # kept alive, as its interpreter and units tell the shape from others
     excuse: str = ""
@@ -51,7 +51,7 @@ class _Shape:
 
 
 class StepGraphs:
-    """Runs the training steps of one rank, from graphs once their shape is known; `functions`: the loss and metrics."""
+    """Runs the training steps of one rank, by graphs once their shape has recurred; `functions`: loss and metrics."""
 
     def __init__(
         self, model: RankModel, state: TrainingState, clock: Clock, device: torch.device, functions: Mapping[str, Any]
@@ -63,9 +63,9 @@ class StepGraphs:
         self._shapes = Latest[_Shape](MOST_GRAPHS)
 
     def run(self, step: PreparedStep, number: int, watch: Callable[[], None] = lambda: None) -> None:
-        """Run a whole step, the `number`-th of the training; `watch` is called before one that runs by instructions.
+        """Run a whole step, the `number`-th of the training; `watch` is called before a step that runs by instructions.
 
-        Raises `UsageError` where it cannot be captured, or where its graph no longer does what its instructions do.
+        Raises `UsageError` where it cannot be captured, or where its graph no longer gives what its instructions give.
         """
         specs, given = step.batch.structure(), step.batch.tensors()
         excuse = "" if specs is not None else "an extra, or a target, is an object that nothing is known of"
@@ -88,10 +88,10 @@ class StepGraphs:
             shape.excuse, shape.captured = excuse, None
 
     def _warm_up(self, step: PreparedStep, given: Sequence[Tensor], changing: list[Tensor]) -> str:
-        """Run a step by its instructions; return why it is not to be captured, and add the tensors that it changes."""
+        """Run a step by its instructions; return why it cannot be captured; add changed tensors to `changing`."""
         try:
             host, generators = HostState(self._blocks, self._functions), AllGenerators(self._device)
-        except Exception as error:  # what a user's objects do when they are looked at
+        except Exception as error:  # raised by user objects when they are inspected
             step.interpreter.run(step.batch, -1)
             return f"what the host keeps cannot be looked into: {type(error).__name__}: {error}"
         parameters, buffers = self._weights()
@@ -120,7 +120,7 @@ class StepGraphs:
         return CapturedStep(step, self._state, self._clock, self._new_graph(), shape.changing, number)
 
     def _changed(self, shape: _Shape) -> str | None:
-        """Return what has changed of what a graph relies on, in words."""
+        """Return the state that a graph relies on and that has changed, in words; None: none has."""
         held = self._held()
         other = next((words for words, was in shape.held.items() if held[words] != was), None)
         return other or (None if shape.host is None else shape.host.changed())
@@ -131,7 +131,7 @@ class StepGraphs:
         return parameters, [b for module in self._modules for b in module._buffers.values() if b is not None]
 
     def _held(self) -> dict[str, Hashable]:
-        """Return what a graph relies on beside the batch and what code goes by, each in words."""
+        """Return the state that a graph relies on beside the batch and host state, by its name in words."""
         parameters, buffers = self._weights()
         return {
             "where weights are in memory": tuple([tensor.data_ptr() for tensor in (*parameters, *buffers)]),
@@ -144,9 +144,9 @@ class StepGraphs:
 
 
 class CapturedStep:
-    """One step in a `graph`, captured from a batch; raises `UsageError` where it cannot be.
+    """One step in a CUDA `graph`, captured from a batch; raises `UsageError` where it cannot be captured.
 
-    `changing` are the tensors that its forwards change, `number` is that of the step.
+    `changing` are the tensors that its forwards change in place, `number` is the step's.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class CapturedStep:
         _logger.info("step %d is captured; steps of its shape run from its graph", number)
 
     def run(self, given: Sequence[Tensor], number: int) -> str:
-        """Run a step on such tensors, instead of those that it was captured with.
+        """Replay the step on these tensors, copied into those of the capture.
 
-        Return why the graph is not to be used again, which its first replay shows; empty: it is.
+        Return why the graph is not to be used again, as its first replay shows; "": it is right.
         """
         is_compared = self._replays % COMPARED_EVERY == 0
         if self._inputs:
@@ -187,7 +187,7 @@ class CapturedStep:
         figures, table, is_right = self._figures.clone(), self._table.clone(), True
         if is_compared:
             figures, is_right = self._compare(self._numbers(figures, table), before, given)
-        else:  # the host is where it would be, had it led through the step
+        else:  # bring host state to where the instructions would have brought it
             self._reducer.accumulates = False
             self._reducer.give()
             self._gradients.absent.forget()
@@ -205,9 +205,9 @@ class CapturedStep:
         return "" if is_right else "its graph has other numbers"
 
     def _compare(self, found: list[Tensor], before: list[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        """Run a step that was replayed by its instructions too; return their figures, and whether the graph is right.
+        """Run a replayed step by its instructions too; return their figures, and whether the graph gave the same.
 
-        Some kernels add up in any order: where the instructions have other numbers each time, so may the graph.
+        Some kernels are not deterministic: where the instructions differ from run to run, so may the graph.
         """
         figures = self._by_instructions(before, given)
         expected = self._numbers(figures, self._tally.figures.table)
@@ -219,7 +219,7 @@ class CapturedStep:
         return figures, all(map(_is_like, found, expected, again))
 
     def _by_instructions(self, before: list[Tensor], given: Sequence[Tensor]) -> Tensor:
-        """Run the step up to its norm, from tensors as they were; return its figures."""
+        """Run the step up to its norm, from restored tensors; return its figures."""
         with torch.no_grad():
             for tensor, numbers in zip((*self._changing, *self._inputs), (*before, *given), strict=True):
                 tensor.copy_(numbers)
@@ -227,17 +227,17 @@ class CapturedStep:
             return self._interpreter.lead(self._batch)
 
     def _numbers(self, figures: Tensor, table: Tensor) -> list[Tensor]:
-        """Return what a step up to its norm has led to, but for what the host has of it: a stop, marks of data."""
+        """Return the results of a step up to its norm, without values set by the host: stop requests, data marks."""
         return [tensor.clone() for tensor in (*self._reducer.sums(), *self._changing, figures[:2], table[:-2])]
 
     def _discard_step(self) -> None:
-        """Forget a step that was not ended."""
+        """Discard a step that was not ended."""
         self._interpreter.state.end()
         self._reducer.clear_all()
 
 
 def _is_like(found: Tensor, expected: Tensor, again: Tensor) -> bool:
-    """Whether numbers differ from those expected by little, and no more than a few times what these vary by."""
+    """Whether differences from the expected numbers are small, and at most a few times their run-to-run variation."""
     if torch.equal(found, expected):
         return True
     most = torch.finfo(expected.dtype).eps ** 0.5 if expected.is_floating_point() else 0.0

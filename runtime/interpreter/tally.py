@@ -1,12 +1,12 @@
-"""Loss, loss weight and metrics of a step: collected per microbatch, summed over the ranks, and then added up.
+"""Loss, loss weight and metrics of a step: collected per microbatch, summed over ranks, then added up.
 
     Fwd, Fwd, …      losses [· · …]   weights [· · …]   one row per metric   auxiliary [· · … for every piece]
-    ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank, waited for when it is read, then added up
-                     or it has gone along with the last gradients (`state.passengers`), and comes with them
-    StepResult       what of them a step gives
+    ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank; waited for when it is read, then added up
+                     or piggybacked on the last gradient all-reduce (`state.passengers`), and read from its result
+    StepResult       the results of a step: loss, weight, metrics, gradient norm
 
-Every figure has its own place, 0 on all ranks but those that bring it. So they are added up in one order, that of the
-pieces of the model and of microbatches, whatever the schedule and wherever the stages lie.
+Every figure has a place of its own, which is 0 on all ranks but the one that computes it. So figures are always added
+in one order, that of model pieces and microbatches: the sums are bitwise the same for every schedule and layout.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ..state.passengers import ROOM, Room
 
 _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20
-"""What a rank adds to how many were asked to stop whose loss has changed: more than there are ranks."""
+"""Added to the count of stop requests by a rank that doubts its loss: larger than any number of ranks."""
 
 DONE = DoneWork()
 
 Column = list[tuple[int, Tensor | float]]
-"""Figures, each with its place in a row."""
+"""Figures, each with its place in a row of the table."""
 
 
 class Figures:
-    """What a step came to: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
+    """Totals of a step: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
 
-    Its last three numbers say how many losses were sums, which nothing divides, how many ranks were asked to stop, and
-    how many units were computed on last stages.
+    Its last three numbers count the losses that are sums, which nothing divides; the ranks that were asked to stop;
+    and the units computed on last stages.
 
     Attributes:
-        sums: loss, weight, sums of metrics and their weights, 0-dimensional each, never to be changed; known once they
+        sums: loss, weight, sums of metrics and their weights, 0-dimensional each, not to be modified; set by `read`.
             are `read`.
-        rest: auxiliary losses and the last numbers: a list, or the device's tensor; known as `sums` are.
+        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read`.
     """
 
     __slots__ = ("_is_read", "_numbers", "_rows", "rest", "sums", "table", "work")
@@ -61,7 +61,7 @@ class Figures:
         self._is_read, self._numbers = False, numbers
 
     def read(self) -> Figures:
-        """Wait until they are known, and add them up, once; return them."""
+        """Wait for the reduction, and add the rows up, once; return self."""
         if not self._is_read:
             self._is_read = True
             self.work.wait()
@@ -76,7 +76,7 @@ class Figures:
 
 
 def added(first: Figures, others: Sequence[Figures] = ()) -> Sequence[Tensor]:
-    """Return the sums of several batches that are one step: where their losses are sums, the loss weighs 1."""
+    """Return the sums over the batches of one accumulated step; where losses are sums, the loss weight is 1."""
     num_summed: Any = first.read().rest[-3]
     if not others and not isinstance(num_summed, Tensor) and not num_summed:
         return first.sums
@@ -89,15 +89,15 @@ class Tally:
     """The figures of one rank's step.
 
     Attributes:
-        losses, weights: what each microbatch brought so far on a last stage, tensors or numbers, by microbatch.
-        metrics, of_metrics: one such list per metric, and one of its weights: 0 is that of the loss.
-        passengers: gives the figures that are to ride along with the last gradients; None: they do not.
-        auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
+        losses, weights: one entry per unit run so far on a last stage, a tensor or number, with its microbatch.
+        metrics, of_metrics: one such list per metric, and one for its weights: 0 stands for the loss weight.
+        passengers: returns the figures to piggyback on the last gradients; None: they are reduced by themselves.
+        auxiliary: losses of blocks, by `piece of the model x microbatches + microbatch`.
         is_read: whether figures of a step that reduces gradients are read before it ends.
-        wants_stop: says whether this rank was asked to stop after the step.
-        is_doubted: says whether what the loss of this rank goes by has changed.
-        look: looks behind each forward whether something has changed that may not within a step; None: nothing may.
-        figures: those of the step; before they are reduced, not-a-number.
+        wants_stop: whether this rank was asked to stop after the step.
+        is_doubted: whether this rank doubts its finding about the loss.
+        look: called after each forward to detect changes that must not occur within a step; None: no check.
+        figures: those of the step; NaN before they are reduced.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Tally:
         self.begin()
 
     def begin(self, *, alone: bool = False) -> None:
-        """Start a step, whose figures nobody knows yet; `alone`: no gradients are reduced that they could ride with."""
+        """Start a step, with unknown figures; `alone`: no gradients are reduced that they could be piggybacked on."""
         self._rides, self._keeps = self._room is not None and not alone, self._is_read and not alone
         self.figures = self._unknown
 
     def add_loss(self, unit: int, found: Counted) -> tuple[Tensor, float]:
-        """Collect what a loss function gave for a unit; return its loss, and how many times that counts."""
+        """Collect the result of a loss function for a unit; return its loss, and the factor that it counts by."""
         loss, weight, times, is_sum = found
         self._num_computed += 1
         self._num_summed += is_sum
@@ -148,30 +148,30 @@ class Tally:
         return loss, times
 
     def reduce(self, group: Group) -> None:
-        """Begin to sum what was collected over the ranks of a group, unless that rides along with gradients."""
+        """Start an all-reduce of the collected figures, unless they are piggybacked on gradients."""
         if not self._rides:
             table, numbers = self._collect()
             self.figures = Figures(table, self._rows_of(table), group.all_reduce(table), numbers)
 
     def replay(self, table: Tensor) -> None:
-        """Take over the figures of a step that was replayed, (figures,), float64; they are this step's alone."""
+        """Set the figures of this step from a table (figures,), float64, which belongs to this step alone."""
         self.figures = Figures(table, self._rows_of(table))
 
     def _rows_of(self, table: Tensor) -> Tensor:
-        """Return the rows of a table, which is mostly the same."""
+        """Return a view of a table as rows, cached as the table is mostly the same."""
         if table is not self._latest[0]:
             self._latest = table, table.as_strided((self._num_rows, self.num_units), (self.num_units, 1))
         return self._latest[1]
 
     def note_stop(self) -> None:
-        """Ask whether this rank is to stop, where that was put off, and write it into the figures."""
+        """Poll `wants_stop` where that was postponed, and write it into the figures."""
         if self._wants_stop():
             self.figures.table[-2:-1].fill_(1)
             self.replay(self.figures.table)
 
     @contextmanager
     def unasked(self) -> Iterator[None]:
-        """A context in which nobody is asked whether to stop, or doubts the loss."""
+        """Return a context in which neither stop requests nor doubts are polled."""
         asked = self._wants_stop, self._is_doubted
         self._wants_stop = self._is_doubted = lambda: False
         try:
@@ -180,7 +180,7 @@ class Tally:
             self._wants_stop, self._is_doubted = asked
 
     def _collect(self) -> tuple[Tensor, memoryview[float] | None]:
-        """Return what was collected, each figure at its place, float64, and where the host sees it; collect anew."""
+        """Return the collected figures as a table, float64, with a memory view of it on the host; clear them."""
         numbers: memoryview[float] | None = None
         if not (here := is_at_hand(self._device)) or not self._keeps or self._kept is None:
             table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
@@ -210,15 +210,15 @@ class Tally:
             if number and numbers is not None:
                 numbers[place] = number
             elif number:
-                table[place : place + 1 or None].fill_(number)  # one that is assigned would be copied from the host
+                table[place : place + 1 or None].fill_(number)  # an assignment would copy from the host
         if isinstance(doubt, Tensor):
             table[-2:-1].add_(doubt * DOUBT)
         return table, numbers
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[Figures] = ()) -> Tensor:
-        """Return the total loss weight of this batch and earlier ones, 0-dimensional, waiting until it is known.
+        """Return the total loss weight of this batch and earlier ones, 0-dimensional; waits until it is known.
 
-        Figures that ride along with gradients have come with these.
+        Figures that were piggybacked on gradients are read from their buffer.
         """
         if self._room is not None and self._rides:
             self.replay(self._room.alight(self._size))
@@ -226,7 +226,7 @@ class Tally:
         return added(self.figures, earlier)[1]
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
-        """Return places as an index, which is the same in every step; it is written there, as numbers are."""
+        """Return places as an index tensor on the device, filled there without a host copy, and cached."""
         if places not in self._places:
             self._places[places] = torch.stack([torch.full((), place, device=self._device) for place in places])
         return self._places[places]
@@ -234,12 +234,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives on every rank. Reading a figure waits until it is reduced over the ranks.
+    """Results of a step, on every rank. Reading a figure waits until it is reduced over the ranks.
 
-    `skipped` says that the gradient was not finite, so that no rank stepped its optimizer; `empty`, that no replica had
-    samples.
-    `outputs` are those of an evaluation that was asked for them, on the ranks of the last stage. `stop_asked` says that
-    some rank was asked to stop after this step.
+    `skipped`: the gradient was not finite, so that no rank stepped its optimizer; `empty`: no replica had samples.
+    `outputs` are those of an evaluation with `outputs=True`, on ranks of the last stage. `stop_asked`: some rank was
+    asked to stop after this step.
     """
 
     _figures: Figures
@@ -255,11 +254,11 @@ class StepResult:
     _earlier: tuple[Figures, ...] = ()
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:
-        """Return the result of a step whose gradients were accumulated, over all its batches."""
+        """Return the result of a step with gradient accumulation, over all its batches."""
         return replace(self, _earlier=tuple(result._figures for result in results))
 
     def _sums(self) -> Sequence[Tensor]:
-        """Return all sums; raises `MisfitError` for those of an evaluation whose loss is refused, or a rank doubts."""
+        """Return all sums; raises `MisfitError` for an evaluation whose loss is refused, or doubted by a rank."""
         if self._refusal:
             raise MisfitError(self._refusal)
         if self._if_doubted and self._figures.read().rest[-2] >= DOUBT:
@@ -284,13 +283,13 @@ class StepResult:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """What to add up over batches: "loss", "weight" and each metric, as sums."""
+        """Sums to accumulate over batches: "loss", "weight" and each metric."""
         total, weight = (figure * self._unit for figure in self._sums()[:2])
         return {"loss": total, "weight": weight, **{name: mean * weight for name, mean in self.metrics.items()}}
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Each metric over the whole batch: its sum over its weight, or where it has none, that of the loss."""
+        """Each metric over the whole batch: its sum divided by its weight or, without one, by the loss weight."""
         _, weight, *found = self._sums()
         count = len(self._metrics)
         weights = [torch.where(own == 0, weight, own) for own in found[count:]]
@@ -298,9 +297,9 @@ class StepResult:
 
 
 def _counted(column: Column, times: Sequence[float], *, here: bool) -> Column:
-    """Return losses, each as many times as it counts: where the host has them, it multiplies and rounds as torch does.
+    """Return losses times their factors; where they are on the host, it multiplies and rounds as torch does.
 
-    The product of two numbers of 24 bits is exact in one of 53, so that it is rounded once.
+    The product of two 24-bit significands is exact in one of 53 bits, so that it is rounded once.
     """
     kinds = {loss.dtype if isinstance(loss, Tensor) else None for _, loss in column}
     code = _CODES.get(kinds.pop()) if here and len(kinds) == 1 else None
@@ -312,7 +311,7 @@ def _counted(column: Column, times: Sequence[float], *, here: bool) -> Column:
 
 
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:
-    """Put figures where they belong; a number is written there, not copied, which would wait for a GPU."""
+    """Write figures to their places; plain numbers by fill, since a copy from the host would wait for a GPU."""
     tensors = [(place, x) for place, x in column if isinstance(x, Tensor)]
     if tensors:
         values = [x for _, x in tensors]

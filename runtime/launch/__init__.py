@@ -1,6 +1,6 @@
-"""How a run starts and ends: from a job file to a plan, one process per rank, and one exit code for all of them.
+"""Start and end of a run: from a job file to a plan, one process per rank, and one exit code for all of them.
 
-`request` is what is to be run. `local` starts `rank_processes` on this machine, and `supervise` waits for them;
-`worker` is what each of them runs, until its end or a `stop_request`; `to_plan` finds the plan of a job. Nothing
+`request` holds the arguments of a run. `local` starts `rank_processes` on this machine, and `supervise` waits for them;
+`worker` is the main of a rank, until its end or a `stop_request`; `to_plan` finds the plan of a job. Nothing
 imports this room; it imports all others.
 """

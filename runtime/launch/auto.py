@@ -1,11 +1,11 @@
-"""`parallel: auto`: what the section does not say of the plan is chosen by a search, before anything starts.
+"""Automatic choice of the plan (`parallel: auto`): a search fills in what the section leaves open, before ranks start.
 
     model, data, batch ──▶ sizes ─┐
     ranks, hardware               ├──▶ tune ──▶ the best that compiles ──▶ mesh, schedule, microbatches, …
-    what the section says ────────┘
+    settings of the section ──────┘
 
-Every rank chooses for itself, from the same figures, and so the same. On several machines, `hardware` names a preset or
-one file for all of them: what each measured of itself might differ.
+Every rank runs the search itself, from the same data, and so gets the same result. On several machines, `hardware`
+names a preset or one file for all of them: the measurements of each machine might differ.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ..settings.run_settings import DTYPE_NAMES
 from .to_plan import plan_of
 
 TRIED = 20
-"""So many of the best are tried, if the first do not compile."""
+"""Number of the best strategies that are tried, if the first do not compile."""
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
-"""As predictions lay them out: neighbours are those of tp."""
+"""Axes in the order of the mesh that predictions assume: ranks of tp are neighbours."""
 
 KEPT = (
     "schedule",
@@ -49,22 +49,22 @@ KEPT = (
     "tied",
     "zero_every",
 )
-"""What a section may say of the plan beside `auto`; the first four are searched where it does not."""
+"""Settings of the plan allowed beside `auto`; the first four are searched where they are not set."""
 
 
 class Chosen(NamedTuple):
-    """A job whose plan is settled, and why."""
+    """A job with its chosen plan, and reasons."""
 
     job: JobConfig
     plan: Plan
     notes: tuple[str, ...]
-    """For people."""
+    """Reasons, for people."""
 
 
 def choose(job: JobConfig) -> Chosen:
     """Return the job with the best strategy in place of `parallel.auto`, and its plan.
 
-    Raises `UsageError` for what no search knows, `MisfitError` where nothing fits or nothing compiles.
+    Raises `UsageError` for settings that the search does not support, `MisfitError` where nothing fits or compiles.
     """
     auto = job.parallel.auto or AutoConfig()
     _require_free(job.parallel)
@@ -88,7 +88,7 @@ def choose(job: JobConfig) -> Chosen:
 
 
 def world_size(job: JobConfig) -> int:
-    """Return how many ranks there are to be: as `auto.world` says, as were started, or as this machine has devices."""
+    """Return the number of ranks: `auto.world`, or started processes, or devices or cores of this machine."""
     if job.parallel.auto is not None and job.parallel.auto.world is not None:
         return job.parallel.auto.world
     if job.runtime.transport != "local" and "WORLD_SIZE" in os.environ:
@@ -98,7 +98,7 @@ def world_size(job: JobConfig) -> int:
 
 
 def _require_free(parallel: ParallelConfig) -> None:
-    """Raise `UsageError` where the section settles what is to be chosen."""
+    """Raise `UsageError` where the section sets what is to be chosen."""
     settled = [name for name in (*parallel.given, *(["plan"] if parallel.plan else [])) if name not in KEPT]
     if settled:
         raise UsageError(
@@ -110,7 +110,7 @@ def _require_free(parallel: ParallelConfig) -> None:
 
 
 def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
-    """Return what is not free: what the section says, and what the runtime and the model cannot do."""
+    """Return the constraints of the search: settings of the section, and limits of the runtime and the model."""
     given = job.parallel.given
     fixed: dict[str, Any] = {
         name: given[name] for name in ("schedule", "chunks", "zero") if given.get(name) is not None
@@ -135,7 +135,7 @@ def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
 
 
 def _is_context_size(job: JobConfig, model: Model, size: int) -> bool:
-    """Whether the sequence may be cut into so many slices: two chunks each, heads too where ulysses cuts them."""
+    """Whether the sequence divides into so many slices, of two chunks each; the heads too with ulysses."""
     heads = model.num_kv_heads if job.parallel.context == "ulysses" else 0
     return size == 1 or (model.causal and model.seq % (2 * size) == 0 == heads % size)
 

@@ -1,4 +1,4 @@
-"""`quintsched inspect`: what a job's blocks take, give, change and draw, found by one step of ranks in threads."""
+"""Command `quintsched inspect`: inputs, outputs, mutations and random draws of a job's blocks, found by one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .request import InspectRequest, read_request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is found; what the job's plan or blocks do not allow is refused as a run refuses it."""
+    """Print the findings; a plan or blocks that a run would refuse are refused here too."""
     request = read_request(InspectRequest, sys.argv[1:] if argv is None else argv)
     try:
         job, plan, _ = worker.prepare(request, alone=True)

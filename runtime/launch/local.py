@@ -1,11 +1,11 @@
-"""Start a job's ranks on this machine: what `quintsched run` calls.
+"""Launcher of a job's ranks on this machine: the main of `quintsched run`.
 
     listen at 127.0.0.1 ─▶ start the ranks ─▶ serve their store ─▶ supervise ─▶ exit code
                                 ▲                                      │ failed, and may be started again
                                 └──────────────────────────────────────┘
 
-Unlike torchrun, which ends with 1 whatever its processes end with, this passes on the exit code of the rank that failed
-first, listens nowhere but on the loopback interface, and unpickles nothing.
+Unlike torchrun, which ends with 1 whatever its processes end with, this returns the exit code of the rank that failed
+first, listens on the loopback interface only, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..settings.job import JobConfig
 
 RANK = "quintsched.runtime"
-"""The module that a rank runs."""
+"""Module that a rank runs."""
 
 STORE_WAITS_S = 300.0
 
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
-    """Return how many ranks to start, and how many once ranks were lost; also whether this process can run them itself,
-    and what they are asked, as far as that is settled here for all.
+    """Return the number of ranks to start, and of those after losses; whether this process can run them itself; and
+    the request for the ranks, with what is decided here for all of them.
     """
     from .to_plan import plan_of
 
@@ -93,7 +93,7 @@ def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
 
 
 def _measure_first(job: JobConfig) -> None:
-    """Measure this machine, once for all ranks, where the job's choice needs that and it was never done."""
+    """Measure this machine, once for all ranks, where `auto` needs its costs and no file has them."""
     from quintsched.strategies.descriptions.library import CALIBRATED
 
     file = CALIBRATED.expanduser()
@@ -107,9 +107,9 @@ def _measure_first(job: JobConfig) -> None:
 def start_ranks(worlds: Worlds, module: str, arguments: Sequence[str], restarts: int = 0) -> int:
     """Run a module on ranks of this machine, a process each; return the exit code of the run.
 
-    `worlds` says how many ranks each attempt has. The exit code is 0, or that of the rank that failed first; 128 + n
+    `worlds` has the number of ranks of each attempt. The exit code is 0, or that of the rank that failed first; 128 + n
     where signal n ended the run before it could stop.
-    After a failure all ranks are started again, up to `restarts` times, unless it is one that would come again.
+    After a failure all ranks are started again, up to `restarts` times, unless the error would recur.
     """
     listener = listen(LOOPBACK)
     place = Place(LOOPBACK, listener.getsockname()[1], worlds.size)
@@ -119,7 +119,7 @@ def start_ranks(worlds: Worlds, module: str, arguments: Sequence[str], restarts:
 def start_here(
     place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Worlds
 ) -> int:
-    """Start this machine's ranks, and return the run's exit code; who listens at the run's port serves its store."""
+    """Start this machine's ranks, and return the run's exit code; the launcher that has `listener` serves the store."""
     store: Store | None = None
     with taking_signals() as wakes:
         for attempt in range(restarts + 1):
@@ -129,7 +129,7 @@ def start_here(
                 machines = _machines(place, store, attempt)
                 ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
                 if hub is not None:
-                    hub.stop()  # the launcher itself ends what ranks are left
+                    hub.stop()  # the launcher itself ends the ranks that are left
             if hub is not None and hub.verdict is not None and not ended.by_signal:
                 is_final = hub.verdict.comes_again or ended.was_asked
                 ended = replace(ended, code=hub.verdict.exit_code, is_final=is_final)
@@ -145,7 +145,7 @@ def start_here(
 
 
 def _serve(listener: socket.socket | None) -> Store | None:
-    """Serve the run's store for as long as it is kept; torch is imported while the ranks import it too."""
+    """Serve the run's store for as long as it is referenced; torch is imported while the ranks import it too."""
     from ..watch.rendezvous.store import serve
 
     return None if listener is None else serve(listener, STORE_WAITS_S)
@@ -161,9 +161,9 @@ def _machines(place: Place, store: Store | None, attempt: int) -> Machines | Non
 
 
 def _place_of(request: LaunchRequest, num_ranks: int) -> tuple[Place, socket.socket | None]:
-    """Return where this machine's ranks are among those of all machines; machine 0 listens for them all.
+    """Return the place of this machine's ranks among those of all machines; machine 0 listens for them all.
 
-    Raises `UsageError` for what is wrong on the command line, `MisfitError` for ranks that the machines cannot share.
+    Raises `UsageError` for invalid command-line values, `MisfitError` for ranks that the machines cannot share evenly.
     """
     count, number = request.nnodes, request.node_rank
     host, port = read_master(request.master)

@@ -1,10 +1,10 @@
-"""The processes of one attempt on this machine: started, waited for, asked to stop, ended.
+"""Rank processes of one attempt on this machine: started, waited for, asked to stop, killed.
 
-    launcher ── `parent` ──▶ rank 0, rank 1, …        each a process group of its own, with what it starts itself
+    launcher ── `parent` ──▶ rank 0, rank 1, …        each an OS process group of its own, with its children
         ▲ a child's end, a signal: the launcher wakes
         └── all ended with 0 │ one failed: the others are killed │ asked to stop: the ranks are asked
 
-Ranks get what torchrun would give them, so that nothing in them depends on who started them.
+Ranks get the environment variables that torchrun sets, so that nothing in them depends on the launcher.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..watch.rendezvous.parent import command_of
 from .stop_request import STOPPING, handled, held_back
 
 REAP_S = 10.0
-"""How long a killed process may take to go: the kernel may still write for it."""
+"""Time that a killed process may take to end: the kernel may still write for it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of this machine are among those of the run.
+    """Place of this machine's ranks among those of the run.
 
     Attributes:
         host, port: the store of the run.
-        num_ranks: how many ranks this machine has; as many as every other one.
-        node, num_nodes: which of the machines it is.
+        num_ranks: number of ranks of this machine; the same on every one.
+        node, num_nodes: number of this machine, and how many there are.
     """
 
     host: str
@@ -42,7 +42,7 @@ class Place:
     num_nodes: int = 1
 
     def environment(self, local_rank: int, attempt: int, restarts: int) -> dict[str, str]:
-        """Return what the process of a rank finds in its environment, by torchrun's names."""
+        """Return the environment variables of a rank's process, by torchrun's names."""
         rank, world_size = self.node * self.num_ranks + local_rank, self.num_nodes * self.num_ranks
         return {
             "RANK": str(rank),
@@ -61,16 +61,16 @@ class Place:
 
 
 DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""What ranks find in their environment unless the user has set it."""
+"""Environment variables of ranks, unless the user has set them."""
 
 
 class Ranks:
-    """The processes of one attempt; within a `with`, after which none is left.
+    """Processes of one attempt; a context manager, after which none is left.
 
     Args:
         place: where they are in the run.
-        command: what each of them runs: a module and its arguments.
-        attempt, restarts: how often the run was started before, and may be started again.
+        command: the module that each of them runs, and its arguments.
+        attempt, restarts: number of earlier starts of the run, and of allowed restarts.
     """
 
     def __init__(self, place: Place, command: Sequence[str], attempt: int = 0, restarts: int = 0) -> None:
@@ -99,7 +99,7 @@ class Ranks:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process ids of the ranks that run, by rank."""
+        """Process ids of the ranks that run, by rank."""
         return {rank: process.pid for rank, process in self._running.items()}
 
     def ended(self) -> dict[int, int]:
@@ -116,7 +116,7 @@ class Ranks:
             process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End all ranks at once, and what they have started; also those that are stopped."""
+        """Kill all ranks at once, with their children; also those suspended by a signal."""
         for process in self._running.values():
             _kill_group(process)
         for process in self._running.values():
@@ -131,7 +131,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 class Wakes:
-    """What wakes the launcher: signals that ask for a stop, and ends of children. Use it in the main thread."""
+    """Wake-up events of the launcher: signals that ask for a stop, and ends of children. For the main thread."""
 
     def __init__(self, reader: socket.socket) -> None:
         self._reader = reader
@@ -146,7 +146,7 @@ class Wakes:
 
 @contextlib.contextmanager
 def taking_signals() -> Iterator[Wakes]:
-    """Take signals within a `with`, ends of children among them."""
+    """Handle signals within a context, ends of children among them."""
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)

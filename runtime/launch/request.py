@@ -1,4 +1,4 @@
-"""What is to be run, as one object: read once from a command line, and handed over as JSON from process to process.
+"""Arguments of a run, as one object: parsed once from a command line, then passed as JSON from process to process.
 
     quintsched run job.yaml --nproc 4       ──JSON──▶ launcher ──JSON──▶ rank 0, rank 1, …
     torchrun … -m quintsched.runtime --config job.yaml ──flags─────────▶ each rank
@@ -22,26 +22,26 @@ Texts = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class RunRequest(Settings):
-    """Run a job, with what torchrun has put into the environment."""
+    """Run a job, in the environment that torchrun has set."""
 
     plan: str | None = None
-    """A plan file; it wins over the job's parallel section."""
+    """A plan file; it takes precedence over the job's parallel section."""
     config: str
     """The job file."""
     set: Texts = ()
     """Override a setting of the job: A.B=C."""
     trace: str | None = None
-    """Write down there when each instruction of some steps ran."""
+    """Directory for a trace: when each instruction of some steps ran."""
     resume: bool = False
-    """Go on from the newest checkpoint that is whole."""
+    """Resume from the newest checkpoint that is whole."""
     fresh: bool = False
     """Move an earlier run's checkpoints away, and start anew."""
     override: Texts = ()
-    """A setting that may be another when resumed: A.B."""
+    """A setting that may differ from the resumed run's: A.B."""
 
     @property
     def start(self) -> Start:
-        """How the run begins."""
+        """Start mode of the run."""
         return "resume" if self.resume else "fresh" if self.fresh else "new"
 
     def load_job(self) -> JobConfig:
@@ -54,23 +54,23 @@ class RunRequest(Settings):
         return self.model_copy(update={"set": (*self.set, *overrides)})
 
     def to_ranks(self) -> str:
-        """Return what ranks are told."""
+        """Return the request as the JSON argument of a rank."""
         return self.model_dump_json(include=set(RunRequest.model_fields))
 
 
 class LaunchRequest(RunRequest):
-    """Start the ranks of a job on this machine, and see them to their end."""
+    """Start the ranks of a job on this machine, and wait for their end."""
 
     nproc: int | None = None
     """Processes on this machine; none: as many as the mesh has ranks."""
     restarts: int = 0
-    """How often a run that failed is started again."""
+    """Number of times a failed run is started again."""
     min_dp: int | None = None
     """Restarts after ranks were lost have fewer replicas, down to so many."""
     nnodes: int = 1
-    """How many machines run it."""
+    """Number of machines that run it."""
     node_rank: int = 0
-    """Which of them this is."""
+    """Number of this machine among them, from 0."""
     master: str = ""
     """HOST:PORT: machine 0's address, and a free port of it."""
 
@@ -79,15 +79,15 @@ class VerifyRequest(RunRequest):
     """Compare some steps of a job on its mesh with one process."""
 
     steps: int = 2
-    """How many steps are compared."""
+    """Number of steps to compare."""
     as_json: bool = False
-    """Print all that differs, machine-readable."""
+    """Print all differences, machine-readable."""
     into: str | None = None
-    """Be a rank that records its part, into a file in this directory."""
+    """Run as a rank that records its part, into a file in this directory."""
 
 
 class InspectRequest(RunRequest):
-    """Say what the blocks of a job take, give, change and draw."""
+    """Report the inputs, outputs, mutations and random draws of a job's blocks."""
 
     as_json: bool = False
     """Print it machine-readable."""
@@ -97,7 +97,7 @@ Request = TypeVar("Request", bound=RunRequest)
 
 
 def read_request(kind: type[Request], arguments: Sequence[str]) -> Request:
-    """Return the request of a command line: flags, or what another process has handed over."""
+    """Return the request of a command line: flags, or JSON from another process."""
     if len(arguments) == 1 and arguments[0].startswith("{"):
         return kind.model_validate_json(arguments[0])
     parser = argparse.ArgumentParser(prog="python -m quintsched.runtime", description=kind.__doc__, allow_abbrev=False)
@@ -110,7 +110,7 @@ def read_request(kind: type[Request], arguments: Sequence[str]) -> Request:
 
 
 def _how(name: str, field: FieldInfo) -> dict[str, Any]:
-    """Return how argparse reads a field."""
+    """Return a field's arguments for argparse."""
     if name == "plan":
         return {"nargs": "?"}
     if field.annotation is bool:

@@ -1,11 +1,11 @@
-"""A stop that the user or the cluster asks for: the step in progress is finished and saved, then the run ends.
+"""Stop requests by the user or the cluster: the step in progress is finished and saved, then the run ends.
 
-    SIGTERM, SIGUSR1, SIGHUP, Ctrl-C ──▶ StopRequest.asked ──rides along with the step's figures──▶ all ranks know,
+    SIGTERM, SIGUSR1, SIGHUP, Ctrl-C ──▶ StopRequest.asked ──with the step's all-reduced metrics──▶ all ranks know,
                                                                                                     after the same step
     Ctrl-C again                     ──▶ StopNow; torchrun makes it a SIGTERM
 
-A signal may come before a rank can take it. So the launcher starts ranks with these signals held back, and a rank lets
-them through once it has handlers.
+A signal may come before a rank can handle it. So the launcher starts ranks with these signals blocked, and a rank
+unblocks them once it has handlers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
-"""The signals that ask for a stop, as far as this system has them."""
+"""Signals that ask for a stop, as far as this system has them."""
 
 
 class StopNow(KeyboardInterrupt):
@@ -25,7 +25,7 @@ class StopNow(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether this process was asked to stop after the step in progress.
+    """Flag whether this process was asked to stop after the step in progress.
 
     Args:
         under_torchrun: whether a SIGTERM that follows Ctrl-C means Ctrl-C for the second time.
@@ -37,9 +37,9 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals within a `with`, those that were held back included.
+        """Handle signals within a context, blocked pending ones included.
 
-        Only the main thread gets signals: in another one nothing happens.
+        Only the main thread gets signals: in another one this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -58,7 +58,7 @@ class StopRequest:
 
 @contextmanager
 def handled(take: Callable[[int, FrameType | None], object], *others: int) -> Iterator[None]:
-    """Have these signals, and `others`, handled within a `with`; those that are ignored (nohup) stay so."""
+    """Install a handler for the stop signals and `others` within a context; ignored signals (nohup) stay ignored."""
     taken = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, take) for number in (*taken, *others)}
     try:
@@ -70,7 +70,7 @@ def handled(take: Callable[[int, FrameType | None], object], *others: int) -> It
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold these signals back from processes that are started within a `with`, until they call `let_through`."""
+    """Block these signals in processes that are started within a context, until they call `let_through`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
@@ -79,5 +79,5 @@ def held_back() -> Iterator[None]:
 
 
 def let_through() -> None:
-    """Let signals through that were held back when this process was started."""
+    """Unblock the signals that were blocked when this process was started."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -1,20 +1,20 @@
-"""Waits for the ranks of an attempt, passes requests to stop on to them, and says how the attempt ended.
+"""Supervision of an attempt: waits for its ranks, passes stop requests on to them, and determines how it ended.
 
 all ended with 0           0
 one failed                 its exit code; 4 where a signal ended it. The others are killed
 another machine failed     its exit code. All ranks are killed
 asked to stop              each finishes its step, saves and ends with 0; asked by Ctrl-C again, they are killed
 
-A hub watches beside the ranks: it is told how one has failed, and its verdict is said before the others are ended. On
-several machines rank 0 starts the hub, as under torchrun, each launcher tells it how its ranks end, and every rank that
-is left says the verdict.
+A hub watches beside the ranks: each failure is reported to it, and its verdict is printed before the others are killed.
+On several machines rank 0 starts the hub, as under torchrun, each launcher reports to it how its ranks end, and every
+remaining rank prints the verdict.
 
-How an attempt ends, and what the launchers of several machines tell each other of it, through the run's store.
+Launchers of several machines exchange the end of an attempt through the run's store.
 
     machine 0   serves the store    ── failed = 4 ──▶ machine 1 ends its ranks too
     machine 1   a client            ── gone + 1   ──▶ when all machines' ranks are gone, the next attempt may begin
 
-A thread talks to the store, so that a network that is down holds up no launcher: it still takes signals, and still sees
+A thread talks to the store, so that a network failure does not block a launcher: it still takes signals, and still sees
 its own ranks end.
 """
 
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 ASK_S = 0.2
 LAST_LOOKS = 50
-"""So often machine 0 looks whether the others know that all is over, before it takes the store away."""
+"""Number of times machine 0 polls whether the others know of the end, before it shuts the store down."""
 
 DIED = 4
-"""The exit code of a run that lost a rank: one that a signal ended has no code of its own."""
+"""Exit code of a run that lost a rank: one that a signal ended has no code of its own."""
 
 FINAL = (0, *SURE)
-"""Exit codes after which there is no further attempt: good, or what would come again."""
+"""Exit codes after which there is no further attempt: success, or an error that would recur."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The exit code of an attempt, and whether it is not to be followed by another, as after one `was_asked` to end.
+    """Exit code of an attempt, and whether no other follows, as after one that `was_asked` to end.
 
     `by_signal`: the launcher was asked to end it, and no rank failed.
     """
@@ -63,12 +63,12 @@ class Ended:
     by_signal: bool = False
 
     def to_text(self) -> str:
-        """Return it in words for another launcher."""
+        """Return it as text for another launcher."""
         return f"{self.code} {'final' if self.is_final else 'again'}"
 
     @classmethod
     def from_text(cls, text: str) -> Ended:
-        """Return what another launcher said; anything else is a run that ended with `DIED`, for good."""
+        """Return the end that another launcher wrote; any other text is a final end with `DIED`."""
         code, _, rest = text.partition(" ")
         return cls(int(code), rest != "again") if code.isdecimal() and len(code) < 4 else cls(DIED, is_final=True)
 
@@ -78,12 +78,12 @@ class Machines:
 
     Args:
         open_store: returns the store of the run, or connects to it.
-        number, count: which of the machines this is; number 0 serves the store.
-        attempt: how often the run was started before.
+        number, count: number of this machine, of how many; number 0 serves the store.
+        attempt: number of earlier starts of the run.
 
     Attributes:
-        hub: where the run's watch listens, and its secret, once that is known.
-        failure: how the first machine that failed ended, this one included; None: none has, as far as is known.
+        hub: address and secret of the run's watch, once that is known.
+        failure: how the first machine that failed ended, this one included; None: no failure is known.
         are_gone: whether the ranks of all machines are.
         is_lost: whether the launcher that serves the store is gone, or out of reach.
     """
@@ -101,7 +101,7 @@ class Machines:
         threading.Thread(target=self._talk, daemon=True).start()
 
     def tell(self, ended: Ended) -> None:
-        """Tell the others how the ranks of this machine ended, which are gone."""
+        """Tell the others how the ranks of this machine, which are gone, ended."""
         self._mine = ended
 
     def _talk(self) -> None:
@@ -138,14 +138,14 @@ class Machines:
 
 
 LOOK_S = 0.5
-"""How long the launcher sleeps at most; a rank's end or a signal wakes it."""
+"""Longest sleep of the launcher; a rank's end or a signal wakes it."""
 
 GOOD_WAITS_S, FAILED_WAITS_S = 1800.0, 15.0
-"""How long it waits for the ranks of other machines to be gone too: those of a good run may still save."""
+"""Time that it waits for the ranks of other machines to be gone too, after success (they may save) or failure."""
 VERDICT_S = 6.0
-"""How long the launcher waits for the verdict when a rank has failed."""
+"""Time that the launcher waits for the verdict when a rank has failed."""
 SPEAK_S = 1.5
-"""How long the ranks have to say it themselves."""
+"""Time that the ranks have to print it themselves."""
 
 
 def supervise(
@@ -153,7 +153,7 @@ def supervise(
 ) -> Ended:
     """Wait until all ranks of this machine have ended or one of any machine has failed, and return how.
 
-    `on_end` is given each rank's exit code, as of a `Popen`: -n where signal n ended the rank.
+    `on_end` is passed each rank's exit code, as of a `Popen`: -n where signal n ended the rank.
     """
     on_end = on_end or say_end
     asked: int | None = None
@@ -182,7 +182,7 @@ def supervise(
 
 
 def wait_for_machines(wakes: Wakes, machines: Machines, ended: Ended) -> Ended:
-    """Wait until the ranks of all machines are gone, those of this one being so, and return how the attempt ended."""
+    """Wait until the ranks of all machines are gone, as this one's are, and return how the attempt ended."""
     machines.tell(ended)
     looks = (FAILED_WAITS_S if ended.code else GOOD_WAITS_S) / LOOK_S
     while not machines.are_gone:
@@ -193,20 +193,20 @@ def wait_for_machines(wakes: Wakes, machines: Machines, ended: Ended) -> Ended:
 
 
 def _order(code: int) -> int:
-    """Return which of the ranks found to have ended at once failed first: who has lost a peer did not."""
+    """Return a sort key by likely cause, of ranks found to have ended at once: one that lost a peer failed last."""
     return 2 if code == DIED else int(code > 0)
 
 
 def _failure(code: int, asked: int | None) -> Ended:
     if asked is not None and code == -signal.SIGTERM:
-        # it was asked when it could not stop by itself yet
+        # the signal came before it could stop by itself
         return Ended(128 + asked, is_final=True, was_asked=True, by_signal=True)
     code = code if code > 0 else DIED
     return Ended(code, is_final=code in FINAL or asked is not None, was_asked=asked is not None)
 
 
 def say_end(rank: int, code: int) -> None:
-    """Say which signal ended a rank; of its exit code a rank says more itself."""
+    """Print which signal ended a rank; a rank with an exit code has printed its error itself."""
     if code < 0:
         known = -code in set(signal.Signals)
         write_line(f"error: rank {rank} was ended by {signal.Signals(-code).name if known else f'signal {-code}'}")
@@ -214,7 +214,7 @@ def say_end(rank: int, code: int) -> None:
 
 @contextmanager
 def watching(place: Place) -> Iterator[Hub | None]:
-    """Watch the ranks that are started within a `with`; they find the hub by the environment."""
+    """Watch the ranks that are started within a context; they find the hub by environment variables."""
     if place.num_nodes > 1:
         yield None
         return
@@ -230,7 +230,7 @@ def watching(place: Place) -> Iterator[Hub | None]:
 
 
 def note_end(hub: Hub | None, machines: Machines | None, rank: int, code: int) -> None:
-    """Take in how a rank ended; where that is a failure, return when the verdict is known, and has been said."""
+    """Report how a rank ended; after a failure, return when the verdict is known, and has been printed."""
     if hub is None:
         if machines is not None and machines.hub is not None:
             tell_end(machines.hub, rank, code)

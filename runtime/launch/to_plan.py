@@ -1,10 +1,10 @@
-"""From a job file to a plan: the `parallel` section compiled, or the plan given beside it.
+"""Plan of a job file: its `parallel` section compiled, or a plan file.
 
-A run whose dp follows the number of processes, so that it goes on with what machines are left, or have come.
+Also elastic runs, whose dp follows the number of processes, so that a run resumes on more or fewer machines.
 
     parallel: {mesh: "dp=4,pp=2", elastic: true}     8 processes: dp=4      4 processes: dp=2      6: dp=3
 
-The batch of a step stays, divided by fewer replicas or more; so a resumed run goes on to the numbers of before, up to
+The batch of a step stays, divided by fewer replicas or more; so a resumed run has the same numbers as before, up to
 the order of additions. All other axes are kept: they say how the model is cut.
 """
 
@@ -29,9 +29,9 @@ from ..settings.job import JobConfig, ParallelConfig
 def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     """Return the plan of a job: the one at `plan_path`, that of `parallel.plan`, or a compiled one.
 
-    A plan file wins over the `parallel` section. Raises `MisfitError` where a setting that the job file gives says
-    something else than the plan, or the batch does not divide; `UsageError` where stages are to be balanced that the
-    plan has settled; errors of loading and compiling as they come.
+    A plan file takes precedence over the `parallel` section. Raises `MisfitError` where a setting that the job file
+    gives differs from the plan, or the batch does not divide; `UsageError` where stages are to be balanced that the
+    plan has fixed; errors of loading and compiling as they come.
     """
     path = plan_path or job.parallel.plan
     if path is None:
@@ -45,7 +45,7 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
 
 
 def _request(job: JobConfig) -> CompileRequest:
-    """Return what the job asks for, with what a built-in model ties: weights of its first block and its last."""
+    """Return the job's compile request, with the ties of a built-in model: weights of its first block and its last."""
     request = job.parallel.request()
     if request.tied or names_file(job.model.name) or not (job.model.tied or job.model.options.get("tied")):
         return request
@@ -57,7 +57,7 @@ def _request(job: JobConfig) -> CompileRequest:
 
 
 def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
-    """Raise `MisfitError` where a setting that the job names is another one in the plan."""
+    """Raise `MisfitError` where a setting that the job names differs from the plan's."""
     found = {
         entry.name: entry.difference(getattr(parallel, entry.name), plan)
         for entry in entries()
@@ -81,7 +81,7 @@ def _require_even_batch(batch_size: int, accumulate: int, plan: Plan) -> None:
 
 
 def _require_one_cut(parallel: ParallelConfig, plan: Plan) -> None:
-    """Raise `UsageError` where the job wants stages balanced, and the plan says what they are."""
+    """Raise `UsageError` where the job asks for measured balancing, and the plan fixes the stages."""
     if plan.blocks_per_stage and parallel.balance == "measured":
         raise UsageError(
             f"parallel.balance is measured, but the plan says how many blocks each stage has "
@@ -92,7 +92,7 @@ def _require_one_cut(parallel: ParallelConfig, plan: Plan) -> None:
 def for_processes(job: JobConfig, plan_path: str | None, processes: int) -> JobConfig:
     """Return an elastic job with the dp that so many processes make; any other job as it is.
 
-    Raises `UsageError` for an elastic job with a plan, or whose mesh is chosen; `MisfitError` for processes that make
+    Raises `UsageError` for an elastic job with a plan, or with `auto`; `MisfitError` for processes that make
     no whole replicas.
     """
     if not job.parallel.elastic or job.runtime.transport == "local":
@@ -114,9 +114,9 @@ def for_processes(job: JobConfig, plan_path: str | None, processes: int) -> JobC
 
 
 class Worlds:
-    """How many ranks each attempt of a run has.
+    """Number of ranks of each attempt of a run.
 
-        attempt 1   8 ranks, one is lost                   attempt 3   8 ranks again: what was wrong may have passed
+        attempt 1   8 ranks, one is lost                   attempt 3   8 ranks again: the fault may have passed
         attempt 2   6 ranks, a step is saved, one is lost  attempt 4   6 ranks, if the third saved nothing
 
     Args:
@@ -130,11 +130,11 @@ class Worlds:
 
     @property
     def size(self) -> int:
-        """The number of ranks of the next attempt."""
+        """Number of ranks of the next attempt."""
         return self._sizes[min(self._losses, len(self._sizes) - 1)]
 
     def ended(self, *, lost_one: bool) -> None:
-        """Take in that an attempt has failed, and whether it has lost a rank."""
+        """Record that an attempt has failed, and whether it has lost a rank."""
         before, self._newest = self._newest, self._newest_step()
         if self._losses and self._newest != before:
             self._losses = 0
@@ -152,9 +152,9 @@ class Worlds:
 
 
 def smaller_worlds(job: JobConfig, plan: Plan, min_dp: int, machines: int = 1) -> list[int]:
-    """Return with how many ranks a job can run, from those of its plan down to those of `min_dp` replicas.
+    """Return the numbers of ranks that a job can run with, from those of its plan down to those of `min_dp` replicas.
 
-    So many of each machine, and replicas that divide the batch.
+    Each is divisible by the number of machines, and has replicas that divide the batch.
     """
     dp = plan.mesh.axis_size("dp")
     replica, batch = plan.mesh.size // dp, job.train.batch_size

@@ -1,8 +1,8 @@
-"""From a job and its plan to a row of flags: what `quintsched predict [plan.json] job.yaml` is asked about.
+"""Row of prediction flags for a job and its plan: the input of `quintsched predict [plan.json] job.yaml`.
 
     model, data   ──▶ {"model": {"layers": 4, …},          the sizes of a built-in model on the job's data
-    plan          ──▶  "dp": 2, "pp": 2, "chunks": 1, …    its mesh, schedule, what it recomputes and shards
-    cut           ──▶  "stages": [2, 2]}                   the layers of each stage, as the run will cut them
+    plan          ──▶  "dp": 2, "pp": 2, "chunks": 1, …    its mesh, schedule, recomputation and sharding
+    stages        ──▶  "stages": [2, 2]}                   the layers of each stage, as the run will assign them
 
 `python -m quintsched.runtime.launch.to_row [PLAN] --config JOB` writes the row as JSON.
 """
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row_of(job: JobConfig, plan: Plan) -> dict[str, Any]:
-    """Return a job and its plan as a row; raises UsageError for what no prediction knows."""
+    """Return a job and its plan as a row; raises UsageError for features that predictions do not cover."""
     _require_known(plan)
     data = load_dataset(job.data).spec
     model = model_sizes(job.model, data)
@@ -80,7 +80,7 @@ def _require_known(plan: Plan) -> None:
 
 
 def _layers(job: JobConfig, plan: Plan, layers: int) -> list[list[int]]:
-    """Return of each stage where its layers are among its blocks; the embedding and the head are no layers."""
+    """Return for each stage the positions of its layers among its blocks; the embedding and the head are no layers."""
     num_blocks = layers + 2
     if plan.blocks_per_stage:
         cuts = cut_as_planned(plan, num_blocks)
@@ -91,7 +91,7 @@ def _layers(job: JobConfig, plan: Plan, layers: int) -> list[list[int]]:
 
 
 def _recomputed(plan: Plan, stages: Sequence[Sequence[int]]) -> str | list[int]:
-    """Return how many layers of each stage are recomputed: every k-th of its blocks."""
+    """Return the number of recomputed layers of each stage: every k-th of its blocks."""
     every = [plan.layout.recompute_every(stage) for stage in range(len(stages))]
     if set(every) <= {0}:
         return "none"

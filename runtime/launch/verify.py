@@ -1,8 +1,8 @@
-"""`quintsched verify`: some steps of a job on its mesh and in one process, and what differs first.
+"""Command `quintsched verify`: some steps of a job on its mesh and in one process, and the first difference.
 
 job ──▶ mesh: dp=2,pp=2,…    a process per rank, or threads   ──▶ recordings ─┐
     ──▶ one rank, the same microbatches                                       ├──▶ comparison
-    ──▶ the same in float64: what rounding does                               ┘
+    ──▶ the same in float64: the effect of rounding                           ┘
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the runs of a job and say what came of it; or, `into` a directory, be a rank that records its part."""
+    """Compare the runs of a job and print the result; or, `into` a directory, be a rank that records its part."""
     request = read_request(VerifyRequest, sys.argv[1:] if argv is None else argv)
     if request.into is not None:
         return _as_rank(request, Path(request.into))
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def verify(request: VerifyRequest) -> Comparison:
-    """Return what came of a job; raises what running it raises, `SystemExit` where its ranks have said why."""
+    """Return the comparison of a job; raises as running it does, `SystemExit` where its ranks have printed why."""
     job, plan, _ = worker.prepare(request, alone=True)
     if job.runtime.transport == "local" or plan.mesh.size == 1:
         return verify_here(job, plan, request.steps)
@@ -79,7 +79,7 @@ def _as_rank(request: VerifyRequest, directory: Path) -> int:
 
 
 def record(job: JobConfig, plan: Plan, transport: Transport, steps: int) -> Recording:
-    """Train some steps of a job as one rank, and return what they made."""
+    """Train some steps of a job as one rank, and return the recorded tensors."""
     from ..train.trainer import Trainer
 
     trainer = Trainer.of_job(job, plan, transport)
@@ -119,7 +119,7 @@ def verify_here(job: JobConfig, plan: Plan, steps: int) -> Comparison:
 
 
 def compare_with_one(job: JobConfig, plan: Plan, mesh: Sequence[Recording], steps: int) -> Comparison:
-    """Compare what the ranks of a mesh have recorded with one rank."""
+    """Compare the recordings of a mesh's ranks with one rank's."""
     from ..verification.comparison import compare
 
     alone = record_alone(job, plan, steps)
@@ -138,7 +138,7 @@ def class_names(job: JobConfig) -> list[str]:
 
 
 def save(recording: Recording, directory: Path) -> None:
-    """Write down what a rank recorded: tensors, and what they are."""
+    """Write the recording of a rank: a safetensors file, with metadata."""
     from safetensors.torch import save_file
 
     tensors = {str(number): made.tensor.contiguous() for number, made in enumerate(recording.made)}
@@ -147,7 +147,7 @@ def save(recording: Recording, directory: Path) -> None:
 
 
 def load(directory: Path, rank: int) -> Recording:
-    """Read what a rank has written down; raises `InputError` where it has not."""
+    """Read a rank's recording; raises `InputError` where there is none."""
     from safetensors import safe_open
 
     from ..verification.recording import Made, Recording

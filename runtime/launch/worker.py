@@ -1,14 +1,14 @@
-"""Run a job: `torchrun --nproc-per-node N -m quintsched.runtime [plan.json] --config job.yaml`.
+"""Main of a rank: `torchrun --nproc-per-node N -m quintsched.runtime [plan.json] --config job.yaml`.
 
-All ranks run this. What is wrong before the ranks are connected is wrong on all of them: rank 0 says it on one line,
-and every rank ends with its exit code. Afterwards the rank that fails first says so at once; those that only lost
-it wait a little, so that its error is what the user sees first.
+All ranks run this. An error before the ranks are connected occurs on all of them: rank 0 prints it on one line,
+and every rank ends with its exit code. Afterwards the rank that fails first prints its error at once; those that only
+lost it wait a little, so that its error is what the user sees first.
 
-How ranks end together when they find a fault before they are connected: as one, if all of them find it.
+Ranks that find a fault before they are connected end together, if all of them find it:
 
-all of them find it     the first that came says it, once                          error: no such data 'x'
+all of them find it     the first that came prints it, once                        error: no such data 'x'
 some do not             the launcher's hub names them                              error: rank 1 (host a) raised the …
-                        each says that it is its own, where there is no hub        error: rank 1: the import failed
+                        each prints that it is its own, where there is no hub      error: rank 1: the import failed
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..settings.run_settings import Start
 
 MOST_LETTERS = 20_000
-"""How much of an error's message is said, and of each line of its traceback."""
+"""Limit of letters that are printed of an error's message, and of each line of its traceback."""
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
 
 
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, or all ranks of a `local` job; returns the exit code."""
     request = read_request(RunRequest, sys.argv[1:] if argv is None else argv)
     end_with_launcher()
-    stop = StopRequest(under_torchrun="ROLE_RANK" in os.environ)  # which this launcher never says
+    stop = StopRequest(under_torchrun="ROLE_RANK" in os.environ)  # a variable that this launcher does not set
     with stop.listening():
         end = _run(request, stop)
     return end()
 
 
 def _run(request: RunRequest, stop: StopRequest) -> Callable[[], int]:
-    """Run the job, and return what ends this process, when signals end it again as they do any other."""
+    """Run the job, and return the function that ends this process, called once signals have their default handlers."""
     rank = int(os.environ.get("RANK", 0))
     try:
         job, plan, notes = prepare(request)
@@ -76,7 +76,7 @@ def _run(request: RunRequest, stop: StopRequest) -> Callable[[], int]:
 
 
 def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Plan, tuple[str, ...]]:
-    """Return the job, its plan, and what is to be said of how it was chosen.
+    """Return the job, its plan, and notes on how it was chosen.
 
     Unless `alone`, the world has to be of the plan's size. Torch is needed for `parallel: auto` only.
     """
@@ -99,7 +99,7 @@ def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Pla
 
 
 def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
-    """Raise `MisfitError` unless there are as many processes as ranks; one where they are threads."""
+    """Raise `MisfitError` unless there are as many processes as ranks; one where ranks are threads."""
     if job.runtime.transport != "local":
         plan.mesh.require_world_size(processes)
     elif processes > 1:
@@ -133,7 +133,7 @@ def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
 
 @contextmanager
 def connected(job: JobConfig, plan: Plan) -> Iterator[Transport]:
-    """Give this process's transport; what is raised within hangs up, and is a stall where a peer was lost."""
+    """Yield this process's transport; an error within aborts it, and is raised as a stall where a peer was lost."""
     from ..comm.connection import connect_for, watch_by
     from ..comm.torch_groups import as_stall
 
@@ -155,7 +155,7 @@ def connected(job: JobConfig, plan: Plan) -> Iterator[Transport]:
 
 
 def _abort(transport: Transport, error: BaseException) -> None:
-    """Have a transport hang up because of an error; what a signal's handler raises meanwhile is told as well."""
+    """Abort a transport because of an error; an exception of a signal handler meanwhile is published as well."""
     try:
         transport.abort(error)
         if isinstance(error, QuintschedError) and error.was_told is None:
@@ -188,7 +188,7 @@ def train(
 
 
 def _say(line: str) -> None:
-    """Say something to whoever listens; where nobody does any more, as behind `| head -1`, the run goes on."""
+    """Print a line; where the reader of standard output is gone, as behind `| head -1`, the run goes on."""
     with Suppressed(OSError, ValueError, StreamBroken):
         if sys.stdout is not None:
             sys.stdout.write(line + "\n")
@@ -196,10 +196,10 @@ def _say(line: str) -> None:
 
 
 def explain(error: BaseException, rank: int) -> int:
-    """Write an error to standard error, with the place where it happened, and return its exit code.
+    """Write an error to standard error, with a traceback for one of user code or a bug, and return its exit code.
 
-    Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
-    lost a peer and has heard no verdict, waits before it speaks.
+    Under torchrun the first rank to end takes the others with it. So a rank that may only repeat rank 0's error, or has
+    only lost a peer and has no verdict, waits before it prints.
     """
     if isinstance(error, QuintschedError) and error.was_told:
         return error.exit_code
@@ -233,13 +233,13 @@ def leave(code: int) -> NoReturn:
 
 
 WAIT_S = 5.0
-"""How long a rank waits for others to find the same, after the last that did."""
+"""Time that a rank waits for others to find the same error, after the last that did."""
 HEARD_WAITS_S = LATE_REFUSAL_S + 2.0
-"""How long where the hub has heard of it: longer than it takes to name those who find it, if others do not."""
+"""The same where the hub knows of it: longer than it takes to name the ranks that find it, if others do not."""
 
 
 def leave_together(error: QuintschedError, rank: int) -> int:
-    """Say the error, once where all ranks find it, and return its exit code.
+    """Print the error, once where all ranks find it, and return its exit code.
 
     A launcher ends all ranks as soon as one has failed; one that torchrun ends here has the same exit code.
     """
@@ -269,7 +269,7 @@ def leave_together(error: QuintschedError, rank: int) -> int:
 
 
 def _say_once(error: QuintschedError, store: Store, number: int) -> None:
-    """Say what all ranks find, on the first that came; the others wait until it has."""
+    """Print an error that all ranks find, on the first that came; the others wait until it has."""
     if number == 1:
         write_error(error)
         store.set("said", "so")
@@ -301,7 +301,7 @@ def _all_come(store: Store, world_size: int, wait_s: float) -> bool:
 
 
 def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
-    """Wait until something is so; return whether it was in time."""
+    """Wait until a condition holds; return whether it did in time."""
     from ..comm.clock import now_s
 
     deadline = now_s() + wait_s

@@ -1,4 +1,4 @@
-"""Built-in models: a name in a job file, and the blocks it stands for.
+"""Built-in models, by their names in a job file, as lists of blocks.
 
 A model is a list of zero-argument builders, one per block: a rank calls those of its stages only.
 Adding a model is one module with an options class and a function, and one line in MODELS.
@@ -36,7 +36,7 @@ Options = TypeVar("Options", bound=Settings)
 class ModelKind(Generic[Options]):
     """A built-in model: the class of its options, and the functions that turn data and options into blocks and sizes.
 
-    `tied` says which of its weights are one, by their names in the whole model.
+    `tied` returns its tied weights, by their names in the whole model.
     """
 
     options: type[Options]
@@ -62,7 +62,7 @@ def build_model(config: ModelConfig, data: DataSpec, seed: int = 0) -> Blocks:
     """Return the blocks of a job's model.
 
     A user's function ("my_file.py:build") is called with `data`, the options by name, and `pretrained` if it takes
-    that. It returns a list of modules or of functions that build them, what `split` returns, or a whole model, which is
+    that. It returns a list of modules or of functions that build them, a `Split`, or a whole model, which is
     split. Its weights are drawn under `seed`, on all ranks alike.
     Raises UsageError for an unknown name or wrong options, MisfitError where the data does not fit the model.
     """
@@ -74,7 +74,7 @@ def build_model(config: ModelConfig, data: DataSpec, seed: int = 0) -> Blocks:
 
 
 def tied_weights(config: ModelConfig) -> TiedNames:
-    """Return what a job's model ties: a name, and the weights that are one; for a user's function, `model.tied`.
+    """Return the tied weights of a job's model by the name of each tie; for a user's function, `model.tied`.
 
     Raises UsageError for an unknown name or wrong options.
     """
@@ -85,9 +85,9 @@ def tied_weights(config: ModelConfig) -> TiedNames:
 
 
 def model_sizes(config: ModelConfig, data: DataSpec) -> Model:
-    """Return a job's model by its sizes, as predictions take it.
+    """Return the sizes of a job's model, for predictions.
 
-    Raises UsageError for a user's function, whose sizes nobody knows, and as `build_model` does.
+    Raises UsageError for a user's function, whose sizes are unknown, and as `build_model` does.
     """
     if names_file(config.name):
         raise UsageError(

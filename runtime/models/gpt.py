@@ -1,4 +1,4 @@
-"""A causal transformer (GPT-2's shape, or LLaMA's) as a list of blocks, any cut of which is a pipeline stage.
+"""Causal transformer (GPT-2's shape, or LLaMA's) as a list of blocks, any cut of which is a pipeline stage.
 
     ids (B,S) ─▶ Embedding ─▶ (B,S,D) ─▶ Block × depth ─▶ (B,S,D) ─▶ Head ─▶ logits (B,S,V)
 
@@ -12,8 +12,8 @@ tensor parallelism cuts a block are as in `vit`. The options choose the layers o
     activation   gelu, gelu_tanh     swiglu
     kv_heads     as many as heads    fewer
 
-A sequence may come in slices (`seq-1f1b`). Blocks then get `past`, which knows how many positions came before, and
-joins the keys and values of an attention to those of the slices before:
+A sequence may come in slices (`seq-1f1b`). Blocks are then passed `past`, with the number of earlier positions, which
+concatenates the keys and values of an attention to those of the slices before:
 
     slice 0   q ◣        slice 1   q ■◣       row: a query of the slice; column: a key so far
               k  0                 k  0 1
@@ -25,8 +25,8 @@ A causal transformer whose blocks, or every n-th of them, have a mixture of expe
 
     every 1   [moe][moe][moe][moe]        every 2   [mlp][moe][mlp][moe]
 
-All else is as in `gpt`. Experts are what the MLP of the other blocks is, without biases; a shared expert is one that
-every token passes, `shared_experts` times as wide.
+All else is as in `gpt`. An expert is the MLP of the other blocks, without biases; a shared expert is applied to
+every token, and is `shared_experts` times as wide.
 
 Sources: Fedus et al. 2021, "Switch Transformers"; Jiang et al. 2024, "Mixtral of Experts" (`renormalise`); Dai et al.
 2024, "DeepSeekMoE" (shared experts).
@@ -57,14 +57,14 @@ from .layers import Attention, Mlp, Rotary, SwiGlu, require_room
 INITIAL_DEVIATION = 0.02
 NORM_EPSILON = 1e-5
 LAST_PRODUCTS = (".proj", ".fc2")
-"""What the layers are called whose output is added to the tokens."""
+"""Suffixes of the layers whose output is added to the residual stream."""
 _MLPS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {"gelu": Mlp, "gelu_tanh": partial(Mlp, approximate="tanh"), "swiglu": SwiGlu}
 )
 
 
 class GPTOptions(Settings):
-    """The sizes and the variants of a causal transformer."""
+    """Sizes and variants of a causal transformer."""
 
     hidden: int = Field(default=64, ge=1)
     """Width of a token."""
@@ -75,18 +75,18 @@ class GPTOptions(Settings):
     kv_heads: int | None = Field(default=None, ge=1)
     """Heads of keys and values, one per group of attention heads; must divide `heads`; none: as many as `heads`."""
     mlp_ratio: int = Field(default=4, ge=1)
-    """Width between the two products of the MLP, as a multiple of `hidden`."""
+    """Width between the two linear layers of the MLP, as a multiple of `hidden`."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """What normalises tokens; rmsnorm neither centres them nor has a bias."""
+    """Normalisation of tokens; rmsnorm neither centres them nor has a bias."""
     positions: Literal["learned", "rope"] = "learned"
     """Positions as vectors that are learned and added to the tokens, or as rotations of queries and keys."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """What is between the two products of the MLP: a GELU, its approximation by tanh as in GPT-2's weights, or
-    swiglu, which needs gates, and so a first product twice as wide."""
+    """Activation between the two linear layers of the MLP: a GELU, its approximation by tanh as in GPT-2's weights, or
+    swiglu, which needs gates, and so a first layer twice as wide."""
     tied: bool = False
-    """The head uses the embedding's weight; the engine then keeps the two equal."""
+    """Whether the head uses the embedding's weight; the engine then keeps the two equal."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Fraction of the features that training drops from embedded tokens, and from what each half of a block adds."""
+    """Fraction of features that training drops from embedded tokens, and from the output of each half of a block."""
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> GPTOptions:
@@ -120,12 +120,12 @@ def gpt(data: DataSpec, options: GPTOptions) -> list[Callable[[], nn.Module]]:
 
 
 def gpt_tied(options: GPTOptions) -> dict[str, tuple[str, ...]]:
-    """Return which weights are one, by their names in the whole model."""
+    """Return the tied weights, by their names in the whole model."""
     return {"embedding": ("0.tokens.weight", f"{options.depth + 1}.head.weight")} if options.tied else {}
 
 
 def gpt_sizes(data: DataSpec, options: GPTOptions) -> Model:
-    """Return the model by its sizes, for predictions."""
+    """Return the model's sizes, for predictions."""
     return Model(
         name="gpt",
         layers=options.depth,
@@ -144,7 +144,7 @@ def gpt_sizes(data: DataSpec, options: GPTOptions) -> Model:
 
 
 class Embedding(nn.Module):
-    """Token ids to tokens: int64 (B, S) → (B, S, D), learned positions added where there is a longest `length`."""
+    """Token ids to tokens: int64 (B, S) → (B, S, D); learned positions are added unless `length` is None."""
 
     tensor_parallel: ClassVar = {"tokens": "vocabulary"}
 
@@ -178,8 +178,8 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block for sequences of at most `length`: (B, S, D) → (B, S, D).
 
-    What its two halves add starts smaller the more blocks add up. The second half is `mlp`, by default that of the
-    options; one that returns an auxiliary loss beside its output has the block do so too.
+    Output layers of both halves are initialized smaller the deeper the model. The second half is `mlp`, by default that
+    of the options; if it returns an auxiliary loss beside its output, so does the block.
     """
 
     def __init__(self, options: GPTOptions, length: int, mlp: nn.Module | None = None) -> None:
@@ -199,7 +199,7 @@ class Block(nn.Module):
     def forward(
         self, tokens: Tensor, past: Past | None = None, context: Context | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Attend to what came before, then transform each token; both are residual."""
+        """Attend to earlier positions, then transform each token; both are residual."""
         attended: Tensor = tokens + self.dropout1(self.attention(self.norm1(tokens), past, context))
         added = self.mlp(self.norm2(attended))
         output, auxiliary = added if isinstance(added, tuple) else (added, None)
@@ -208,12 +208,12 @@ class Block(nn.Module):
 
 
 def feed_forward(options: GPTOptions, ratio: int | None = None, *, bias: bool = True) -> nn.Module:
-    """Return what transforms each token by itself, `ratio` (none: that of the options) times as wide in the middle."""
+    """Return the MLP of the options, `ratio` (none: that of the options) times as wide in the middle."""
     return _MLPS[options.activation](options.hidden, options.hidden * (ratio or options.mlp_ratio), bias=bias)
 
 
 class Head(nn.Module):
-    """Logits of the token that comes next: (B, S, D) → (B, S, V). `head` has the embedding's shape and no bias."""
+    """Logits of the next token: (B, S, D) → (B, S, V). `head` has the embedding's shape and no bias."""
 
     tensor_parallel: ClassVar = {"head": "vocabulary"}
 
@@ -224,7 +224,7 @@ class Head(nn.Module):
         _initialise(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Normalise, and compare with every token id."""
+        """Normalise, and project to the token ids."""
         out: Tensor = self.head(self.norm(tokens))
         return out
 
@@ -235,7 +235,7 @@ def _norm(options: GPTOptions) -> nn.Module:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Draw the weights of all products and lookups, so that an embedding and a head start alike; biases are zero."""
+    """Draw the weights of all linear layers and embeddings from the same distribution; biases are zero."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
             nn.init.normal_(layer.weight, std=INITIAL_DEVIATION)
@@ -244,7 +244,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 class MoEGPTOptions(GPTOptions):
-    """The sizes and the variants of a causal transformer with experts."""
+    """Sizes and variants of a causal transformer with experts."""
 
     experts: int = Field(default=8, ge=1)
     """Experts of a block; ep must divide them."""
@@ -253,17 +253,17 @@ class MoEGPTOptions(GPTOptions):
     renormalise: bool = False
     """Whether the weights of a token's experts add up to 1; not with one expert, which would then have no gradient."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """How many times an even load of a rank's assignments an expert takes; the rest is dropped; none: no limit."""
+    """Capacity of an expert, relative to an even load of a rank's assignments; the rest is dropped; none: no limit."""
     pad_to_capacity: bool = False
-    """Whether every expert is given as many rows as it takes, by repeats, so that the host never waits for routing."""
+    """Whether each expert's rows are padded to its capacity, by repeats, so that the host never waits for routing."""
     shared_experts: int = Field(default=0, ge=0)
-    """Experts that every token passes."""
+    """Number of experts that are applied to every token."""
     every: int = Field(default=1, ge=1)
     """k, where every k-th block has experts."""
     balance: float = Field(default=0.01, ge=0)
-    """Coefficient of the loss that is least where all experts are chosen equally often."""
+    """Coefficient of the load-balancing loss, which is least where all experts are chosen equally often."""
     z: float = Field(default=0.001, ge=0)
-    """Coefficient of the loss that keeps the router's logits small."""
+    """Coefficient of the loss that keeps the router's logits small (z-loss)."""
 
     @model_validator(mode="after")
     def _experts_suffice(self) -> MoEGPTOptions:
@@ -291,7 +291,7 @@ def moe_gpt(data: DataSpec, options: MoEGPTOptions) -> list[Callable[[], nn.Modu
 
 
 def moe_gpt_sizes(data: DataSpec, options: MoEGPTOptions) -> Model:
-    """Return the model by its sizes, for predictions."""
+    """Return the model's sizes, for predictions."""
     experts = Experts(
         count=options.experts,
         top_k=options.top_k,

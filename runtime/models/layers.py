@@ -1,13 +1,13 @@
-"""The halves of a transformer block in their variants: causal attention, and what transforms each token by itself.
+"""Halves of a transformer block in their variants: causal attention, and the MLP applied to each token.
 
-    heads = 4, kv_heads = 2         q0 q1 q2 q3          query heads have the keys and values of their group, which
+    heads = 4, kv_heads = 2         q0 q1 q2 q3          query heads share the keys and values of their group, which
                                      ╲╱    ╲╱            are computed, cached and sent half as large
                                      k0    k1
 
-    rotary positions                a pair of features (x, y) at position p is turned by p · angle, so that the product
+    rotary positions                a pair of features (x, y) at position p is rotated by p · angle, so that the product
                                     of a query and a key depends on their distance alone
 
-Names and order of the projections are what tensor parallelism knows (see `split_rules`).
+Tensor parallelism relies on the names and order of the projections (see `split_rules`).
 
 Sources: Ainslie et al. 2023, "GQA" (grouped queries); Su et al. 2021, "RoFormer" (rotary positions, here with the
 features x in the first half of a head and y in the second, as in LLaMA); Shazeer 2020, "GLU Variants" (SwiGLU).
@@ -25,11 +25,11 @@ from ..autograd.kv_store import Past
 from ..parallel.context.context import Context
 
 ROTARY_BASE = 10_000.0
-"""The slowest pair of features turns about once in 2π times so many positions."""
+"""Base of rotary frequencies: the slowest pair of features turns about once in 2π times so many positions."""
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their positions: (B, heads, S, head_dim) → the same shape, up to `length` positions."""
+    """Rotates queries and keys by position: (B, heads, S, head_dim) → the same shape, up to `length` positions."""
 
     cosines: Tensor
     sines: Tensor
@@ -42,7 +42,7 @@ class Rotary(nn.Module):
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, heads: Tensor, start: int, context: Context | None = None) -> Tensor:
-        """Turn what is at the positions from `start` on, or at those of the context.
+        """Rotate by the positions from `start` on, or by those of the context.
 
         Raises MisfitError where positions are too many.
         """
@@ -57,9 +57,9 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head self-attention: (B, S, D) → (B, S, D).
 
-    With as many key and value heads as query heads one product gives all three; its rows are those of q, of k and of
-    v, three equal blocks, each ordered by head. With fewer (`num_kv_heads`), queries, keys and values have a product
-    each. How many heads are here follows from the width of what these return: a tensor-parallel rank holds a slice.
+    With as many key and value heads as query heads one linear layer computes all three; its rows are those of q, of k
+    and of v, three equal blocks, each ordered by head. With fewer (`num_kv_heads`), queries, keys and values have a
+    layer each. The number of local heads follows from the width of their outputs: a tensor-parallel rank holds a slice.
     """
 
     def __init__(self, hidden: int, num_heads: int, num_kv_heads: int | None = None, rotary: Rotary | None = None):
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.rotary = rotary
 
     def forward(self, tokens: Tensor, past: Past | None, context: Context | None = None) -> Tensor:
-        """Let each token attend to itself and to those before it, also in earlier slices and on other ranks."""
+        """Attend causally: each token to itself and earlier ones, also in earlier slices and on other ranks."""
         query, key, value = self._heads(tokens)
         if self.rotary is not None:
             start = 0 if past is None else past.seen
@@ -89,7 +89,7 @@ class Attention(nn.Module):
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
         else:
             key, value = past.extend(self, key, value)
-            from torch.nn.attention.bias import causal_lower_right  # a second, of which few models have need
+            from torch.nn.attention.bias import causal_lower_right  # a second to import, and few models need it
 
             mask = causal_lower_right(query.shape[-2], key.shape[-2])
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.is_grouped)
@@ -117,15 +117,15 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(mlp_hidden, hidden, bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Apply the MLP to each token."""
         out: Tensor = self.fc2(F.gelu(self.fc1(tokens), approximate=self.approximate))
         return out
 
 
 class SwiGlu(nn.Module):
-    """Features that others let through: (…, D) → (…, D).
+    """Gated MLP (SwiGLU): (…, D) → (…, D).
 
-    One product gives the gates and the features, two equal blocks of its rows.
+    One linear layer computes the gates and the features, two equal blocks of its rows.
     """
 
     def __init__(self, hidden: int, mlp_hidden: int, *, bias: bool = True) -> None:
@@ -134,13 +134,13 @@ class SwiGlu(nn.Module):
         self.fc2 = nn.Linear(mlp_hidden, hidden, bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Apply the MLP to each token."""
         gate, up = self.gate_up(tokens).chunk(2, -1)
         out: Tensor = self.fc2(F.silu(gate) * up)
         return out
 
 
 def require_room(positions: int, length: int) -> None:
-    """Raise MisfitError for a sequence that is longer than what a model was built for."""
+    """Raise MisfitError for a sequence that is longer than the model was built for."""
     if positions > length:
         raise MisfitError(f"gpt was built for {length} positions; a sequence has {positions}")

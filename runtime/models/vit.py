@@ -1,9 +1,9 @@
-"""A Vision Transformer as a list of blocks, any cut of which is a pipeline stage.
+"""Vision Transformer as a list of blocks, any cut of which is a pipeline stage.
 
     image (B,C,H,W) ─▶ PatchEmbedding ─▶ (B,T,D) ─▶ Block × depth ─▶ (B,T,D) ─▶ Head ─▶ logits (B,K)
 
 T is the number of patches plus one class token, D is `hidden`, K the number of classes. The modules carry the
-usual names (`qkv`, `proj`, `fc1`, `fc2`), which is what tensor parallelism slices by. Initialisation draws from
+usual names (`qkv`, `proj`, `fc1`, `fc2`), by which tensor parallelism cuts them. Initialisation draws from
 torch's global generator only, so seeding it before a builder is called fixes the block.
 
 Source: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", in the pre-norm form of timm.
@@ -26,11 +26,11 @@ from ..data import DataSpec
 from ..settings.run_settings import Settings
 
 SMALL_IMAGE = 16
-"""Images with a side below this many pixels get patches of 2, others of 4."""
+"""Side in pixels below which images get patches of 2, others of 4."""
 
 
 class ViTOptions(Settings):
-    """The sizes of a Vision Transformer."""
+    """Sizes of a Vision Transformer."""
 
     hidden: int = Field(default=64, ge=1)
     """Width of a token."""
@@ -43,7 +43,7 @@ class ViTOptions(Settings):
     patch: int | None = Field(default=None, ge=1)
     """Side of a square patch in pixels; none: 2 for images below 16 pixels, else 4."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Fraction of the features that training drops from embedded tokens, and from what each half of a block adds."""
+    """Fraction of features that training drops from embedded tokens, and from the output of each half of a block."""
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> ViTOptions:
@@ -73,7 +73,7 @@ def vit(data: DataSpec, options: ViTOptions) -> list[Callable[[], nn.Module]]:
 
 
 def vit_sizes(data: DataSpec, options: ViTOptions) -> Model:
-    """Return the model by its sizes, for predictions; raises MisfitError where images are not square."""
+    """Return the model's sizes, for predictions; raises MisfitError where images are not square."""
     channels, height, width = data.input_shape
     if height != width:
         raise MisfitError(f"vit: predictions are for square images, but these have {height} x {width} pixels")
@@ -100,8 +100,8 @@ def _patch(data: DataSpec, options: ViTOptions) -> int:
 class PatchEmbedding(nn.Module):
     """Images to tokens: (B, C, H, W) → (B, T, D), the class token first, learned positions added.
 
-    Class token and positions start as large as the patches are, as in lucidrains' vit-pytorch. At the usual 0.02 a
-    small learning rate takes epochs to make them count: 79 % after one epoch of MNIST at 1e-4, against 93 %.
+    Class token and positions are initialized as large as the patches, as in lucidrains' vit-pytorch. At the usual 0.02
+    a small learning rate takes epochs to make them count: 79 % after one epoch of MNIST at 1e-4, against 93 %.
     """
 
     undecayed = ("class_token", "positions")
@@ -146,8 +146,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention: (B, T, D) → (B, T, D).
 
-    The rows of `qkv` are those of q, of k and of v, three equal blocks, each ordered by head. How many heads are
-    here follows from the width of what `qkv` returns: a tensor-parallel rank holds a shard of each block.
+    The rows of `qkv` are those of q, of k and of v, three equal blocks, each ordered by head. The number of
+    local heads follows from the width of `qkv`'s output: a tensor-parallel rank holds a shard of each block.
     """
 
     def __init__(self, hidden: int, num_heads: int) -> None:
@@ -158,7 +158,7 @@ class Attention(nn.Module):
         self.proj = _linear(hidden, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Let each token attend to all."""
+        """Attend from each token to all."""
         blocks: Tensor = self.qkv(tokens).unflatten(-1, (3, -1, self.head_dim))
         query, key, value = blocks.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value)  # B, heads here, T, head_dim
@@ -175,13 +175,13 @@ class Mlp(nn.Module):
         self.fc2 = _linear(mlp_hidden, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Apply the MLP to each token."""
         out: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
         return out
 
 
 class Head(nn.Module):
-    """The class token's logits: (B, T, D) → (B, K)."""
+    """Logits from the class token: (B, T, D) → (B, K)."""
 
     def __init__(self, hidden: int, num_classes: int) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""What users' code and objects reach: looked through, watched, compared and put back here alone.
+"""Inspection of user code and Python objects: walks, snapshots, change detection and restoring, for all of the runtime.
 
-`user_code` tells users' code, `code_digest` digests it; `plain_code` hears what code asks elsewhere; `spaces` says
-where things keep others; `snapshot` finds all that is reached, and undoes what code has changed; `host_state` and
-`steering` watch what code goes by; `distances` says how far two runs are apart. Imports nothing of the runtime.
+`user_code` tells user code from library code, `code_digest` digests it; `plain_code` lists calls whose results code
+cannot determine; `spaces` has the places where objects hold others; `snapshot` saves and restores host state;
+`host_state` and `steering` detect changes of it between steps; `distances` compares tensors. Imports nothing of the
+runtime.
 """

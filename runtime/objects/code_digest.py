@@ -1,10 +1,10 @@
-"""What code of a user's does, as far as it can be compared: the code itself, and plain values that it reads elsewhere.
+"""Digests of user functions and modules, to compare them between ranks: bytecode, and the plain values that it reads.
 
-    def loss(output, targets):                code     a digest, wherever the function is written down
+    def loss(output, targets):                code     a digest, wherever the function is defined
         return mse(output, targets) * SCALE   reads    SCALE = 2.0; mse: its code; closures, defaults, attributes
 
-Functions of libraries are compared by their names: their versions are compared elsewhere. What is by its name a rank's
-own (RANK, device, log_dir, …) is left out.
+Library functions are compared by name: their versions are compared elsewhere. Values that by their names belong to one
+rank (RANK, device, log_dir, …) are left out.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .user_code import PLAIN, is_of_library, names_of
 _OF_A_RANK = frozenset({"rank", "world", "device", "gpu", "host", "hostname", "node", "local", "main", "master"}) | {
     *("leader", "process", "pid", "port", "address", "path", "dir", "file", "folder", "time", "start", "log", "verbose")
 }
-"""Values with one of these words in their names may differ from rank to rank."""
+"""Words that mark a value as a rank's own: it may differ from rank to rank."""
 
 _MOST = 1000
-"""So many functions and values of one object are looked at."""
+"""Functions and values of one object that are read at most."""
 
 _DIGITS = 16
 
 
 @dataclass(frozen=True)
 class Described:
-    """What an object does, in words, and what it `read`s elsewhere: names → values."""
+    """Description of a function or module: `what`, its name, settings and code digest; `read`, names → plain values."""
 
     what: str
     read: Mapping[str, str]
 
 
 def describe_function(function: Any) -> Described:
-    """Return what a function, or an object that is called, does; plain attributes of an object are in the words."""
+    """Return the description of a function or callable object; plain attributes of an object are part of `what`."""
     if isinstance(function, functools.partial):
         of_function = describe_function(function.func)
         given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, PLAIN))
@@ -61,7 +61,7 @@ def describe_function(function: Any) -> Described:
 
 
 def describe_module(module: nn.Module) -> Described:
-    """Return what a module does, its submodules and numbers left out; attributes are in the words if it is torch's."""
+    """Return the description of a module without submodules and weights; attributes of library modules are included."""
     found, kind = _Reading(), type(module)
     found.read_class(kind)
     for number, hook in enumerate((*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
@@ -73,7 +73,7 @@ def describe_module(module: nn.Module) -> Described:
 
 
 def _settings_of(holder: object) -> str:
-    """Return the plain public attributes of an object in words."""
+    """Return the plain public attributes of an object as "name=value, …"."""
     found = {
         name: value
         for name, value in sorted(vars(holder).items())
@@ -83,7 +83,7 @@ def _settings_of(holder: object) -> str:
 
 
 class _Reading:
-    """What is read of one object: code, and plain values by their names."""
+    """Reader of one object: collects the code of its functions, and plain values by name."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -91,13 +91,13 @@ class _Reading:
         self._seen: set[int] = set()
 
     def code(self) -> str:
-        """Return a digest of all code that was read, in brackets; nothing where there was none."""
+        """Return a digest of all code that was read, in brackets; "" if there was none."""
         if not self._codes:
             return ""
         return f" ({hashlib.sha256(chr(10).join(self._codes).encode()).hexdigest()[:_DIGITS]})"
 
     def read_class(self, kind: type) -> None:
-        """Read the methods of a class and of those it is derived from, up to libraries."""
+        """Read the methods of a class and of its bases, up to library classes."""
         for base in kind.__mro__:
             if is_of_library(base):
                 continue
@@ -114,7 +114,7 @@ class _Reading:
                 self.read(f"{name}.{key}".lstrip("."), value)
 
     def read(self, name: str, value: Any) -> None:
-        """Read something that code finds under a name."""
+        """Read a value that code refers to by a name."""
         if isinstance(value, MethodType):
             value = value.__func__
         if isinstance(value, PLAIN):
@@ -130,7 +130,7 @@ class _Reading:
             self.read_function(value)
 
     def read_function(self, function: Any) -> None:
-        """Read a function of the user's: its code, and what it reads of its module, its closure and its defaults."""
+        """Read a user function: its code, and the globals, closure variables and defaults that it reads."""
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, FunctionType) or id(function) in self._seen or len(self._seen) > _MOST:
             return
@@ -160,7 +160,7 @@ def _is_of_rank(name: str) -> bool:
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
-    """Return what a function does, wherever it is written down."""
+    """Return bytecode, names and constants of a code object, independent of file and line."""
     return code.co_code, code.co_names, [_constant(constant) for constant in code.co_consts]
 
 

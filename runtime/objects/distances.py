@@ -1,4 +1,4 @@
-"""How far apart two runs are, tensor by tensor: whole and cut, a model and its blocks, a mesh and one process."""
+"""Distances between tensors of two runs: split and whole model, blocks and model, mesh and one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference; infinite where shapes, or places that are not finite, are others."""
+    """Return the largest absolute difference; infinite where shapes differ, or inf and nan are at other positions."""
     if found.shape != expected.shape:
         return inf
     if not expected.numel():
@@ -20,15 +20,15 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def off(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the largest difference, as a share of the largest number expected, but for `least`."""
+    """Return the largest difference, relative to the largest expected number (at least `least`)."""
     return distance(found, expected) / max(largest_of(expected), least, torch.finfo(torch.float32).tiny)
 
 
 def largest_of(tensor: Tensor) -> float:
-    """Return the largest of a tensor's finite numbers, without its sign."""
+    """Return the largest magnitude of a tensor's finite numbers."""
     return float(_real(tensor).nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor of any type as float64, complex numbers as two."""
+    """Return a tensor of any dtype as float64, complex numbers as pairs."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()

@@ -1,7 +1,7 @@
-"""Switches of gradients in users' code that no context switches back.
+"""Calls of torch.set_grad_enabled in user code that no context manager undoes.
 
 torch.set_grad_enabled(False)            unpaired: +1
-with torch.no_grad(): …                  +1 where it is entered, -1 where it is left
+with torch.no_grad(): …                  +1 on entry, -1 on exit
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class GradSwitches(TorchFunctionMode):
-    """Within it, `unpaired` counts the switches of gradients that no context has switched back."""
+    """Mode in which `unpaired` counts the switches of grad mode that no context has undone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class GradSwitches(TorchFunctionMode):
 
 
 def _opens(frame: Any) -> int:
-    """Return 1 for a switch that has to be switched back, -1 for one that does so, by the method of torch that calls.
+    """Return 1 for a switch that has to be undone, -1 for one that undoes one, by the method of torch that calls it.
 
-    `with set_grad_enabled(False):` switches when it is made, entered and left; as a decorator, when it is made and
-    called.
+    `with set_grad_enabled(False):` switches in __init__, __enter__ and __exit__; as a decorator, in __init__ and
+    __call__.
     """
     opens = 1
     while frame is not None and frame.f_code.co_filename == grad_mode.__file__:

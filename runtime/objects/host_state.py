@@ -1,17 +1,17 @@
-"""What blocks and functions go by on the host: all that their code names, watched from step to step.
+"""Host state (Python objects and values) that blocks and functions read, compared from step to step.
 
     state = HostState({"block 2": block}, {"the loss function": loss_fn})
-    state.changed()        "block 2 (Mixer).rate": it is no longer what it was; None: all is
-    state.tensors()        tensors among it, which code may change in place
+    state.changed()        "block 2 (Mixer).rate": its value has changed; None: nothing has
+    state.tensors()        tensors among the host state, which code may change in place
 
-    code        forward, the functions, and what these name
-    values      attributes, closures and globals of the names in that code, or of the strings in it: numbers, strings,
-                flags, and tuples of these; objects by identity
-    containers  of what is found: how long they are, and their entries, if these are few
-    generators  where they are; arrays: their bytes, if these are few
-    modules     their hooks, their modules, and where weights are of those that are not trained; libraries': attributes
+    code        forward, the functions, and all code that these refer to
+    values      attributes, closure variables and globals with names that the code uses, also as strings: numbers,
+                strings, flags, and tuples of these by value; other objects by identity
+    containers  found on the way: their length, and their entries, if these are few
+    generators  their state; arrays: their bytes, if these are few
+    modules     hooks, submodules, data_ptr of parameters that are not trained here; of library modules: attributes
 
-Anything else of libraries' is not looked into; nothing of a user's is called.
+Other library objects are not inspected; no user code is called.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
 _PASSED_ON = (tuple, MethodType, staticmethod, classmethod, property, functools.cached_property)
 _HOOKS = ", its hooks"
 _ENUMERATING = {"vars", "dir", "__dict__"}
-"""What code names that goes through the attributes of something."""
+"""Names in code that enumerate the attributes of an object."""
 OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
-"""What torch calls of an autograd Function besides its forward."""
+"""Methods of an autograd Function that torch calls, besides its forward."""
 
 
 class Place(NamedTuple):
-    """A place of the host: its name, what reads it, what it read first, and where it is; None: it is computed."""
+    """Watched place: name, function that reads it, first value; its holder and key (None: the value is computed)."""
 
     name: str
     read: Callable[[], Any]
@@ -71,11 +71,11 @@ class Place(NamedTuple):
 
     @property
     def counts_entries(self) -> bool:
-        """Whether it is how long a container is."""
+        """Return whether it is the length of a container."""
         return getattr(getattr(self.read, "func", None), "__name__", "") == "__len__"
 
     def write(self, value: Any) -> bool:
-        """Put something there; return whether it can be."""
+        """Write a value to the place; return whether that is possible."""
         if self.space is None or isinstance(self.space, OfClass):
             return False
         self.space.write(self.key, value)
@@ -83,25 +83,25 @@ class Place(NamedTuple):
 
 
 class HostState:
-    """The host's part of what modules and functions work with, as it is now.
+    """Host state that modules and functions read, recorded at construction.
 
     Args:
-        modules: roots by their names.
-        functions: what else is called, by names.
-        inner: whether the modules in a root are watched as well.
-        beside: modules by names of which only the attributes are watched that code of the others names.
+        modules: root modules by name.
+        functions: other callables by name.
+        inner: whether submodules of the roots are watched as well.
+        beside: modules by name; of these, only attributes are watched whose names the code of the others uses.
 
     Attributes:
-        places: what is watched.
-        unseen: the name and the kind of something among it of which nobody can tell what is in it; None: there is none.
-        names: the names that the code names; enumerates: whether it goes through all that something has.
+        places: the watched places.
+        unseen: name and class of the first object found whose content cannot be compared; None: there is none.
+        names: the names that the code uses; enumerates: whether code enumerates the attributes of objects.
     """
 
     _most = 20_000
-    """So many values are watched."""
+    """Values that are watched at most."""
 
     _is_of_library = False
-    """Whether what is looked into is what a library's function keeps."""
+    """Whether the object being entered belongs to a library function."""
 
     def __init__(
         self,
@@ -137,15 +137,15 @@ class HostState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is watched: there is no more of it than can be."""
+        """Return whether every place found is watched: the limit was not reached."""
         return len(self.places) < self._most
 
     def changed(self) -> str | None:
-        """Return the name of the first thing that is not as it was; None where all is."""
+        """Return the name of the first place whose value has changed; None where none has."""
         return next((place.name for place in self.moved()), None)
 
     def moved(self, places: Sequence[Place] | None = None, *, hooks: bool = True) -> Iterator[Place]:
-        """Yield the places, all or some, that have something else than was seen; without `hooks`, none of these."""
+        """Yield the places, of all or of the given ones, whose values have changed; `hooks=False` leaves hooks out."""
         for place in self.places if places is None else places:
             seen, now = place.seen, place.read()
             if now is not seen and not is_same(now, seen):
@@ -154,31 +154,31 @@ class HostState:
                     yield place
 
     def let_go(self) -> None:
-        """Hold no more of what is watched than the places where it is; nothing new is found from now on."""
+        """Drop the references to visited objects; the watched places stay, and no new ones are found from now on."""
         self._known.clear()
         self._holders.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors among it, buffers of modules too, but for their weights."""
+        """Return the tensors among the host state, buffers included, parameters of modules not."""
         return list(self._tensors.values())
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules among it; they are not known any more behind `let_go`."""
+        """Return the modules among the host state; none after `let_go`."""
         return [thing for thing in self._known.values() if isinstance(thing, nn.Module)]
 
     def _watch(self, name: str, read: Callable[[], Any], space: Space | None = None, key: Any = None) -> Any:
-        """Watch a place, and return what is there."""
+        """Watch a place, and return its value."""
         found = read()
         if len(self.places) < self._most:
             self.places.append(Place(name, read, self._seen(found), space, key))
         return found
 
     def _seen(self, value: Any) -> Any:
-        """Return what is kept of a value, and compared."""
+        """Return the form of a value that is stored and compared."""
         return value
 
     def _enter(self, name: str, thing: Any) -> None:
-        """Look into something that code finds under a name."""
+        """Enter an object that code refers to, once: watch its value or content."""
         is_still = type(thing) in PLAIN or (isinstance(thing, _STILL) and own_attributes(thing) is None)
         if is_still or id(thing) in self._known or len(self._known) > self._most:
             return
@@ -213,23 +213,23 @@ class HostState:
             self._enter(name, thing)
 
     def _enter_space(self, name: str, space: Space, keys: Iterable[Any]) -> None:
-        """Watch places, and look into what is there."""
+        """Watch places of a holder, and enter their values."""
         for key in keys:
             label = space.label(name, key)
             self._enter(label, self._watch(label, space.reader(key), space, key))
 
     def _enter_foreign(self, name: str, thing: Any) -> None:
-        """Look into something of a library: what code names of it."""
+        """Enter a library object: watch its attributes that code names."""
         if not isinstance(thing, type):
             self._look_up(*self._hold(name, thing))
 
     def _close(self, name: str) -> None:
-        """Note something of which nobody can tell what is in it, where users' code goes by it."""
+        """Record an object whose content cannot be compared, unless only library code uses it."""
         if not self._is_of_library:
             self.unseen = self.unseen or name
 
     def _watch_attributes(self, name: str, holder: Any) -> None:
-        """Watch how many attributes a holder has."""
+        """Watch the number of attributes of a holder (in subclasses)."""
 
     def _enter_module(self, name: str, root: nn.Module, *, is_trained: bool = False) -> None:
         for inner, module in root.named_modules() if self._inner else [("", root)]:
@@ -259,7 +259,7 @@ class HostState:
             self._enter_space(label, Entries(module._buffers, ".{}"), module._buffers)
 
     def _watch_outline(self, label: str, module: nn.Module, root: nn.Module) -> None:
-        """Watch what a module of a root is."""
+        """Watch class, mode and parameters of a module of a root (in subclasses)."""
 
     def _enter_library_module(self, label: str, module: nn.Module) -> None:
         own = Entries(vars(module), ".{}")
@@ -305,20 +305,20 @@ class HostState:
             self._enter_all(name, self._watch(name, lambda: tuple(base.__iter__(container))))
 
     def _hold(self, name: str, holder: Any) -> tuple[str, Any, list[Space]]:
-        """Have something looked up in a holder whenever code names more."""
+        """Register a holder: its attributes are looked up again whenever code is found that uses more names."""
         self._holders.append((name, holder, _spaces(holder)))
         return self._holders[-1]
 
     def _look_up_all(self) -> None:
         before = -1
-        while before != len(self._looked_up) + len(self.names):  # names found late are looked up everywhere
+        while before != len(self._looked_up) + len(self.names):  # late names are looked up in all holders
             before = len(self._looked_up) + len(self.names)
             for held in list(self._holders):
                 self._look_up(*held)
 
     def _look_up(self, name: str, holder: Any, spaces: Sequence[Space]) -> None:
-        """Watch what a holder has under the names that code names."""
-        for place, space in enumerate(spaces):  # a method of a class may call that of the next
+        """Watch the attributes of a holder whose names code uses."""
+        for place, space in enumerate(spaces):  # all bases: a method may call that of the next class
             for key in self._keys(holder, space):
                 here = (id(holder), f"{place} {key}")
                 if here in self._looked_up or isinstance(space.reader(key)(), MemberDescriptorType):
@@ -326,11 +326,11 @@ class HostState:
                 self._looked_up.add(here)
                 is_theirs = isinstance(holder, ModuleType) and is_library_module(holder.__name__)
                 (self._found_in_library if is_theirs else self._found)(name, space, key)
-                if space is not spaces[0] and not isinstance(space, Slots):  # its own would come before it
+                if space is not spaces[0] and not isinstance(space, Slots):  # an instance attribute would shadow it
                     self._watch(f"{name}.{key}", spaces[0].reader(key), spaces[0], key)
 
     def _keys(self, holder: Any, space: Space) -> Set[str]:
-        """Return under which names code may look something up that a holder has in one of its spaces."""
+        """Return the names by which code may look up attributes of a holder in one of its spaces."""
         if isinstance(holder, FunctionType) and space.holder is holder.__globals__:
             return {*globals_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
         return self.names.intersection(vars(space.holder) if isinstance(space, OfClass) else space.keys())
@@ -349,12 +349,12 @@ class HostState:
 
 
 def _level(logger: Logger) -> tuple[object, ...]:
-    """Return what a logger lets through, by which code may ask before it tells something."""
+    """Return the level of a logger and its switches, which code may query before it logs."""
     return Logger.getEffectiveLevel(logger), logger.disabled, logger.manager.disable
 
 
 def _spaces(holder: Any) -> list[Space]:
-    """Return where a holder's attributes are: its own, of its user's classes, its slots; of a function its globals."""
+    """Return the spaces of a holder: instance attributes, user classes, slots; of a function also its globals."""
     if isinstance(holder, FunctionType):
         return [Entries(vars(holder), ".{}"), Entries(holder.__globals__, ".{}")]
     if isinstance(holder, ModuleType):
@@ -381,4 +381,4 @@ _ENTERED: tuple[tuple[Any, Callable[[HostState, str, Any], object]], ...] = (
     (MappingProxyType, lambda state, name, thing: state._enter_all(name, gc.get_referents(thing))),
     (ModuleType, lambda state, name, thing: state._hold(name, thing)),
 )
-"""How things are looked into, by their kinds: the first that fits."""
+"""Methods that enter an object, by its type: the first match is used."""

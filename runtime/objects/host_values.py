@@ -1,4 +1,4 @@
-"""Values that code goes by on the host: whether two are one, what is in generators and arrays, and what words say."""
+"""Values of host state: equality, state of generators and arrays, digests of tensors, and names of operators."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from .user_code import PLAIN
 
 _MOST_BYTES = 1 << 20
-"""Arrays of at most so many bytes are looked at."""
+"""Size limit, in bytes, of arrays and tensors that are digested."""
 
 GONE: Any = object()
-"""Stands for what is no longer in a place."""
+"""Sentinel for a place that is empty now."""
 
 INSTEAD = "quintsched_"
-"""Begins the names of what this package registers in place of libraries' own: it does the same as these."""
+"""Prefix of names that this package registers in place of library functions of the same behaviour."""
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OPERATORS = (
@@ -35,11 +35,11 @@ OPERATORS = (
     *("neg", "pos", "abs", "invert", "lt", "le", "eq", "ne", "gt", "ge", "bool", "len", "iter", "next", "contains"),
     *("getitem", "setitem", "call", "float", "int", "index", "str", "repr", "format", "getattr", "enter", "exit"),
 )
-"""Methods that are called without being named, but for their underscores."""
+"""Stems of special methods that syntax calls without naming them."""
 
 
 def is_same(now: Any, seen: Any) -> bool:
-    """Whether two values are one: as all plain ones are that are equal, and tuples of them."""
+    """Return whether two values are the same: identical, or equal plain values, or tuples of these."""
     if now is seen or type(now) is not type(seen):
         return now is seen
     if isinstance(now, tuple):
@@ -48,21 +48,21 @@ def is_same(now: Any, seen: Any) -> bool:
 
 
 def state_of(thing: Any, most_bytes: int = _MOST_BYTES) -> Callable[[], Any] | None:
-    """Return what reads where a generator is, or what is in a short array; None for anything else."""
+    """Return a function that reads a generator's state or a short array's content; None for other objects."""
     kind = _kind_of(thing)
     is_long = isinstance(thing, np.ndarray) and thing.nbytes > most_bytes
     return None if kind is None or is_long else partial(kind.read, thing)
 
 
 def putter_of(thing: Any) -> Callable[[], Any] | None:
-    """Return what sets a generator, or an array, as it is now; None for anything else."""
+    """Return a function that restores a generator or array to its present state; None for other objects."""
     kind = _kind_of(thing)
     is_fixed = isinstance(thing, np.ndarray) and not thing.flags.writeable
     return None if kind is None or kind.put is None or is_fixed else partial(kind.put, thing, kind.get(thing))
 
 
 class _Kind(NamedTuple):
-    """How to read what can be compared of something, and how to get and put all of it; None: it cannot be put."""
+    """Access to the state of a type: `read` to compare it, `get` to copy it, `put` to restore it (None: impossible)."""
 
     read: Callable[[Any], Any]
     get: Callable[[Any], Any] = repr
@@ -76,13 +76,13 @@ def _kind_of(thing: Any) -> _Kind | None:
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> bytes:
-    """Return what is in an array, and what of it is masked."""
+    """Return the bytes of an array, and of its mask."""
     masked = np.ndarray.tobytes(np.ma.getmaskarray(array)) if isinstance(array, np.ma.MaskedArray) else b""
     return np.ndarray.tobytes(array) + masked
 
 
 def numbers_of(tensor: Tensor) -> str | None:
-    """Return a digest of what is in a short tensor of the CPU, which may be written past its version; None: of none."""
+    """Return a digest of a small plain CPU tensor, which NumPy may write without its version counter; else None."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _MOST_BYTES:
         return None
@@ -90,7 +90,7 @@ def numbers_of(tensor: Tensor) -> str | None:
 
 
 def marks_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that users put on a plain tensor or parameter."""
+    """Return the attributes that users have set on a plain tensor or parameter."""
     own = vars(tensor) if type(tensor) in (Tensor, nn.Parameter) else {}
     return {key: value for key, value in own.items() if not key.startswith("_quintsched")}
 
@@ -100,7 +100,7 @@ def _digest(content: bytes) -> str:
 
 
 def without_numbers(value: Any) -> Any:
-    """Return a value with a mark in place of tensors."""
+    """Return a value with the class Tensor in place of each tensor."""
     if isinstance(value, Tensor):
         return Tensor
     return tuple(map(without_numbers, value)) if type(value) is tuple else value
@@ -111,7 +111,7 @@ def _set_all(held: Any, now: Any) -> None:
 
 
 def _content_of(file: StringIO | BytesIO) -> tuple[str | bytes, int] | None:
-    """Return what is in a file in memory, and where it is read or written next; None: it was closed."""
+    """Return the content of an in-memory file, and its position; None: it was closed."""
     return None if file.closed else (file.getvalue(), file.tell())
 
 
@@ -124,12 +124,12 @@ def _write_again(file: Any, now: tuple[str | bytes, int] | None) -> None:
 
 
 def _held_by(variable: ContextVar[Any]) -> Any:
-    """Return what a context variable was set to in this context."""
+    """Return the value of a context variable in this context."""
     return variable.get(GONE)
 
 
 def _set_again(variable: ContextVar[Any], now: Any) -> None:
-    """Let it be what it was: its default where it was not set; one without a default stays as it is."""
+    """Restore a context variable: to its default if it was not set; without a default, it stays as it is."""
     with suppress(LookupError):
         variable.set(Context().run(variable.get) if now is GONE else now)
 

@@ -1,12 +1,12 @@
-"""Plain code: what a user's code does follows from its arguments, and from what is compared by value.
+"""Detection of user code that is not plain: whose result depends on more than its arguments and comparable values.
 
     with asking_elsewhere() as found:        found: "os.environ (model.py, line 12)", "time.time (model.py, line 20)"
-        block(x)                             nothing: what it does can change only with what `has_known_content`
+        block(x)                             empty: its result can change only with objects that `has_known_content`
 
-Asking elsewhere is each call, from a frame of a user's code or of the plain part of the standard library that it calls,
-of anything else than torch's functions of tensors, numpy, plain builtins and installed packages. These are not looked
-into; what prints, logs or warns only tells. Calls by syntax (`array[0]`, `reference()`) raise no event: objects whose
-content nobody knows are found where they are named, by their kinds.
+A profile function records each call, made by user code or by the plain part of the standard library below it, of a
+function other than torch's functions of tensors, numpy, plain builtins and installed packages (not inspected).
+Printing, logging and warning only tell. Calls by syntax (`array[0]`, `reference()`) raise no profile event: objects of
+unknown content are found by type, where code names them.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PLAIN_MODULES = _names("""
     bisect builtins cmath collections contextlib copy copyreg dataclasses enum fractions functools heapq inspect
     itertools keyword math numbers numpy operator random re reprlib statistics string struct textwrap types typing
 """)
-"""Modules of the standard library, and numpy, that ask nothing; what their code calls is heard too."""
+"""Modules of the standard library, and numpy, that read no outer state; their calls are recorded too."""
 
 _TELLING = _names("""
     _warnings _weakrefset codecs linecache logging pprint traceback warnings weakref
 """)
-"""Those that only tell, and those by which memory is freed at any time."""
+"""Modules that only print, log or warn, and those that free memory at any time."""
 
 _NOT_PLAIN = _names("breakpoint compile eval exec globals id input open")
 
@@ -64,7 +64,7 @@ _TORCH = _names("""
     sparse special storage types utils._contextlib utils._device utils._pytree utils._python_dispatch
     utils.checkpoint utils.hooks utils.weak
 """)
-"""Modules of torch that take and give tensors, and contexts."""
+"""Modules of torch that map tensors to tensors, and context managers."""
 
 _OF_TORCH = _names("""
     _check _check_is_size _check_index _check_value _check_type _check_tensor_all _get_tracing_state
@@ -72,7 +72,7 @@ _OF_TORCH = _names("""
     _set_grad_enabled compile is_available is_grad_enabled is_storage is_tensor sym_float sym_int sym_ite
     sym_max sym_min sym_not sym_sum typename vmap wait
 """)
-"""Functions of torch itself that do; modes of gradients are followed."""
+"""Functions in torch's own namespaces that do so; grad modes are followed elsewhere."""
 
 _KNOWN_KINDS: frozenset[Any] = frozenset((
     *(type, bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice),
@@ -95,7 +95,7 @@ _TAKES_OVER = _names("__torch_function__ __torch_dispatch__")
 
 
 class _Side(Enum):
-    """Whose code a frame runs: it is a user's, does what that asks for, or is not looked into."""
+    """Origin of a frame's code: the user, a library that calls on behalf of its caller, or a library not inspected."""
 
     USER = "user"
     PASSES = "passes"
@@ -104,12 +104,12 @@ class _Side(Enum):
 
 @contextmanager
 def asking_elsewhere(*, clocks: bool = True, straight: bool = False, backwards: bool = True) -> Iterator[list[str]]:
-    """A context that gives what users' code calls on this thread that is not plain, and where, each once.
+    """Context that yields the calls of user code on this thread that are not plain, with file and line, each once.
 
-    Without `clocks`, reading one is taken to measure, and to steer nothing. Code that has to be `straight` neither
-    catches errors, imports modules of users, nor takes torch's functions or backwards over (`_odd`). The profile
-    function of this thread is put back afterwards; a context in another hears alone. Without `backwards`, an autograd
-    Function that code applies is heard too: on what is no tensor, torch forgets its backward.
+    Without `clocks`, reading a clock counts as measuring, and is not recorded. Code that has to be `straight` must not
+    catch errors, import user modules, or override torch's functions or backwards (`_odd`). The former profile function
+    is restored at the end; of nested contexts, only the inner one records. Without `backwards`, applying an autograd
+    Function is recorded too: given no tensor, torch drops its backward.
     """
     before = sys.getprofile()
     heard = _Calls(() if clocks else ("time.",), straight=straight, backwards=backwards)
@@ -121,26 +121,26 @@ def asking_elsewhere(*, clocks: bool = True, straight: bool = False, backwards: 
 
 
 _INSTALLING = Lock()
-"""Python refuses one while another thread installs its own."""
+"""Lock for installing a profile function: Python raises if two threads do so at once."""
 
 
 def profile_by(profile: Any) -> None:
-    """Have this thread profiled by a function, or by what `sys.getprofile` gave, which may be Python's profiler."""
+    """Install a profile function on this thread, or what `sys.getprofile` returned, which may be a cProfile.Profile."""
     with _INSTALLING:
         profile.enable() if isinstance(profile, cProfile.Profile) else sys.setprofile(profile)
 
 
 def has_known_content(thing: object) -> bool:
-    """Whether what is in an object can be compared: by its kind alone, not by what is in it.
+    """Return whether the content of an object can be compared, judged by its type alone.
 
-    It can of plain values, containers, functions, tensors, arrays, generators of numbers, modules, and of objects of
-    classes of Python that hold nothing else; not of iterators, weak references, buffers, locks, or compiled functions.
+    True for plain values, containers, functions, tensors, arrays, random generators, modules, and objects of Python
+    classes without other C state; not for iterators, weak references, buffers, locks, or compiled functions.
     """
     return isinstance(thing, type) or _is_known(type(thing))
 
 
 def asked_of(function: Any) -> str:
-    """Return what a function of C asks that is not plain, in words; empty: it is plain."""
+    """Return the name of a C function that is not plain; "" for a plain one."""
     module, name = function.__module__, function.__qualname__
     if module is None:
         owner = function.__self__
@@ -159,7 +159,7 @@ def _asked_of_module(module: str, name: str) -> str:
 
 
 def only_tells(thing: object) -> TypeGuard[Logger]:
-    """Whether an object is there to tell something, so that nothing in it steers but its level."""
+    """Return whether an object is a logger: only its level can influence code."""
     return isinstance(thing, Logger)
 
 
@@ -172,7 +172,7 @@ def _is_known(kind: type) -> bool:
 
 
 def _is_of_c(kind: type) -> bool:
-    """Whether a class is written in C: it has functions of C that are its own."""
+    """Return whether a class is written in C: it has C functions of its own."""
     return any(
         isinstance(held, _SLOTS_OF_C) and held.__objclass__ is kind
         for key, held in vars(kind).items()
@@ -181,7 +181,7 @@ def _is_of_c(kind: type) -> bool:
 
 
 class _Calls:
-    """A profile function that notes what is asked elsewhere."""
+    """Profile function that records calls that are not plain."""
 
     def __init__(self, passed: tuple[str, ...], *, straight: bool, backwards: bool) -> None:
         self.found: list[str] = []
@@ -207,7 +207,7 @@ class _Calls:
             self.found += [] if text in self.found else [text]
 
     def _user(self, frame: FrameType | None, *, beyond: bool = False) -> FrameType | None:
-        """Return the frame of a user's code that a frame does something for, or has called it; None: nobody's."""
+        """Return the user frame on whose behalf a frame runs (`beyond`: also through other libraries); None: none."""
         while frame is not None and (side := _side_of(_module_of(frame))) is not _Side.USER:
             frame = None if side is _Side.KEPT and not beyond else frame.f_back
         return frame
@@ -215,13 +215,13 @@ class _Calls:
 
 @cache
 def _side_of(module: str) -> _Side:
-    """Return the side of a module by its name; a profile function asks for it at each call."""
+    """Return the origin of a module's code, by its name; a profile function needs it at each call."""
     library = _Side.PASSES if _top(module) in _PLAIN_MODULES else _Side.KEPT
     return library if is_library_module(module) else _Side.USER
 
 
 def _asked_of_python(frame: FrameType) -> str:
-    """Return what is called that is not plain, in words, where a function of Python begins; empty: it is plain."""
+    """Return the name of the Python function that a frame begins, if it is not plain; else ""."""
     return _asked_of_code(_module_of(frame), frame.f_code.co_name, frame.f_code.co_qualname)
 
 
@@ -234,10 +234,10 @@ def _asked_of_code(module: str, name: str, qualname: str) -> str:
 
 
 def _odd(frame: FrameType) -> str:
-    """Return what a function of a user's does that is not straight, in words; empty: nothing."""
+    """Return the reason why a user function is not straight, in words; "" if it is."""
     code = frame.f_code
     given = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    takes_over = code.co_name in _TAKES_OVER and isinstance(given, type)  # of a mode, that may be around a step
+    takes_over = code.co_name in _TAKES_OVER and isinstance(given, type)  # of a mode: one around the step may call it
     if isinstance(given, torch._C._FunctionBase) or takes_over:
         return f"what {code.co_qualname} does"
     return _odd_code(code)
@@ -257,7 +257,7 @@ def _odd_code(code: CodeType) -> str:
 
 @cache
 def _is_judged(module: str, name: str) -> bool:
-    """Whether a function of a library is none that is plain; those of installed packages are."""
+    """Return whether a library function is not plain; functions of installed packages are plain."""
     top, _, inner = module.partition(".")
     if top != "torch":
         return top in sys.stdlib_module_names and top not in _PLAIN_MODULES and top not in _TELLING

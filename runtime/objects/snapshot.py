@@ -1,18 +1,18 @@
-"""Snapshots of all that code can change on the host: to say what has changed since, by name, and to put it back.
+"""Snapshots of host state that code can change: to name what has changed since, and to restore it.
 
     snapshot = Snapshot({"model": model})
-    …                                       code runs that is only tried, or that may change nothing
-    snapshot.changes()                      "model (Mixer).options['seen']", what it was, what it is
+    …                                       code runs as a trial, or must change nothing
+    snapshot.changes()                      "model (Mixer).options['seen']", old value, new value
     snapshot.put_back()
 
     modules, plain objects   attributes, hooks, overridden forwards, however these are written        ┐
-    dicts, lists, sets       entries; so of deques, and of what is in tuples                          │ of users' code
+    dicts, lists, sets       entries; so of deques, and of objects in tuples                          │ of user code
     classes, functions       attributes of classes; closures, defaults, and globals that code names   │ all of it, of
-    tensors, arrays          numbers, by the versions that torch counts, and in place                 │ libraries'
-    generators               where they are                                                           ┘ modules alone
+    tensors, arrays          numbers, by the version counters of torch, restored in place             │ libraries'
+    generators               their state                                                              ┘ modules alone
 
-Iterators cannot be put back. It serves all that is tried beside the training: splits, shapes, losses, and what
-`parallel.proof` reads in blocks.
+Iterators cannot be restored. Used by all trial runs beside training: splitting, shape tracing, examination of losses,
+and the reads of blocks in `parallel.proof`.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from .spaces import (
 from .user_code import PLAIN, globals_of, is_library_module, is_of_library, is_ours, names_of
 
 _NO_ITERATORS: tuple[type, ...] = (IOBase, ProxyType, CallableProxyType)
-"""What has `__next__` and gives something else than it takes away, or may not have it."""
+"""Types with `__next__` that are no iterators here: files, and weak proxies, whose referents may lack it."""
 _MOST, _MOST_NEAR, _MOST_BYTES = 100_000, 2000, 1 << 24
-"""No more things than so many are looked into, fewer where libraries' objects are too, nor larger arrays."""
+"""Limits: objects that are entered, the same where library objects are entered too, and bytes of an array."""
 
 
 class Change(NamedTuple):
-    """Something that is no longer what it was.
+    """Place whose value differs from the snapshot.
 
     Attributes:
-        name: of it, in words.
-        owner: the name of what holds it.
-        place: the id of what holds it, and its key there.
-        was, now: what it is; tensors that are the same one are compared with copies of their numbers.
+        name: of the place, in words.
+        owner: the name of its holder.
+        place: the id of its holder, and its key there.
+        was, now: old and new value; a tensor written in place is given with a copy of its old numbers.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Change(NamedTuple):
 
 
 class UntriedError(MisfitError):
-    """Code goes by what no trial can leave as it was, see `require_undone`."""
+    """Code depends on an object that no trial run can restore, see `require_undone`."""
 
 
 def require_undone(held: Snapshot, what: str) -> None:
-    """Raise `UntriedError` where something holds what a trial cannot leave as it was.
+    """Raise `UntriedError` where a snapshot holds an object that a trial run cannot restore, or no step handles.
 
-    Nobody adds up the gradient of a tensor that collects one and is no parameter, over microbatches and ranks, or
-    divides it as the loss is; what is taken from an iterator is gone.
+    These are leaf tensors with requires_grad that are no parameters (their gradients would not be accumulated, reduced
+    over ranks or scaled as the loss is), and iterators (consumed items are gone).
     """
     for name, tensor in held.tensors():
         if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
@@ -101,7 +101,7 @@ def require_undone(held: Snapshot, what: str) -> None:
 
 
 def require_no_iterator(what: str, name: str, thing: Any) -> None:
-    """Raise `UntriedError` where something goes by an iterator of a library, or a queue, which has this name."""
+    """Raise `UntriedError` if the object of this name is a library iterator or a queue."""
     takes = isinstance(thing, Iterator) and is_of_library(type(thing)) and not issubclass(type(thing), _NO_ITERATORS)
     if (takes or isinstance(thing, SimpleQueue)) and not is_ours(type(thing)):
         raise UntriedError(
@@ -112,12 +112,12 @@ def require_no_iterator(what: str, name: str, thing: Any) -> None:
 
 
 def label_in(root: nn.Module, path: str) -> str:
-    """Return what a module is called in a snapshot of a root without a name."""
+    """Return the name of a submodule in a snapshot of a root without a name."""
     return f"{path and f'.{path}'} ({type(root.get_submodule(path)).__name__})"
 
 
 class _Held(NamedTuple):
-    """A holder's places by its name, and what was in them."""
+    """Holder in a snapshot: its name, its places, and their values at the time."""
 
     name: str
     space: Space
@@ -125,16 +125,16 @@ class _Held(NamedTuple):
 
 
 class Snapshot:
-    """What roots hold and what their code names, as it is now.
+    """Host state reachable from roots, and from the names in their code, recorded at construction.
 
     Args:
-        roots: modules, functions and others, by what they are called in messages.
-        numbers: whether those of tensors are noted; else nothing can be asked but who holds what.
-        of_libraries: whether objects of libraries are looked into that are no modules, as far as they are near.
+        roots: modules, functions and other objects, by their names in messages.
+        numbers: whether tensors are copied; if not, the snapshot only shows which object holds which.
+        of_libraries: whether library objects other than modules are entered too, up to a smaller limit.
 
     Attributes:
-        plain: numbers, strings and flags among it, the nearer ones first.
-        iterators: those of libraries, files and queues among them, by their names.
+        plain: numbers, strings and flags found, in breadth-first order.
+        iterators: library iterators (files included) and queues, by name.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, numbers: bool = True, of_libraries: bool = False) -> None:
@@ -157,7 +157,7 @@ class Snapshot:
             self._look_into(*self._waiting.popleft())
 
     def changes(self) -> Iterator[Change]:
-        """Yield what is not as it was, or, of tensors, has been written to."""
+        """Yield places whose values have changed, and tensors that were written to."""
         for name, space, before in self._filled():
             now = space.read()
             if not _is_same_dict(before, now):
@@ -171,42 +171,42 @@ class Snapshot:
                 yield Change(name, name, (id(tensor), None), was, tensor)
 
     def holders(self) -> Iterator[tuple[str, int]]:
-        """Yield the names and ids of all that can be changed."""
+        """Yield the names and ids of all mutable objects found."""
         yield from [(held.name, id(held.space.holder)) for held in self._all_held()]
         yield from [(name, id(tensor)) for name, tensor, *_ in self._tensors]
 
     def cells(self) -> Iterator[tuple[str, int]]:
-        """Yield the names and ids of the variables around functions, of which several may have one."""
+        """Yield the names and ids of closure cells, which several functions may share."""
         for held in self._held:
             if isinstance(held.space, Cells):
                 for key, cell in held.space.cells.items():
                     yield held.space.label(held.name, key), id(cell)
 
     def spaces(self) -> Iterator[tuple[str, Space]]:
-        """Yield the names and places of all that holds something."""
+        """Yield the names and places of all holders."""
         return iter([(held.name, held.space) for held in self._all_held()])
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors, weights too, by their names, the nearer ones first."""
+        """Return the tensors by name, parameters first, then in breadth-first order."""
         weights = [(held.name, held.space.holder) for held in self._held if isinstance(held.space, Trained)]
         return weights + [(name, tensor) for name, tensor, *_ in self._tensors]
 
     def values(self) -> Iterator[Any]:
-        """Yield all that was looked into."""
+        """Yield all objects that were entered."""
         return iter(self._seen.values())
 
     def functions(self) -> list[FunctionType]:
-        """Return the functions of users that were looked into."""
+        """Return the user functions that were entered."""
         return [thing for thing in self._seen.values() if isinstance(thing, FunctionType) and not is_of_library(thing)]
 
     def put(self, owner: str, key: Any, value: Any) -> None:
-        """Let what is held by this name have another value under a key, until all is put back."""
+        """Set the value under a key of the holder of this name, until `put_back`."""
         found = [held for held in self._all_held() if held.name == owner]
         for held in sorted(found, key=lambda held: key not in held.before)[:1]:
             held.space.put_back({**held.before, key: value})
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore all places and tensors."""
         for _, tensor, version, memory, was in self._tensors:
             if _has_changed(tensor, version, was) and not tensor.is_meta:
                 memory.copy_(was)
@@ -224,11 +224,11 @@ class Snapshot:
         return self._held + [held() for held in self._empty]
 
     def _filled(self) -> list[_Held]:
-        """Return what was not empty, or is no longer so."""
+        """Return the holders without containers that were empty and still are."""
         return [*self._held, *map(call, compress(self._empty, self._containers))]
 
     def _enter(self, name: str, thing: Any) -> None:
-        """Look into something, once."""
+        """Enter an object, once."""
         if isinstance(thing, PLAIN):
             self.plain.append(thing)
         elif id(thing) not in self._seen and len(self._seen) < self._most:
@@ -254,7 +254,7 @@ class Snapshot:
             space = space_of(thing)
             before = self._hold(name, space)
             if len(before) <= LONGEST:
-                of_users = not name.endswith(HOOKS)  # our hooks on layers lead to all that an engine has
+                of_users = not name.endswith(HOOKS)  # this package's hooks lead to all of the engine
                 self._enter_all(name, space, [one for one in before.items() if of_users or not is_ours(one[1])])
         elif (parts := parts_of(thing)) is not None:
             for place, part in parts:
@@ -263,7 +263,7 @@ class Snapshot:
             self._enter_function(name, thing)
         elif isinstance(thing, type):
             self._enter_class(thing)
-        elif isinstance(thing, ModuleType):  # see `_enter_globals`
+        elif isinstance(thing, ModuleType):  # entered by `_enter_globals`, for the names in code
             return
         elif (read := state_of(thing, _MOST_BYTES)) is not None and (put := putter_of(thing)) is not None:
             self._hold(name, Whole(thing, read, put))
@@ -287,7 +287,7 @@ class Snapshot:
         self._enter(type(thing).__name__, type(thing))
 
     def _enter_registered(self, name: str, registered: dict[str, Any]) -> None:
-        """Look into the weights, buffers or modules of a module."""
+        """Enter the parameters, buffers or submodules of a module."""
         self._seen[id(registered)] = registered
         for key, held in self._hold(name, Entries(registered, ".{}")).items():
             self._enter(f"{name.rpartition(' (')[0] if isinstance(held, nn.Module) else name}.{key}", held)
@@ -304,7 +304,7 @@ class Snapshot:
             self._enter_globals(function.__globals__, globals_of(function.__code__), names)
 
     def _enter_globals(self, space: dict[str, Any], own: frozenset[str], names: frozenset[str]) -> None:
-        """Look into what some names are in a module of the user's; `own` are those of the module itself."""
+        """Enter the values of some names in a user module; `own`: the names of the module itself."""
         for key, value in self._hold("", Entries(space, "{}", own)).items():
             if not isinstance(value, ModuleType):
                 self._enter(key, value)
@@ -321,8 +321,8 @@ class Snapshot:
                 self._enter(base.__name__, base)
 
     def _enter_tensor(self, name: str, tensor: Tensor) -> None:
-        """Note the numbers of a tensor with memory of its own; weights are what training changes, but for frozen ones
-        of modules that are in no root.
+        """Copy the numbers of a tensor with memory of its own; of parameters, only frozen ones of modules outside the
+        roots: others are changed by training.
         """
         is_weight = isinstance(tensor, nn.Parameter)
         if is_weight:
@@ -340,12 +340,12 @@ class Snapshot:
 
 
 def _empty_in(space: Space, name: str, key: Any, container: Any) -> _Held:
-    """Return the places of an empty container, of hooks for the most part: made where they are asked for alone."""
+    """Return a container that was empty as a holder. Most are hook dicts, so that they are built only on request."""
     return _Held(space.label(name, key), space_of(container), {})
 
 
 def _has_changed(tensor: Tensor, version: int, was: Tensor) -> bool:
-    """Whether a tensor has other numbers by now."""
+    """Return whether the numbers of a tensor have changed."""
     if tensor.is_meta:
         return tensor._version != version
     return (tensor._version != version or tensor.device.type == "cpu") and not _equal(tensor, was)

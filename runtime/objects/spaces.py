@@ -1,4 +1,4 @@
-"""Where things keep others: each place with its name in words, and how it is read, written and put back.
+"""Places where Python objects hold others (spaces): each with a name in words, and how to read, write and restore it.
 
     dict, list, deque, set    entries     rates['a']    steps[0]
     object, module, class     attributes  Mixer.rate    in `__dict__` or `__slots__`; of a class those that are no code
@@ -6,7 +6,7 @@
     module of Python          globals     RATE          of some names
     generator, array          all of it
 
-Nothing of a user's is called: no property, no `__getattr__`, no iterator.
+No user code is called: no property, no `__getattr__`, no iterator.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _STANDS_FOR |= {staticmethod: "__func__", classmethod: "__func__", property: "fg
 _STAND = tuple(_STANDS_FOR)
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 LONGEST = 1024
-"""Entries of longer containers are not looked into."""
+"""Longest container whose entries are entered."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = tuple(f"_global{name}" for name in HOOKS)
 _OF_GRADIENT = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Where a module of torch has what it holds."""
+"""Dicts in which a torch module registers parameters, buffers and submodules."""
 OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Space:
-    """Places of one holder that are named alike.
+    """Places of one holder, of one kind.
 
     Attributes:
-        holder: what has them.
-        form: how one is called behind its holder's name.
+        holder: the object that has them.
+        form: format of a place's name behind its holder's name.
         keys: returns the keys of the places.
-        reader: returns what reads the place of a key, or gives `GONE`.
-        write: puts something into the place of a key; `GONE`: empties it.
+        reader: returns a function that reads the place of a key, and returns `GONE` if it is empty.
+        write: sets the place of a key; `GONE` empties it.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Space:
         self.keys, self.reader, self.write = keys, reader, write
 
     def read(self) -> Mapping[Any, Any]:
-        """Return what is in all places now."""
+        """Return the present values of all places."""
         found = [(key, self.reader(key)()) for key in self.keys()]
         return {key: value for key, value in found if value is not GONE}
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Let the places have what `read` gave before."""
+        """Restore the values that `read` returned before."""
         now = self.read()
         for key in {**before, **now}:
             if now.get(key, GONE) is not before.get(key, GONE):
                 self.write(key, before.get(key, GONE))
 
     def label(self, name: str, key: Any) -> str:
-        """Return what a place is called, where the holder is called by a name."""
+        """Return the name of a place, given its holder's name."""
         said = "…" if not isinstance(key, PLAIN) else repr(key) if self.form == "[{}]" else key
         return f"{name}{self.form.format(said)}"
 
@@ -90,41 +90,41 @@ def _put(owner: Any, key: Any, value: Any, put: Callable[..., object] = setattr,
 
 
 class Entries(Space):
-    """Entries of a dictionary, which may be the attributes of an object; of some `names` alone: globals of a module.
+    """Entries of a dict, which may be the `__dict__` of an object; with `names`, only these: globals of a module.
 
-    There are so many of these that they hold no functions of their own.
+    A snapshot has very many of these, so they define methods instead of holding functions of their own.
     """
 
     def __init__(self, holder: dict[Any, Any], form: str = "[{}]", names: Set[str] | None = None) -> None:
         self.holder, self.form, self.names = holder, form, names
 
     def keys(self) -> Iterable[Any]:
-        """Return the keys of the dictionary, or those of the names that it has."""
+        """Return the keys of the dict, or those of `names` that it has."""
         return self.holder.keys() if self.names is None else sorted(self.names & self.holder.keys())
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """Return what reads one of them."""
+        """Return a function that reads an entry."""
         return partial(dict.get, self.holder, key, GONE)
 
     def write(self, key: Any, value: Any) -> None:
-        """Set one, or delete it."""
+        """Set an entry, or delete it."""
         _put(self.holder, key, value, setitem, delitem)
 
     def read(self) -> Mapping[Any, Any]:
-        """Return the dictionary itself, unless it is of some names."""
+        """Return the dict itself, or the entries of `names`."""
         return self.holder if self.names is None else super().read()
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Let the entries be those from before, in their order."""
+        """Restore the entries from before, in their order."""
         if self.names is not None:
             return super().put_back(before)
-        self.holder.clear()  # also their order
+        self.holder.clear()  # restores the order too
         self.holder.update(before)
         return None
 
 
 class Items(Space):
-    """Entries of a list, a deque or a set, by their places; of a set by themselves."""
+    """Entries of a list or deque by index; of a set by themselves."""
 
     def __init__(self, holder: Any) -> None:
         read = partial(partial, _entry_of, holder)
@@ -135,13 +135,13 @@ class Items(Space):
         return {entry: entry for entry in self.holder} if isinstance(self.holder, set) else dict(enumerate(self.holder))
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Fill it with what it had."""
+        """Restore the entries in place."""
         self.holder.clear()
         (self.holder.update if isinstance(self.holder, set) else self.holder.extend)(before.values())
 
 
 class Cells(Space):
-    """Variables around a function: by name, `cells` has what holds each, also for other functions."""
+    """Closure variables of a function by name; `cells` has the cell of each, which other functions may share."""
 
     def __init__(self, holder: FunctionType) -> None:
         self.cells = cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
@@ -155,7 +155,7 @@ class Cells(Space):
 
 
 class Slots(Space):
-    """What an object has in `__slots__`, of its user's classes alone or of all."""
+    """Attributes in `__slots__`, of user classes alone or of all bases."""
 
     def __init__(self, holder: Any, *, of_libraries: bool = False) -> None:
         found = slots_of(type(holder)).items()
@@ -184,14 +184,14 @@ class OfClass(Space):
 
 
 class Whole(Space):
-    """All of something in one place, such as where a generator is: `put` sets it as it was when this was made."""
+    """State of an object as one place, such as a generator's; `put` restores the state at construction."""
 
     def __init__(self, holder: Any, read: Callable[[], Any], put: Callable[[], Any]) -> None:
         super().__init__(holder, "", lambda: ("",), lambda key: read, lambda key, value: put())
 
 
 class Trained(Space):
-    """Whether a weight is trained."""
+    """The flag `requires_grad` of a weight."""
 
     def __init__(self, holder: Tensor) -> None:
         self.holder, self.form, self.write = holder, ".{}", partial(_put, holder)
@@ -207,7 +207,7 @@ def space_of(container: Any) -> Space:
 
 
 def parts_of(thing: Any) -> list[tuple[str, Any]] | None:
-    """Return what something that cannot be changed stands for, with its place in words; None: it is nothing such."""
+    """Return the parts of an immutable wrapper (tuple, partial, method, weak reference, …), with names; else None."""
     if isinstance(thing, tuple):
         return [(f"[{place}]", part) for place, part in enumerate(thing)]
     if isinstance(thing, partial):
@@ -221,31 +221,31 @@ def parts_of(thing: Any) -> list[tuple[str, Any]] | None:
 
 
 def stands_for(thing: Any) -> Any:
-    """Return the function in a descriptor or a cache, what a builtin method is of, or the thing itself."""
+    """Return the function of a descriptor or cache, the owner of a builtin method, or else the object itself."""
     if not isinstance(thing, _STAND):
         return thing
     return next(getattr(thing, name) for kind, name in _STANDS_FOR.items() if isinstance(thing, kind))
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks run with a module's forward or backward."""
+    """Return whether a module has forward or backward hooks."""
     return any(vars(module)[key] for key in HOOKS)
 
 
 def forward_hooks(thing: nn.Module) -> list[dict[int, Any]]:
-    """Return where hooks are that see what modules are given: those of a module and all in it, and of all modules."""
+    """Return the dicts of forward hooks that see a module's inputs: its own, its submodules', and the global ones."""
     own = [vars(module)[key] for module in thing.modules() for key in HOOKS[:2]]
     return [*own, *[vars(global_hooks)[key] for key in HOOKS_OF_ALL[:2]]]
 
 
 def hooks_on(*weights: Tensor) -> list[Any]:
-    """Return the hooks on weights: they are given whole gradients."""
+    """Return the gradient hooks of weights: they receive whole gradients."""
     held = filter(None, chain.from_iterable(map(_OF_GRADIENT, weights)))
     return [*chain.from_iterable(map(dict.values, held))]
 
 
 def is_of_torch(thing: Any) -> bool:
-    """Whether a block or a function is torch's own throughout, without hooks: no code of a user's is in it."""
+    """Return whether a block or function is torch's own throughout, without hooks: it contains no user code."""
     if not isinstance(thing, nn.Module):
         return isinstance(thing, FunctionType) and is_of_framework(thing)
     for module in thing.modules():
@@ -259,31 +259,31 @@ def is_of_torch(thing: Any) -> bool:
 
 
 def defaults_of(function: FunctionType) -> tuple[Any, ...]:
-    """Return the values of a function's arguments that have some."""
+    """Return the default values of a function's arguments."""
     return (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def own_attributes(holder: Any) -> Any:
-    """Return the dictionary of an object's attributes, as its class may hide it; None where there is none."""
+    """Return the `__dict__` of an object, even if its class overrides attribute access; None if it has none."""
     with contextlib.suppress(AttributeError):
         return object.__getattribute__(holder, "__dict__")
 
 
 def attributes_of(holder: Any) -> dict[str, Any]:
-    """Return the attributes of an object by their names, those in `__slots__` too."""
+    """Return the attributes of an object by name, those in `__slots__` included."""
     own = own_attributes(holder)
     return {**(own if isinstance(own, dict) else {}), **Slots(holder, of_libraries=True).read()}
 
 
 @once_per_class
 def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
-    """Return the `__slots__` of a class by their names, without asking a metaclass."""
+    """Return the slot descriptors of a class by name, without calling its metaclass."""
     own = [vars(base) for base in reversed(kind.__mro__) if "__slots__" in vars(base)]
     return {key: held for space in own for key, held in space.items() if isinstance(held, MemberDescriptorType)}
 
 
 def _content_of(cell: Any) -> Any:
-    """Return what is in a cell of a closure, or `GONE`."""
+    """Return the content of a closure cell, or `GONE`."""
     try:
         return cell.cell_contents
     except ValueError:  # not bound yet
@@ -291,12 +291,12 @@ def _content_of(cell: Any) -> Any:
 
 
 def _entry_of(container: list[Any], place: int) -> Any:
-    """Return what is at a place of a list, or `GONE`."""
+    """Return the entry of a list at an index, or `GONE`."""
     return list.__getitem__(container, place) if place < list.__len__(container) else GONE
 
 
 def _member_of(slot: MemberDescriptorType, holder: Any) -> Any:
-    """Return what an object has in a slot, or `GONE`."""
+    """Return the value of an object's slot, or `GONE`."""
     try:
         return slot.__get__(holder)
     except AttributeError:

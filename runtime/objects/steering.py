@@ -1,16 +1,16 @@
-"""What steers code of blocks besides numbers that are followed, watched from step to step, and what nobody can compare.
+"""Host state that steers the code of blocks, compared from step to step; tensors' numbers are followed elsewhere.
 
 state = SteeringState({"block 2": block})
-state.changed()        "block 2 (Mixer).rate", as `HostState` has it, whose watching this is; and besides
+state.changed()        "block 2 (Mixer).rate": a `HostState`, which watches more:
 
-attributes  how many there are: names that code looks up in vain count
-modules     classes, modes, weights that are frozen; of libraries also what is in attributes, and plain ones of classes
-libraries   plain values of their modules, of the names in code; attributes of objects
-tensors     attributes that users put on weights and buffers, of the names in code
-torch       where `around`: hooks of all modules, and modes and hooks of saved tensors that a loop enters around a step
-names       strings that are found, by which code may look something up
+attributes  their number: names that code looks up in vain count
+modules     classes, modes, requires_grad of weights; of library modules also attributes, and plain class attributes
+libraries   plain values in their Python modules, of the names in code; attributes of their objects
+tensors     attributes that users set on weights and buffers, of the names in code
+torch       where `around`: global module hooks, and modes and saved-tensor hooks that a loop enters around a step
+names       strings that are found, by which code may look up attributes
 
-state.unseen           "block 2 (Mixer).table": an object of unknown content, or a tensor that is none of a module's
+state.unseen           "block 2 (Mixer).table": an object of unknown content, or a tensor that no module registers
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
 
 
 class SteeringState(HostState):
-    """What code of modules and functions goes by, as it is now, but for numbers of tensors and of torch's generators.
+    """Host state that code of modules and functions depends on, without numbers of tensors and torch generators.
 
-    `inner`: whether the modules in these are watched as well; `around`: returns the modes that are entered, where these
-    and hooks of all modules are watched too.
+    `inner`: whether submodules are watched as well; `around`: returns the active modes, which are watched then, with
+    global module hooks.
 
     Attributes:
-        of_users: places of plain values that users' code may set, but for those in modules of libraries.
-        unseen: the name of the first thing that users' code goes by and nobody can tell whether it has changed.
+        of_users: places of plain values that user code may set, those of library modules left out.
+        unseen: the name of the first object that user code depends on and that cannot be compared.
     """
 
     _most = 200_000
@@ -78,7 +78,7 @@ class SteeringState(HostState):
             self._close("more than can be watched")
 
     def let_go(self) -> None:
-        """Hold no more of what is watched than the places where it is; nothing new is found from now on."""
+        """Drop the references to visited objects; the watched places stay, and no new ones are found from now on."""
         super().let_go()
         self._tensors.clear()
 
@@ -145,7 +145,7 @@ class SteeringState(HostState):
             self._enter_all(f"a key of {name}", list(dict.keys(container)))
 
     def _keys(self, holder: Any, space: Space) -> Set[str]:
-        """Return the names that code names, or all attributes where it makes up names."""
+        """Return the names that code uses, or all attributes where code computes names (getattr, vars)."""
         found = super()._keys(holder, space)
         if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
             return {key for key in found if isinstance(space.holder[key], _OF_MODULES)}
@@ -158,13 +158,13 @@ class SteeringState(HostState):
 
 
 def _mode(module: nn.Module, root: nn.Module, known: list[bool]) -> bool:
-    """Return whether a module trains where the whole does, as it was the last time that this did."""
+    """Return whether a module was in training mode when the root last was; `known` stores the answer."""
     known[0] = module.training if root.training else known[0]
     return known[0]
 
 
 def _marks(module: nn.Module, names: Set[str]) -> tuple[Any, ...]:
-    """Return the attributes of a module's tensors that code names, by the names of both."""
+    """Return the user's attributes on a module's tensors that code names, as (tensor, attribute, value)."""
     held = (*module._parameters.items(), *module._buffers.items())
     marks = [(key, own) for key, tensor in held if tensor is not None and (own := marks_of(tensor))]
     is_named = names.__contains__ if names.isdisjoint(_BY_ANY_NAME) else lambda name: True

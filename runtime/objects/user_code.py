@@ -1,4 +1,4 @@
-"""Users' code apart from libraries', and the names and strings in it."""
+"""Distinction of user code from library code, and the names and constants in code objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 def once_per_class(find: Callable[[Any], Found]) -> Callable[[Any], Found]:
-    """Return a function of classes that finds something once for each, and asks no metaclass how to compare them."""
+    """Return a function of classes that computes its result once per class, by id: metaclasses may override hash."""
     known: dict[int, tuple[Any, Found]] = {}
 
     def look_up(kind: Any) -> Found:
@@ -35,22 +35,22 @@ def once_per_class(find: Callable[[Any], Found]) -> Callable[[Any], Found]:
 
 
 def is_of_library(thing: Any) -> bool:
-    """Whether a class or function is of torch, the standard library, an installed package or of this one."""
+    """Return whether a class or function is of torch, the standard library, an installed package or this one."""
     return is_library_module(str(getattr(thing, "__module__", None) or ""))
 
 
 def is_of_framework(thing: Any) -> bool:
-    """Whether a class or function is of torch, numpy, the standard library or of this package."""
+    """Return whether a class or function is of torch, numpy, the standard library or this package."""
     return str(getattr(thing, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
 def is_ours(thing: Any) -> bool:
-    """Whether a class or function, or what a partial calls, is of this package."""
+    """Return whether a class or function, or the function of a partial, is of this package."""
     return str(getattr(getattr(thing, "func", thing), "__module__", None)).startswith("quintsched.")
 
 
 def is_library_module(name: str) -> bool:
-    """Whether the module of this name is one of theirs."""
+    """Return whether the module of this name is of a library."""
     if name.partition(".")[0] in _LIBRARIES:
         return True
     path = getattr(sys.modules.get(name), "__file__", None) or ""
@@ -58,12 +58,12 @@ def is_library_module(name: str) -> bool:
 
 
 def arguments_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return what a call of a function or class takes, by name; raises `ValueError` for those of C that do not say."""
+    """Return the parameters of a function or class by name; raise `ValueError` for C functions without a signature."""
     return inspect.signature(function).parameters
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Yield code, and that of what is defined in it."""
+    """Yield a code object, and those nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -71,32 +71,32 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def steps_in(code: CodeType) -> Iterator[dis.Instruction]:
-    """Yield the instructions of code, and of what is defined in it."""
+    """Yield the instructions of a code object, and of those nested in it."""
     return (step for one in codes_in(code) for step in dis.get_instructions(one))
 
 
 def methods_of(kind: type) -> Iterator[FunctionType]:
-    """Yield the functions in a class of a user's, and in those it is derived from, up to libraries."""
+    """Yield the functions in a user class, and in its bases, up to library classes."""
     spaces = (vars(base) for base in kind.__mro__ if not is_of_library(base))
     return (held for space in spaces for held in space.values() if isinstance(held, FunctionType))
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names that code, and what is defined in it, looks up."""
+    """Yield the names that a code object, and those nested in it, use (`co_names`)."""
     return (name for one in codes_in(code) for name in one.co_names)
 
 
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: CodeType) -> frozenset[str]:
-    """Return the names that code, and what is defined in it, looks up in its module: no names of attributes."""
+    """Return the global names that a code object, and those nested in it, load or store: no attribute names."""
     return frozenset(step.argval for step in steps_in(code) if step.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
 
 
 def texts(code: CodeType) -> Iterator[str]:
-    """Yield the strings in code, by which it may look something up."""
+    """Yield the strings in code, by which it may look up attributes."""
     return (text for text in constants_in(code) if isinstance(text, str))
 
 
 def constants_in(code: CodeType) -> Iterator[Any]:
-    """Yield the constants in code, and in what is defined in it."""
+    """Yield the constants in a code object, and in those nested in it."""
     return (constant for one in codes_in(code) for constant in one.co_consts)

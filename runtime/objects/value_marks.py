@@ -1,9 +1,9 @@
-"""Marks of what holders have, which tell whether it has changed: made before and behind code that may change it.
+"""Marks of the values in holders, compared before and after code runs, to detect which values it has changed.
 
-plain values   themselves                     tensors      which, how often written to, numbers of short ones
-containers     their entries, how many        objects      which; of libraries, whether they are equal
+plain values   the value                      tensors      identity, version counter, digest of small ones
+containers     their entries and length       objects      identity; of libraries, equality
 
-Nothing that is marked is kept alive but containers and objects, until the marks are gone.
+Marks keep alive only containers and objects, until the marks are dropped.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .spaces import CONTAINERS, LONGEST, Space
 from .user_code import PLAIN, is_of_library
 
 _MOST_BYTES, _MOST_NESTED = 1 << 16, 3
-"""Larger arrays are looked at where it is due; values so deep."""
+"""Limits: bytes of an array that is compared at each check, not only when due; nesting depth of values."""
 
 
 class _Version:
-    """Which tensor something is, and how often it was written to. Another may have come where one is gone."""
+    """Identity and version counter of a tensor. Its id may be reused once the tensor is freed: then it is not equal."""
 
     def __init__(self, tensor: Tensor, *, is_due: bool) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -43,7 +43,7 @@ class _Version:
 
 
 class Thing:
-    """An object, or a container: it is the same, or has the same entries."""
+    """Mark of an object or container: equal to that of the same object, or of one with the same entries."""
 
     def __init__(self, thing: Any, depth: int) -> None:
         self.thing, self._depth = thing, depth
@@ -64,17 +64,17 @@ class Thing:
 
 
 Marks = Mapping[Any, Any]
-"""What tells of the value under each key whether it has changed."""
+"""Marks of the values under each key."""
 
 
 class Holder(NamedTuple):
-    """Something that has places.
+    """Object whose places are marked.
 
     Attributes:
-        space: where they are; said: returns what a place is called, by its name in the space.
+        space: its places; said: returns the full name of a place, by its name in the space.
         name: of the holder in a snapshot.
-        is_module: whether they are attributes of a module.
-        skipped: keys of what is not looked at.
+        is_module: whether the places are attributes of a module.
+        skipped: keys that are left out.
     """
 
     space: Space
@@ -84,7 +84,7 @@ class Holder(NamedTuple):
     skipped: frozenset[str] = frozenset()
 
     def marks(self, *, is_due: bool) -> Marks:
-        """Return what tells whether it has changed; nothing for a large array unless it is due."""
+        """Return the marks of its values; none for a large array unless it is due."""
         holder = self.space.holder
         if self.is_container:
             return _entries_of(holder)
@@ -96,11 +96,11 @@ class Holder(NamedTuple):
 
     @property
     def is_container(self) -> bool:
-        """Whether the places are entries."""
+        """Return whether the places are entries of a container."""
         return self.space.form == "[{}]"
 
     def moved(self, was: Marks, now: Marks) -> tuple[list[str], dict[str, str]]:
-        """Return the names of what is another now, and of what is where nothing was, with its numbers in words."""
+        """Return the names of changed values, and those of new values with their numbers in words."""
         changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
         if not isinstance(self.space.holder, dict) and (None in changed or (self.is_container and len(changed) > 1)):
             return [self.said(self.name)], {}
@@ -111,14 +111,14 @@ class Holder(NamedTuple):
 
 
 def _words_of(value: Any) -> str:
-    """Return what tells a number, or a small tensor's; empty for anything else."""
+    """Return a number as text, or a digest of a small tensor; "" for other values."""
     if type(value) is Tensor:
         return numbers_of(value) or ""
     return repr(value) if isinstance(value, PLAIN) else ""
 
 
 def mark_of(value: Any, depth: int = 0, *, is_due: bool = False) -> Any:
-    """Return what tells whether a value is another later, or has been written to."""
+    """Return the mark of a value: unequal to a later one if the value was replaced or written to."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -129,7 +129,7 @@ def mark_of(value: Any, depth: int = 0, *, is_due: bool = False) -> Any:
 
 
 def _entries_of(container: Any, depth: int = 0) -> Marks:
-    """Return marks of the entries of a container, and, but of a dict, of how many there are, under None."""
+    """Return marks of a container's entries, and, except for dicts, of its length, under None."""
     if isinstance(container, set):
         return {None: (len(container), frozenset(entry for entry in container if isinstance(entry, PLAIN)))}
     if len(container) > LONGEST:
@@ -141,7 +141,7 @@ def _entries_of(container: Any, depth: int = 0) -> Marks:
 
 
 def tensors_of(mark: Any) -> Iterator[int]:
-    """Yield the ids of tensors that a mark is of."""
+    """Yield the ids of tensors in a mark."""
     if isinstance(mark, tuple):
         for part in mark:
             yield from tensors_of(part)

@@ -1,7 +1,7 @@
-"""What users give as an optimizer, and what of it each rank steps.
+"""Optimizers: as the caller gives them, and over the parameters that each rank steps.
 
-`given` reads what is given, and makes optimizers again over other parameters; `builds` settles which parameters must
-stay whole, and makes the optimizers of a rank over its shards; `chained` has several in one, and their schedulers;
-`gathered_steps` lets ranks of tp step whole matrices. What an update depends on, `examine.optimizers` says. Imports
-`examine`, `parallel`, `blocks`, `comm`, `settings`.
+`given` normalizes the argument, and rebuilds optimizers over other parameters; `builds` decides which parameters must
+stay whole, and builds a rank's optimizers over its shards; `chained` combines several, with their schedulers;
+`gathered_steps` gathers whole matrices over tp for a step. `examine.optimizers` finds the dependencies of an update.
+Imports `stage`, `examine`, `agreement`, `objects`, `parallel`, `blocks`, `comm`, `settings`.
 """

@@ -1,13 +1,13 @@
-"""The optimizers of a rank: built over the whole model as in one process, then given what this rank steps.
+"""Optimizers of a rank: built over the whole model as in one process, then rebound to the tensors that it steps.
 
-    user's function ◀── stand-ins for all parameters: whole shapes, no numbers          the same groups on every mesh
+    user function ◀── stand-ins for all parameters: whole shapes, no memory             the same groups on every mesh
            │
-       optimizers ──▶ what their updates depend on (`examine.optimizers`) ──▶ which parameters must stay whole
+       optimizers ──▶ dependencies of their updates (`examine.optimizers`) ──▶ which parameters must stay whole
            │
            └── groups with stand-ins ──▶ groups with this rank's parameters, segments, or gathered matrices
 
-So a function may group by names, by shapes or by attributes of parameters, and may find all that it looks for, whatever
-stages and shards a rank has. Where every rank holds whole replicas of the model, it is given them, and no stand-ins.
+So a function may group by names, shapes or attributes of parameters, and finds all parameters, whatever stages and
+shards a rank has. Where every rank holds a whole replica of the model, the function gets the real parameters.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ _logger = logging.getLogger("quintsched.runtime")
 Step = tuple[int, ...]
 
 _WHOLE = Coupling.WITHIN | Coupling.ACROSS
-"""Where parameters have to be whole."""
+"""Couplings that need whole parameters."""
 
 
 MasterOf = Callable[[nn.Parameter], nn.Parameter | None]
-"""What a rank steps of a parameter; None where it has nothing of it."""
+"""Maps a parameter to the tensor that a rank steps for it; None where it has none."""
 
 
 class OptimizerBuilds:
     """Builds the optimizers of one rank.
 
     Args:
-        builder: what builds them from named parameters.
+        builder: builds optimizers from named parameters.
         model: this rank's stages, and the outlines of all blocks.
         tensor: the ranks of tp.
-        split: what of parameters replicas shard.
+        split: the unit of sharding over replicas: elements or parameters.
 
     Attributes:
-        whole: the parameters of this rank's stages that are stepped whole, by whatever shards.
-        why: the classes of optimizers that need whole parameters.
-        at_one_place: whether one replica steps all that are whole.
-        settings: the classes of the optimizers, and the options of their groups; None where this rank has none.
+        whole: parameters of this rank's stages that are stepped whole.
+        why: classes of the optimizers that need whole parameters.
+        at_one_place: whether one replica steps all whole parameters.
+        settings: classes of the optimizers, and their groups' options; None where this rank has none.
 
     Raises:
-        UsageError: an optimizer that cannot be stepped, or needs to be described.
-        MisfitError: one that the mesh or `split` cannot give what it needs.
+        UsageError: an optimizer that cannot be stepped, or that needs a declaration of its dependencies.
+        MisfitError: an optimizer whose needs the mesh or `split` cannot meet.
     """
 
     def __init__(self, builder: Builder, model: RankModel, tensor: Group, split: ZeroSplit) -> None:
@@ -89,7 +89,7 @@ class OptimizerBuilds:
             self._settle()
 
     def _own_names(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """Yield this rank's parameters and the names that they are built by: of tied ones, the first."""
+        """Yield this rank's parameters and the names that they are built by: for tied ones, the first name."""
         first = {other: names[0] for names in self._model.tied.names.values() for other in names[1:]}
         for stage in self._model.stages.values():
             for name, parameter in stage.named_weights().items():
@@ -109,7 +109,7 @@ class OptimizerBuilds:
             yield name, self._stand_in(outline, own.get(name))
 
     def _stand_in(self, outline: nn.Parameter, own: nn.Parameter | None) -> nn.Parameter:
-        """Return a parameter of a whole shape that takes no memory, with the attributes that users gave it."""
+        """Return a parameter of a whole shape without memory, with the attributes that user code set on it."""
         dtype = self._model.options.dtype or (outline if own is None else own).dtype
         dtype = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
         one = torch.zeros((), dtype=dtype, device=self._tensor.device)
@@ -139,7 +139,7 @@ class OptimizerBuilds:
         return made
 
     def _settle(self) -> None:
-        """Find out which parameters have to be whole, and whether that can be."""
+        """Decide which parameters must be whole, and raise where the mesh cannot keep them so."""
         whole: set[str] = set()
         for optimizer in next(iter(self._made.values()), []):
             require_free_hooks(optimizer)
@@ -167,14 +167,14 @@ class OptimizerBuilds:
 
     @property
     def _has_copies(self) -> bool:
-        """Whether some rank has several copies of a tied weight, each on another of its stages."""
+        """Whether some rank has several copies of a tied weight, on several of its stages."""
         plan = self._model.plan
         return any(len({*map(plan.layout.rank_of, held)}) < len(held) for held in plan.tied.values())
 
     def _require_all_whole(self, kind: str, owner: str) -> None:
-        """Let one replica step all parameters, whole, for what does not say what its steps depend on.
+        """Assign all parameters, whole, to one replica, for an optimizer with undeclared dependencies.
 
-        `owner` is the object, in words, of which that may be an attribute.
+        `owner` names the object that the declaring attribute may be set on, in words.
         """
         if not self._is_whole_here or self._tensor.size > 1 or self._has_copies:
             raise MisfitError(
@@ -213,7 +213,7 @@ class OptimizerBuilds:
                     )
 
     def bind(self, master_of: MasterOf) -> dict[Step, Stepper]:
-        """Return what steps each set of stages."""
+        """Return a stepper for each set of stages that steps together."""
         if self._is_direct:
             return self._bind_directly(master_of)
         found = {}
@@ -252,7 +252,7 @@ class OptimizerBuilds:
         return [self._ids[id(parameter)] for parameter in parameters_of(optimizer)]
 
     def _gather(self, names: Iterable[str], ours: dict[str, list[nn.Parameter]]) -> Iterator[GatheredMatrix]:
-        """Let the ranks of tp gather those of these parameters that are cut, and yield them."""
+        """Replace sharded parameters by matrices that are gathered over tp, and yield these."""
         for name in names if self._tensor.size > 1 else ():
             for number, parameter in enumerate(ours[name]):
                 shard = shard_of(parameter)
@@ -264,7 +264,7 @@ class OptimizerBuilds:
     def _over(
         self, optimizer: Optimizer, ours: Mapping[str, Sequence[nn.Parameter]], made: Sequence[Optimizer]
     ) -> Optimizer:
-        """Return an optimizer over this rank's parameters."""
+        """Return an optimizer over this rank's parameters, with the same groups."""
         if not holds_tensors(optimizer) or type(optimizer) in STEPS:
             return rebound(optimizer, {key: ours.get(name, ()) for key, name in self._ids.items()})
         again = self._builder([(name, parameter) for name, some in ours.items() for parameter in some])

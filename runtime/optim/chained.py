@@ -1,7 +1,7 @@
-"""Several optimizers of a rank as one, and learning-rate schedulers for however many there are.
+"""Several optimizers of a rank combined into one, and a learning rate scheduler for each.
 
 Muon  [matrices] ─┐                         engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 100))
-                  ├─ ChainedOptimizers          one for each of them; none on a rank that steps nothing
+                  ├─ ChainedOptimizers          one for each of them; none on a rank without parameters
 AdamW [the rest] ─┘
 """
 
@@ -20,7 +20,7 @@ from .own_state import settings_of
 
 
 class ChainedOptimizers(Optimizer):
-    """Optimizers that step together; `parts` are they, and `param_groups` are theirs, one after the other."""
+    """Optimizers that step together: `parts`; `param_groups` are those of all parts, in order."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = tuple(parts)
@@ -30,12 +30,12 @@ class ChainedOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all parts: the same objects, so that a learning rate set in one counts."""
+        """Groups of all parts: the same dicts, so that setting a learning rate takes effect."""
         return [group for part in self.parts for group in part.param_groups]
 
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
-        """What the parts keep for each parameter."""
+        """Per-parameter state of all parts."""
         return ChainMap(*(part.state for part in self.parts))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -44,27 +44,27 @@ class ChainedOptimizers(Optimizer):
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Take the gradients away from all parameters; the engine gives them back."""
+        """Clear the gradients of all parameters; the engine sets them again."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each part, by its number."""
+        """Return the state of each part, by its index."""
         return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load a result of `state_dict`."""
         for number, part in enumerate(self.parts):
             part.load_state_dict(state_dict[str(number)])
 
 
 def chained(parts: Sequence[Optimizer]) -> Optimizer:
-    """Return several optimizers as one; one as it is."""
+    """Return several optimizers as one; a single one unchanged."""
     return parts[0] if len(parts) == 1 else ChainedOptimizers(parts)
 
 
 def parts_of(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that chained ones consist of."""
+    """Return the optimizers with chained ones replaced by their parts."""
     return [
         part
         for optimizer in optimizers
@@ -73,13 +73,13 @@ def parts_of(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 
 class LRSchedulers:
-    """A learning-rate scheduler for each optimizer of a rank, and none where it has none."""
+    """Learning rate schedulers, one for each optimizer of a rank; none where it has none."""
 
     def __init__(self, make: Callable[[Optimizer], Any], optimizers: Iterable[Optimizer]) -> None:
         self.schedulers = [make(part) for part in parts_of(optimizers)]
 
     def step(self, *given: Any) -> None:
-        """Step them all; `given` is what their `step` takes, such as the loss for `ReduceLROnPlateau`."""
+        """Step all of them; `given` is passed on, such as the loss for `ReduceLROnPlateau`."""
         for scheduler in self.schedulers:
             scheduler.step(*given)
 
@@ -88,9 +88,9 @@ class LRSchedulers:
         return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each, by its number, and the settings of its optimizer's groups.
+        """Return the state of each, by its index, and the settings of its optimizer's groups.
 
-        Those are more than learning rates: `OneCycleLR` and `CyclicLR` change the momentum as well.
+        Settings include more than learning rates: `OneCycleLR` and `CyclicLR` change the momentum as well.
         """
         return {
             str(number): {
@@ -101,7 +101,7 @@ class LRSchedulers:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on the same mesh, and let groups be as they were."""
+        """Load a result of `state_dict` from the same mesh, and restore the groups' settings."""
         for number, scheduler in enumerate(self.schedulers):
             given = state_dict[str(number)]
             scheduler.load_state_dict(given["scheduler"])

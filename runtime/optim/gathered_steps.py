@@ -1,18 +1,18 @@
-"""Steps of whole matrices under tensor parallelism: gathered before the step, scattered behind it.
+"""Optimizer steps on whole matrices under tensor parallelism: gathered before the step, scattered after it.
 
     rank 0  [ shard 0 ]─┐                               ┌─▶ [ shard 0 ]
                         ├─▶ [ whole ] ── the step ─────▶│       the same on every rank of tp, with the same state
     rank 1  [ shard 1 ]─┘                               └─▶ [ shard 1 ]
 
-An optimizer whose update of a number depends on its whole parameter (Muon, Adafactor, LAMB) gets the same numbers so as
-in one process. It takes the memory of its matrices and of their state on every rank of tp.
+An optimizer whose update of a number depends on its whole parameter (Muon, Adafactor, LAMB) so computes the same as in
+one process. It needs memory for its whole matrices and their state on every rank of tp.
 
-The norm of all gradients, for an optimizer that clips by it and has some of the parameters.
+For an optimizer that clips by the norm of all gradients but has only some parameters, a rest parameter supplies it:
 
-    rank 0    [ p0 p1 ] + [ r ]        r has one number, whose gradient is √(norm² - |∂p0|² - |∂p1|²)
-    rank 1    [ p2 ]    + [ r ]        so that the optimizer finds the norm over p0 p1 p2 on both
+    rank 0    [ p0 p1 ] + [ r ]        r has one number, with the gradient √(norm² - |∂p0|² - |∂p1|²)
+    rank 1    [ p2 ]    + [ r ]        so that the optimizer computes the norm over p0 p1 p2 on both
 
-The engine knows the norm before it steps, so nobody sends anything for it. `r` is a parameter only within a step.
+The engine knows the norm before it steps, so no message is needed. `r` is a parameter during a step only.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _NO_CONTEXT = nullcontext()
 
 
 class GatheredMatrix:
-    """A parameter that is cut over tp, and as a whole while it is stepped.
+    """A parameter sharded over tp, and its whole matrix during a step.
 
     Attributes:
-        shard: what this rank has of it.
-        full: what the optimizer steps.
+        shard: this rank's shard of it.
+        full: the tensor that the optimizer steps.
     """
 
     def __init__(self, shard: nn.Parameter, how: Shard, group: Group) -> None:
@@ -66,13 +66,13 @@ class GatheredMatrix:
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Take over this rank's shard of what was stepped."""
+        """Copy this rank's part of the stepped matrix to its shard."""
         self.shard.copy_(take_shard(self.full, self._how))
         self.full.grad = None
 
 
 class Stepper:
-    """Steps an optimizer, with whole matrices where it needs them."""
+    """Steps an optimizer, on whole matrices where it needs them."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Stepper:
     ) -> None:
         self.optimizer, self._gathered = optimizer, tuple(gathered)
         self.goes_by_norm = goes_by_norm
-        """Whether it looks at the norm of all gradients, and has some of the parameters."""
+        """Whether it depends on the norm of all gradients, but has only some parameters."""
         self._handles = {matrix.shard: matrix.full for matrix in self._gathered}
         self._parts = parts = parts_of([optimizer])
         self._part_of = {p: part for part in parts for p in parameters_of(part)}
@@ -94,13 +94,13 @@ class Stepper:
         self._stepped = len(self._part_of)
 
     def state_of(self, master: nn.Parameter) -> dict[str, Any]:
-        """Return what the optimizer keeps for a parameter; of one that it does not step, nothing."""
+        """Return the optimizer state of a parameter; {} for one that it does not step."""
         parameter = self._handles.get(master, master)
         part = self._part_of.get(parameter)
         return {} if part is None else part.state[parameter]
 
     def read_beside(self, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return what the optimizers keep beside, as tensors; `masters` are this rank's, by the names of weights."""
+        """Return the optimizers' other state as tensors; `masters` are this rank's, by the names of weights."""
         if not self._foreign:
             return {}
         weights = self._weights(masters)
@@ -109,12 +109,12 @@ class Stepper:
         return {name: tensor for one in packed for name, tensor in one.items()}
 
     def require_beside(self, names: Collection[str]) -> None:
-        """Raise `MisfitError` where names of a state are of other optimizers."""
+        """Raise `MisfitError` for names of a state that belong to other optimizers."""
         for own in self._own:
             own.require_loadable(names)
 
     def load_beside(self, state: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter]) -> None:
-        """Take over what `read_beside` gave, when the parameters' own states are there."""
+        """Load a result of `read_beside`, after the per-parameter state."""
         if not self._foreign:
             return
         weights = self._weights(masters)
@@ -133,21 +133,21 @@ class Stepper:
         return {name: (p, kept) for name, (p, kept) in weights.items() if self._part_of[p] is own.optimizer}
 
     def gathers(self, master: nn.Parameter) -> bool:
-        """Whether a parameter is stepped as a whole matrix, of which `master` is this rank's shard."""
+        """Whether a parameter, of which `master` is this rank's shard, is stepped as a whole matrix."""
         return master in self._handles
 
     def group_of(self, master: nn.Parameter) -> Mapping[str, Any]:
-        """Return the group of what is stepped for a parameter, itself or its whole matrix."""
+        """Return the parameter group of the tensor stepped for a parameter: itself, or its whole matrix."""
         parameter = self._handles.get(master, master)
         part = self._part_of.get(parameter)
         groups = () if part is None else part.param_groups
         return next((group for group in groups if any(parameter is other for other in group["params"])), {})
 
     def step(self, norm: Tensor | None = None) -> None:
-        """Make a step; collective over tp where matrices are gathered.
+        """Run a step; collective over tp where matrices are gathered.
 
-        `norm` is that of all gradients, 0-dimensional, for an optimizer that goes by it. Raises `UsageError` where an
-        optimizer has more parameters than it was built with.
+        `norm` is that of all gradients, 0-dimensional, for an optimizer that depends on it. Raises `UsageError` where
+        an optimizer has more parameters than it was built with.
         """
         stepped = 0
         for part in self._parts:
@@ -184,7 +184,7 @@ class Stepper:
         return _RefusedDraws(type(odd[0]).__name__) if odd else nullcontext()
 
     def _warn_of_lost(self) -> None:
-        """Write a warning, after the first step, where nothing could be saved."""
+        """Log a warning, after the first step, where the state could not be saved."""
         weights = {str(n): p for n, p in enumerate(self._part_of)}
         try:
             self.read_beside(weights)
@@ -195,7 +195,7 @@ class Stepper:
 
 
 class _RefusedDraws(TorchDispatchMode):
-    """Raises `UsageError` where a step draws random numbers, of which ranks would draw different ones."""
+    """Raises `UsageError` where a step draws random numbers, which would differ between ranks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ class _RefusedDraws(TorchDispatchMode):
 
 @contextmanager
 def rest_of_norm(optimizer: Optimizer, norm: Tensor) -> Iterator[None]:
-    """A context in which the gradients of an optimizer's parameters, and of one more, have this 2-norm."""
+    """Return a context with one more parameter, so that an optimizer's gradients have this 2-norm in total."""
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     squares = [torch.linalg.vector_norm(gradient).to(norm.dtype).square() for gradient in gradients]
     here = torch.stack(squares).sum() if squares else torch.zeros_like(norm)

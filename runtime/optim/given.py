@@ -1,20 +1,20 @@
-"""What users give as an optimizer, read as one thing: named parameters → optimizers.
+"""Optimizer arguments in all accepted forms, normalized to one: named parameters → optimizers.
 
-    AdamW, partial(AdamW, lr=3e-4)             a class, or anything that is called with parameters
+    AdamW, partial(AdamW, lr=3e-4)             a class, or any callable that takes parameters
     lambda params: AdamW(params, lr=3e-4)      a function; if its parameter is called "named…": (name, parameter) pairs
-    lambda named: [Muon(…), AdamW(…)]          that gives several
-    {"*.mlp.*": Muon, "*": AdamW}              several: each gets the names whose first pattern it is
-    AdamW(model.parameters(), lr=3e-4)         an instance over the blocks' own parameters: made again over ours
+    lambda named: [Muon(…), AdamW(…)]          a function that returns several
+    {"*.mlp.*": Muon, "*": AdamW}              several: each gets the names that match its pattern first
+    AdamW(model.parameters(), lr=3e-4)         an instance over the blocks' parameters: rebuilt over this rank's
 
-A function is called with all parameters of the model, as in one process, in stand-ins that have no numbers; what it
-does with those of other ranks is dropped.
+A function is called with all parameters of the model, as in one process, as stand-ins without memory; other ranks'
+parameters are dropped from its result.
 
-An optimizer made again over other parameters: the same class, the same groups and options.
+An optimizer rebuilt over other parameters has the same class, groups and options.
 
-    groups   [{params: [a, b], lr: 0.1}, {params: [c], lr: 0.2}]        c is not ours
+    groups   [{params: [a, b], lr: 0.1}, {params: [c], lr: 0.2}]        c is not on this rank
          ──▶ [{params: [A, B], lr: 0.1}, {params: [],  lr: 0.2}]
 
-What an optimizer has beside its groups is copied. One that made tensors when it was built (`holds_tensors`) is built
+Its other attributes are copied. An optimizer that created tensors when it was built (`holds_tensors`) is built
 again, from its options.
 """
 
@@ -39,7 +39,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model."""
 
 OptimizerFn = Callable[[Any], Any]
-"""Parameters → optimizer or several; where its parameter's name begins with "named", it is given pairs."""
+"""Parameters → optimizer or several; if its first argument's name begins with "named", it gets (name, parameter)."""
 
 OptimizerGiven = OptimizerFn | Optimizer | Mapping[str, OptimizerFn]
 
@@ -47,9 +47,9 @@ Builder = Callable[[Named], list[Optimizer]]
 
 
 def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
-    """Return what builds optimizers as given; raises `UsageError` for what is none.
+    """Return a function that builds the given optimizers; raises `UsageError` for an invalid argument.
 
-    `blocks` are those of the model, before they are cut: the parameters that an instance was built over.
+    `blocks` are the model's before sharding: the parameters that an instance was built over.
     """
     if isinstance(given, Optimizer):
         return _over_other(given, blocks)
@@ -64,10 +64,10 @@ def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
 
 
 def _called(function: OptimizerFn) -> Builder:
-    """Return what calls a function with parameters, or pairs."""
+    """Return a builder that calls a function with parameters, or pairs."""
     try:
         first = next(iter(arguments_of(function)), "")
-    except ValueError:  # built in: it does not say
+    except ValueError:  # a builtin without a signature
         first = ""
 
     def build(named: Named) -> list[Optimizer]:
@@ -85,7 +85,7 @@ def _called(function: OptimizerFn) -> Builder:
 
 
 def _by_pattern(given: Mapping[str, OptimizerFn]) -> Builder:
-    """Return what gives each function the parameters whose names its pattern is the first to match."""
+    """Return a builder that passes each function the parameters that match its pattern first."""
     called: dict[str, Builder] = {}
     for pattern, function in given.items():
         if not isinstance(pattern, str) or not callable(function) or isinstance(function, Optimizer):
@@ -113,7 +113,7 @@ def _by_pattern(given: Mapping[str, OptimizerFn]) -> Builder:
 
 
 def _taken(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of an instance that an engine has made its own optimizers from: whoever uses it is told."""
+    """Return the class for an instance that was rebuilt: any use of it raises, with advice."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UsageError(
@@ -124,12 +124,12 @@ def _taken(kind: type[Optimizer]) -> type[Optimizer]:
     doors = [name for name in dir(Optimizer) if name[0] != "_" and callable(getattr(Optimizer, name))]
     told: dict[str, Any] = dict.fromkeys(doors, refuse)
     told |= {"param_groups": property(refuse, refuse), "state": property(refuse, refuse), "_quintsched_kind": kind}
-    told |= {"__repr__": object.__repr__, "zero_grad": lambda *_, **__: None}  # as the engine does by itself
+    told |= {"__repr__": object.__repr__, "zero_grad": lambda *_, **__: None}  # a no-op, as the engine clears gradients
     return type(kind.__name__, (kind,), told)
 
 
 def _over_other(taken: Optimizer, blocks: Blocks) -> Builder:
-    """Return what makes an instance again, over other parameters of the same names; then it refuses to be used."""
+    """Return a builder that rebuilds an instance over other parameters of the same names, and disables the instance."""
     given: Optimizer = object.__new__(getattr(taken, "_quintsched_kind", type(taken)))
     given.__dict__.update(taken.__dict__)
     kind = type(given).__name__
@@ -171,16 +171,16 @@ def _over_other(taken: Optimizer, blocks: Blocks) -> Builder:
 
 
 Instead = Mapping[int, Sequence[nn.Parameter]]
-"""What takes the place of each parameter, by its id: none, one, or several that are copies of each other."""
+"""Replacements of each parameter, by its id: none, one, or several that are copies of each other."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return what an optimizer steps, group by group."""
+    """Return the parameters that an optimizer steps, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def remade(optimizer: Optimizer, instead: Instead) -> Optimizer:
-    """Return an optimizer like this one, which has made no step, over other parameters; raises `UsageError`."""
+    """Return an optimizer like this one, without any step made, over other parameters; raises `UsageError`."""
     if holds_tensors(optimizer):
         return _built_again(optimizer, instead)
     kind = type(optimizer)
@@ -200,7 +200,7 @@ def remade(optimizer: Optimizer, instead: Instead) -> Optimizer:
 
 
 def rebound(optimizer: Optimizer, instead: Instead) -> Optimizer:
-    """Return the optimizer itself, its groups with other parameters; one like it where it holds them elsewhere, too."""
+    """Return the optimizer itself, with parameters replaced in its groups; a rebuilt one where it holds others."""
     if holds_tensors(optimizer) or nested_in(optimizer) or _holds(optimizer, instead):
         return remade(optimizer, instead)
     for group in optimizer.param_groups:
@@ -214,13 +214,13 @@ def _holds(optimizer: Optimizer, parameters: Instead) -> bool:
 
 
 def holds_tensors(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has tensors of several numbers beside its parameters, which it made as it was built."""
+    """Whether an optimizer has tensors of several numbers, other than parameters, created when it was built."""
     known = set(map(id, parameters_of(optimizer)))
     return any(tensor.numel() > 1 and id(tensor) not in known for tensor in tensors_in(vars(optimizer)))
 
 
 def nested_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one steps for its own step."""
+    """Return the optimizers that an optimizer wraps, and steps in its own step."""
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 

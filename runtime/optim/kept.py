@@ -1,9 +1,9 @@
-"""What an optimizer keeps for one parameter, as tensors by names of one part each, and back, exactly.
+"""Per-parameter optimizer state as a flat mapping from names to tensors, and back, exactly.
 
     {"exp_avg": tensor, "step": 3, "a.b": tensor, "history": [tensor, tensor]}
      ──▶  "exp_avg"  "step#"  "a%2Eb"  "history#"  "history#0"  "history#1"
 
-Tensors keep their names, so that those of the weight's shape can be cut as it is, those in lists among them; what ends
+Tensors keep their names, so that those of the weight's shape can be sharded as it is, also in lists; a name that ends
 in "#" is the JSON of a value (`blocks.plain_values`).
 """
 
@@ -26,9 +26,9 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 def flat_of(kept: Mapping[Any, Any], of: str) -> dict[str, Tensor]:
-    """Return tensors for what is kept for a parameter; `of` says in words for which.
+    """Return the state of a parameter as tensors; `of` names the parameter in words.
 
-    Raises `UsageError` for what no file of tensors can hold.
+    Raises `UsageError` for values that no file of tensors can hold.
     """
     found: dict[str, Tensor] = {}
     odd: dict[Any, Any] = {}
@@ -51,7 +51,7 @@ def flat_of(kept: Mapping[Any, Any], of: str) -> dict[str, Tensor]:
 
 
 def kept_of(flat: Mapping[str, Any], device: torch.device) -> dict[Any, Any]:
-    """Return what `flat_of` made tensors of; `device` is that of the parameter. Values that are no tensors stay."""
+    """Return the state from which `flat_of` made tensors; `device` is the parameter's. Other values stay unchanged."""
     kept: dict[Any, Any] = {}
     for name, value in flat.items():
         if is_text(name):
@@ -63,10 +63,10 @@ def kept_of(flat: Mapping[str, Any], device: torch.device) -> dict[Any, Any]:
 
 
 class KeptMemory:
-    """The tensors that were kept for a parameter, as memory for those that are loaded in their place.
+    """Memory of a parameter's state tensors, reused for tensors that are loaded in their place.
 
-    Freed and allocated anew, tensor by tensor, they would leave gaps that the host's allocator fills with nothing. One
-    that shares its memory with another, or with the parameter, is not written to.
+    Freeing and allocating them one by one would fragment the host's heap. A tensor that shares its memory with another,
+    or with the parameter, is not reused.
     """
 
     def __init__(self, kept: dict[Any, Any], parameter: Tensor) -> None:
@@ -80,7 +80,7 @@ class KeptMemory:
         kept.clear()
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what `flat_of` names so: the tensor that was kept there if it is alike, or a new one."""
+        """Return memory for the tensor that `flat_of` names so: the kept one if it matches, or a new one."""
         found = self._free.pop(name, None)
         if found is not None and (tuple(found.shape), found.dtype, found.device) == (tuple(shape), dtype, device):
             return found.detach()

@@ -1,9 +1,9 @@
-"""Loss scaling for fp16: gradients too small for the type are scaled up, and down again once they are float32 sums.
+"""Loss scaling for fp16: keeps small gradients above underflow; the sums, in float32, are unscaled.
 
     loss x scale ──▶ backward in fp16 ──▶ sums in float32 ──▶ / (weight x scale) ──▶ norm, clip, step
-                                              not finite: no rank steps, and the scale falls; else it may rise
+                                              not finite: no rank steps, and the scale drops; otherwise it may grow
 
-The scale is that of a `torch.amp.GradScaler`, whose numbers and rules are kept: who looks at it sees the scale in use.
+The scale and its update rule are those of a `torch.amp.GradScaler`, whose state always shows the scale in use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from quintsched.errors import UsageError
 from ..comm.device import is_at_hand
 
 SCALE = "engine.loss_scale"
-"""The name of the scale in a state."""
+"""Name of the scale in a state."""
 
 
 class LossScale:
-    """The scale of losses, and how it changes; None: 1, always, and it `scales` none.
+    """The loss scale and its updates; without a scaler it is always 1, and `scales` is False.
 
-    Raises `UsageError` for what is no scaler.
+    Raises `UsageError` for an object that is no `GradScaler`.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -39,9 +39,9 @@ class LossScale:
         self._latest, self._key = torch.empty(0), tuple[Any, ...]()
 
     def gradient_of(self, loss: torch.Tensor, times: float) -> torch.Tensor:
-        """Return what a backward begins with at a loss that counts so many times.
+        """Return the gradient that a backward starts with at a loss that counts `times` times.
 
-        Where the host computes, it is the one before, if that is the same and nobody has written into it.
+        On the host, the previous tensor is reused if it is equal and unmodified.
         """
         key = type(loss), loss.dtype, loss.shape, self.value, times
         if key != self._key or self._latest._version:
@@ -53,11 +53,11 @@ class LossScale:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether gradients may be not finite only since the loss is scaled."""
+        """Whether gradients may be non-finite only because of the scale."""
         return self._scaler is not None and self.value >= 1
 
     def update(self, *, skipped: bool) -> None:
-        """Change the scale, where it scales, after a step, which was skipped as its gradient was not finite, or not."""
+        """Update the scale after a step; `skipped`: its gradient was not finite."""
         assert self._scaler is not None
         state: dict[str, Any] = self._scaler.state_dict()
         steps = 0 if skipped else state["_growth_tracker"] + 1
@@ -68,14 +68,14 @@ class LossScale:
         self._scaler.load_state_dict({**state, "scale": self.value, "_growth_tracker": steps})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the scale, and for how many steps it has not changed; nothing without a scaler."""
+        """Return the scale, and its number of steps without a change; {} without a scaler."""
         if self._scaler is None:
             return {}
         steps = float(self._scaler.state_dict()["_growth_tracker"])
         return {SCALE: torch.tensor([self.value, steps], dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` gave, where it is there."""
+        """Load a result of `state_dict`, if it is in the state."""
         found = state.get(SCALE)
         if self._scaler is not None and found is not None:
             self.value, steps = found.tolist()

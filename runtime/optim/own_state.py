@@ -1,13 +1,13 @@
-"""What an optimizer keeps beside its parameters' own state: it belongs to a group, or to the optimizer.
+"""Optimizer state that belongs to no parameter: entries of groups, attributes of the optimizer, and other keys.
 
-    engine.optimizer.0/groups/1/k#          of a group: what a step changes (schedule-free, Prodigy)
-    engine.optimizer.0/attributes/count#    an attribute that is not what it was when the optimizer was made
+    engine.optimizer.0/groups/1/k#          an entry of a group that a step changes (schedule-free, Prodigy)
+    engine.optimizer.0/attributes/count#    an attribute that has changed since the optimizer was built
     engine.optimizer.0/state#               state under keys that are no parameters
-    engine.optimizer.0/shared#              which states of parameters are one tensor
-    engine.optimizer.0.base/…               the same of an optimizer that it steps (Lookahead)
+    engine.optimizer.0/shared#              states of several parameters that are one tensor
+    engine.optimizer.0.base/…               the same for an optimizer that it wraps (Lookahead)
 
-Settings that only a program changes, such as a learning rate, are the program's, and are not saved. torch's own
-optimizers keep nothing of this kind, and are not looked at.
+Settings that only the training program changes, such as a learning rate, are not saved. torch's own optimizers have
+no such state, and are not inspected.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from ..blocks.plain_values import TEXT, NotPlainError, pack, quoted, unpack, unq
 from .given import parameters_of
 
 BESIDE = "engine.optimizer."
-"""How the names of all this begin."""
+"""Prefix of all these names."""
 
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial)
 _OTHERS = (Optimizer, nn.Module, logging.Logger)
 _DEEPEST, _OBJECTS = 24, 12
-"""How deep values are looked through; objects of other classes that are in one another are looked at once."""
+"""Maximum depth of inspection; and that of other classes' objects within one another."""
 
 _GONE, _LOST = object(), object()
-"""In place of a value: it is not there, or it was there and is not known."""
+"""Placeholders for a value: absent, and unknown though it was there."""
 
 Names = Mapping[int, str]
-"""Words for tensors that are known otherwise, by their ids."""
+"""Words for tensors that are saved elsewhere, by their ids."""
 
 Named = Mapping[str, tuple[nn.Parameter, dict[str, Any]]]
-"""By names of weights, what is stepped of them, and what is kept for it."""
+"""Stepped parameters and their state, by the names of weights."""
 
 Tensors = Mapping[str, Tensor]
 Known = Callable[[Tensor], str | None]
 
 
 class OwnState:
-    """What one of a rank's optimizers keeps beside.
+    """State of one of a rank's optimizers beside the per-parameter state.
 
     Args:
-        number: which of the optimizers it is, in the order in which they were built.
+        number: index of the optimizer, in the order in which they were built.
     """
 
     def __init__(self, number: int, optimizer: Optimizer) -> None:
@@ -70,7 +70,7 @@ class OwnState:
         self._initial_more = self._more()
 
     def _look_into(self, prefix: str, one: Optimizer, seen: dict[int, None]) -> None:
-        """Note what one of them has that those before it, by their ids in `seen`, have not."""
+        """Register the groups, state and attributes of an optimizer, except those in `seen`, by id."""
         for number, group in enumerate(one.param_groups):
             if id(group) not in seen and group["params"]:
                 read = partial(settings_of, group)
@@ -82,7 +82,7 @@ class OwnState:
         self._attributes.append(_Entries(f"{prefix}attributes/", read, partial(setattr, one), partial(delattr, one)))
 
     def _more(self) -> object:
-        """Return what an own state_dict gives beside torch's, in tokens."""
+        """Return a token of an overridden state_dict's additional entries."""
         if len(self._nested) != 1 or type(self.optimizer).state_dict is Optimizer.state_dict:
             return None
         try:
@@ -92,17 +92,17 @@ class OwnState:
         return token_of({key: value for key, value in more.items() if key not in ("state", "param_groups")})
 
     def begin_step(self) -> None:
-        """Take note of the groups as they are before a step."""
+        """Record the groups before a step."""
         for group in self._groups:
             group.begin()
 
     def end_step(self) -> None:
-        """Find what of the groups the step has changed."""
+        """Find the group entries that the step has changed."""
         for group in self._groups:
             group.end()
 
     def pack(self, names: Names) -> dict[str, Tensor]:
-        """Return it as tensors; raises `UsageError` for what no file of tensors can hold."""
+        """Return it as tensors; raises `UsageError` for values that no file of tensors can hold."""
 
         def known(tensor: Tensor) -> str | None:
             return names.get(id(tensor))
@@ -125,7 +125,7 @@ class OwnState:
         return found
 
     def _state_of_none(self, one: Optimizer, known: Known) -> list[list[Any]]:
-        """Return the keys and values of a state that are saved with no weight."""
+        """Return [key, value] pairs of a state that are saved with no weight."""
         pairs = [[key, dict(kept) if isinstance(kept, Mapping) else kept] for key, kept in self._unsaved(one)]
         if any(isinstance(key, Tensor) and known(key) is None for key, _ in pairs):
             raise NotPlainError("its state has a key that is a tensor, and no parameter that it was given")
@@ -136,7 +136,7 @@ class OwnState:
         return [(key, kept) for key, kept in one.state.items() if id(key) not in stepped]
 
     def pack_shared(self, weights: Named) -> dict[str, Tensor]:
-        """Return which states of several parameters are one tensor."""
+        """Return the places of parameter states that are one tensor, as tensors."""
         places: dict[int, list[list[str]]] = {}
         for name, (_, kept) in weights.items() if self.is_foreign else ():
             for key, value in kept.items():
@@ -146,7 +146,7 @@ class OwnState:
         return pack(f"{self._mine}/shared", shared) if shared else {}
 
     def share(self, state: Tensors, weights: Named) -> None:
-        """Let states of several parameters be one tensor again."""
+        """Restore one shared tensor for states of several parameters."""
         name = f"{self._mine}/shared"
         for places in unpack(name, state) if f"{name}{TEXT}" in state else ():
             here = [(weights[weight][1], key) for weight, key in places if weight in weights]
@@ -154,7 +154,7 @@ class OwnState:
                 kept[key] = here[0][0][key]
 
     def require_loadable(self, names: Collection[str]) -> None:
-        """Raise `MisfitError` for names of what another optimizer has kept."""
+        """Raise `MisfitError` for names that another optimizer has saved."""
         kinds = ("groups/", "attributes/", "state#", "shared#")
         known = tuple(f"{self._mine}{path}/{kind}" for path, _ in self._nested for kind in kinds)
         for name in names:
@@ -162,9 +162,9 @@ class OwnState:
                 raise MisfitError(f"the state is of another optimizer than {self._kind}, which has no {name!r}")
 
     def load(self, state: Tensors, device: torch.device, tensors: Tensors) -> None:
-        """Take over what `pack` gave; `tensors` are those that go by words.
+        """Load a result of `pack`; `tensors` are those that are saved by words.
 
-        What is not there becomes what it was when the optimizer was made.
+        Missing entries are reset to their values when the optimizer was built.
         """
 
         def given(name: str) -> Any:
@@ -182,7 +182,7 @@ class OwnState:
 
 
 def words_of(weights: Named) -> dict[str, Tensor]:
-    """Return the tensors that go by words: parameters, and their states."""
+    """Return the tensors that are saved by words: parameters, and their states."""
     found: dict[str, Tensor] = {}
     for name, (parameter, kept) in weights.items():
         found[f"parameter {name}"] = parameter
@@ -191,12 +191,12 @@ def words_of(weights: Named) -> dict[str, Tensor]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group holds beside its parameters."""
+    """Return a group's entries other than its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _nested(optimizer: Optimizer, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Optimizer]]:
-    """Yield an optimizer and those that it steps, by their places in it."""
+    """Yield an optimizer and those that it wraps, with their paths in it."""
     seen = set() if seen is None else seen
     if id(optimizer) in seen:
         return
@@ -216,12 +216,12 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 @cache
 def _of_all() -> frozenset[str]:
-    """Return the attributes that every optimizer has, or a scheduler gives it."""
+    """Return the attributes that every optimizer has, or that a scheduler sets."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))]))) | {"_opt_called", "_step_count"}
 
 
 def _own_attributes(optimizer: Optimizer, seen: Collection[int]) -> dict[str, Any]:
-    """Return those that are no optimizers, nor what optimizers have in common."""
+    """Return attributes that are neither optimizers, nor shared by optimizers."""
     return {
         name: value
         for name, value in _attributes(optimizer).items()
@@ -231,11 +231,11 @@ def _own_attributes(optimizer: Optimizer, seen: Collection[int]) -> dict[str, An
 
 
 class _Entries:
-    """Entries of a group, or attributes, of which those are saved that are no longer what they were at `begin`.
+    """Entries of a group, or attributes, of which those are saved that have changed since `begin`.
 
     Args:
-        prefix: how names of what is saved begin.
-        read, put, drop: return all entries, set one, take one away.
+        prefix: prefix of their names in a state.
+        read, put, drop: return all entries, set one, delete one.
     """
 
     def __init__(
@@ -252,16 +252,16 @@ class _Entries:
         self.begin()
 
     def begin(self) -> None:
-        """Take note of all entries."""
+        """Record all entries."""
         self._before = {key: token_of(value) for key, value in self._read().items()}
 
     def end(self) -> None:
-        """Find which have changed."""
+        """Find the entries that have changed."""
         now = {key: token_of(value) for key, value in self._read().items()}
         self._moved |= {key for key in {**now, **self._before} if now.get(key, _GONE) != self._before.get(key, _GONE)}
 
     def pack(self, known: Known) -> dict[str, Tensor]:
-        """Return those that have changed, as tensors."""
+        """Return the changed entries, as tensors."""
         found: dict[str, Tensor] = {}
         for key, value in self._read().items():
             if key in self._moved:
@@ -269,7 +269,7 @@ class _Entries:
         return found
 
     def load(self, state: Tensors, given: Callable[[str], Any]) -> None:
-        """Let entries be as they are given, in place where that can be; others as they were at first."""
+        """Set entries from a state, in place where possible; reset the other changed ones to their first values."""
         names = [name for name in state if name.startswith(self._prefix) and name.endswith(TEXT)]
         keys = [name.removeprefix(self._prefix).removesuffix(TEXT) for name in names]
         found = {key: self._initial.get(key, _GONE) for key in self._moved}
@@ -289,7 +289,7 @@ class _Entries:
 
 
 def _filled(held: Any, value: Any) -> bool:
-    """Put a value into what is held, which others may hold too; return whether that can be."""
+    """Write a value into a held object in place, as others may hold it too; return whether that is possible."""
     if type(held) is not type(value):
         return False
     if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype:
@@ -325,7 +325,7 @@ def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Identity:
-    """Equal to that of the same object, while it lives."""
+    """Compares equal for the same object, while it is alive."""
 
     def __init__(self, value: object) -> None:
         self._ref: Callable[[], object] = ref(value) if type(value).__weakrefoffset__ else lambda: value
@@ -338,9 +338,9 @@ class _Identity:
 
 
 def token_of(value: Any, depth: int = 0) -> object:
-    """Return what tells whether a value has changed since: of tensors that they were written to, not their numbers.
+    """Return a token that changes with a value: for tensors by version counter, not numbers.
 
-    Of objects of other classes, what they hold themselves counts; modules and loggers are none of the optimizer's.
+    For objects of other classes, their own attributes count; modules and loggers compare by identity.
     """
     if isinstance(value, Tensor):
         return _Identity(value), 0 if value.is_inference() else value._version

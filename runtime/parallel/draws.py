@@ -1,16 +1,16 @@
-"""Random draws of blocks, the same on every mesh and schedule: torch's own generators are seeded for each of its units.
+"""Random draws of blocks, the same on every mesh and schedule: torch's generators are seeded for each block and unit.
 
-    with draws.running(block):       seed, step, first sample, block ─▶ torch's generators ─▶ as they were before
-        F.dropout(x, p)              which call it is ─▶ words of its samples, as an nn.Dropout's, cut as those
+    with draws.running(block):       seed, step, first sample, block ─▶ torch's generators ─▶ restored afterwards
+        F.dropout(x, p)              number of the call ─▶ hash words of its samples, as in an nn.Dropout
         attention with dropout_p     likewise, for its scores
-        x + torch.randn_like(x)      as torch draws it: the same on the same microbatches
+        x + torch.randn_like(x)      as torch draws it: the same for the same microbatches
 
-Where a rank has a part of what one process has, of features between a column and its row, or of the tokens, it may
-draw a number for each sample, which is the same on all ranks, and by these dropouts; else that is refused. So are draws
-in experts, whose rows are no samples.
+Where a rank holds a shard of the features (between a column and a row layer) or a slice of the tokens, it may draw one
+number per sample, which is equal on all ranks, and call these dropouts; other draws are refused. Draws within experts
+are refused too: their rows are not samples.
 
-A part of a block that runs again in a backward (torch.utils.checkpoint) finds the generators as they were in its
-forward, and draws the same: a call is known by their state before it.
+A part of a block that is rerun in a backward (torch.utils.checkpoint) finds the generator states of its forward, and
+draws the same: a call is identified by the generator state before it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _DRAWS = (
     | {"fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices"}
     | {"fractional_max_pool3d_with_indices"}
 )
-"""Functions of torch that draw, by their names; some only if they are told to."""
+"""Names of torch functions that draw random numbers, some only with certain arguments."""
 
 Stays = Callable[[Sequence[int], float], Tensor]
-"""The shape of a mask, and a probability to drop → what stays, bool."""
+"""(shape of the mask, drop probability) → the mask, bool: True where an element is kept."""
 
 
 class _Call(NamedTuple):
-    """A call that is keyed: its name in the model, and over which ranks features are cut there, or tokens sliced."""
+    """A keyed call: its name in the model, and the group over which features are cut, or tokens sliced, there."""
 
     site: str
     cut: Group | None
@@ -63,12 +63,12 @@ class _Call(NamedTuple):
 
 
 class BlockDraws(TorchFunctionMode):
-    """Sees what blocks draw.
+    """Torch function mode that intercepts the random draws of blocks.
 
     Args:
-        masks: what the rank draws by.
+        masks: the rank's source of keyed masks.
         blocks: by number.
-        sliced: block number → the ranks over which the tokens are sliced that it is given, if they are.
+        sliced: block number → the group over which the block's input tokens are sliced; None if they are whole.
 
     Attributes:
         drawn: numbers of the blocks that have drawn so far.
@@ -91,7 +91,7 @@ class BlockDraws(TorchFunctionMode):
 
     @contextmanager
     def running(self, number: int) -> Iterator[None]:
-        """A context for the forward of a block, for the unit of the masks."""
+        """Context for the forward of a block, for the current unit of the masks."""
         unit = self._masks.unit
         assert unit is not None
         if self._step != unit.step:
@@ -107,7 +107,7 @@ class BlockDraws(TorchFunctionMode):
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context for the backward of the unit of the masks, which may run parts of forwards again."""
+        """Context for the backward of the current unit, which may rerun parts of forwards (torch.utils.checkpoint)."""
         with SeededGenerators(0, self._device), self:
             yield
 
@@ -129,7 +129,7 @@ class BlockDraws(TorchFunctionMode):
         return result
 
     def _draw_keyed(self, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Return what a dropout gives; None where it drops nothing, or draws by a seed that the block has set."""
+        """Return the result of a keyed dropout; None where it drops nothing, or the block has seeded the generator."""
         keyed = KEYED.get(func.__name__)
         if keyed is None or self._has_own_seed:
             return None
@@ -143,19 +143,19 @@ class BlockDraws(TorchFunctionMode):
 
     @property
     def _has_own_seed(self) -> bool:
-        """Whether a forward has seeded torch's generator itself."""
+        """Whether the forward that runs has seeded torch's default generator itself."""
         is_forward = torch._C._current_graph_task_id() == -1
         return is_forward and torch.default_generator.initial_seed() != self._seed
 
     def _stays(self, shape: Sequence[int], p: float) -> Tensor:
-        """Return what stays of a tensor of this shape, of which each number is dropped with probability p."""
+        """Return the mask of a tensor of this shape, bool; each element is dropped with probability p."""
         call = self._next_call()
         with torch.no_grad():
             drawn = self._masks.words_of_part(call.site, partial(self._words, call), shape, call.cut, call.sliced)
             return drawn >= round(p * 2**32)
 
     def _next_call(self) -> _Call:
-        """Return which call draws now; the generators move on, so that the next one finds another state."""
+        """Identify the call that draws now; advances the generator, so that the next call finds another state."""
         state, call = self._state(), None
         if torch._C._current_graph_task_id() == -1:
             pairs = self._pairs[self._number]
@@ -176,7 +176,7 @@ class BlockDraws(TorchFunctionMode):
         samples = len(unit.samples)
         if shape and shape[0] and not shape[0] % samples:
             keys = self._masks.sample_keys(call.site, self._device)
-            if torch.Size(shape[:-1]).numel() == samples:  # a row for each sample, none of tokens
+            if torch.Size(shape[:-1]).numel() == samples:  # one row per sample: no token dimension
                 return words(keys, shape, None, cut, None)
             return words(keys, shape, unit.positions, cut, sliced)
         if cut is not None or sliced is not None or unit.positions is not None:
@@ -188,7 +188,10 @@ class BlockDraws(TorchFunctionMode):
         return words(key, (1, *shape), None, None, None).view(tuple(shape))
 
     def _require_whole(self, name: str, result: Any, state: tuple[int, ...] | None) -> None:
-        """Raise `MisfitError` where what was drawn is a part of what one process draws; `state`: before the call."""
+        """Raise `MisfitError` if this rank drew only its part of a tensor that one process draws whole.
+
+        `state` is the generator state before the call; None for an explicit generator.
+        """
         if torch._C._current_graph_task_id() != -1:
             if state is not None and state not in self._calls:
                 raise self._unknown(name)
@@ -227,7 +230,7 @@ class BlockDraws(TorchFunctionMode):
         )
 
     def _require_seeded(self, generator: torch.Generator) -> None:
-        """Raise `MisfitError` for a generator whose numbers do not follow from a seed that this forward gave it."""
+        """Raise `MisfitError` for an explicit generator that was not seeded in this forward."""
         self.drawn.add(self._number)
         if self._seeded[0] is not self._masks.unit:
             self._seeded = self._masks.unit, {}
@@ -261,7 +264,7 @@ def _dropout(
 
 
 BY_DEVICE = torch.empty(0)
-"""In place of a result: fused kernels of accelerators draw themselves."""
+"""Sentinel in place of a result: fused kernels of accelerators draw themselves, from a seeded generator."""
 
 
 def _attention(
@@ -275,7 +278,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Attend from (…, queries, size) to (…, keys, size), and drop out of the probabilities."""
+    """Attend from (…, queries, size) to (…, keys, size), with dropout of the attention probabilities.
+
+    None where nothing is dropped; `BY_DEVICE` off the CPU.
+    """
     if dropout_p == 0 or query.device.type != "cpu":
         return None if dropout_p == 0 else BY_DEVICE
     if enable_gqa:
@@ -299,4 +305,4 @@ KEYED: Mapping[str, Callable[..., Tensor | None]] = {
     "dropout_": partial(_dropout, inplace=True),
     "scaled_dot_product_attention": _attention,
 }
-"""Functions whose masks are keyed, to what they give where `Stays` says what stays; None where nothing is dropped."""
+"""Keyed functions by name: implementations that take the mask from `Stays`; they return None if nothing is dropped."""

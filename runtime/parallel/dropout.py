@@ -1,31 +1,31 @@
-"""Dropout whose masks no mesh and no schedule changes: each bit is a hash of its place, not the next of a row.
+"""Counter-based dropout, independent of mesh and schedule: each mask bit is a hash of its global position.
 
     seed, step ─┐
     sample ─────┴▶ word of a sample ─┐
     site ────────────────────────────┴▶ word (B) ─┐
     position in the sequence ─────────────────────┴▶ word (B, R) ─┐
-    feature ──────────────────────────────────────────────────────┴▶ word (B, R, F) ≥ p · 2³² ? it stays
+    feature ──────────────────────────────────────────────────────┴▶ word (B, R, F) ≥ p · 2³² ? it is kept
 
-A site is a dropout of the model: the number of its block, its name in there, and, where a forward calls it several
-times, which call it is. Samples are counted over the whole batch, positions over the whole sequence. So a rank draws
-just those bits of the masks that belong to what it holds, and draws it again when a forward is recomputed, without a
-generator that would have to be kept, restored or shared between threads.
+A site is a dropout of the model: the number of its block, its name within the block, and the number of the call if a
+forward calls it several times. Samples are counted over the whole batch, positions over the whole sequence. So a rank
+computes exactly the mask bits of the elements that it holds, and the same bits when a forward is recomputed. No
+generator state has to be saved, restored or shared between threads.
 
     masks = Masks(seed)
     key_dropouts(block, number, masks)                    every nn.Dropout of the block becomes a `KeyedDropout`
     unit = Unit(step, samples=range(8, 12))               samples 8 … 11 of this step's batch
     with masks.of(unit):
         y = block(x)
-    with masks.again(unit):                               what the block runs again within its backward
+    with masks.again(unit):                               parts of the forward that are rerun in the backward
         y.sum().backward()
 
-Inputs are (samples, …, features), or have samples and tokens in one first dimension. Called outside of a unit, as by
-a user between two steps, a keyed dropout is an ordinary one. All else that blocks draw is seen by `draws`.
+Inputs are (samples, …, features), or have samples and tokens in one first dimension. Outside of a unit, as in user
+code between two steps, a keyed dropout is an ordinary one. `draws` handles all other random draws of blocks.
 
-Words are 32 bits in int64, mixed by xor-shifts and products that stay below 2⁶³: the same bits on every device. The
+Words are 32-bit hashes in int64, mixed by xor-shifts and products below 2⁶³: bitwise equal on every device. The
 two constants are those of the finaliser of least bias in Chris Wellons' "hash prospector" (2018).
 
-What a column layer, the row layer behind it and a dropout between them know of each other.
+State shared by a column layer, the row layer behind it and a dropout between them (`ColumnRowPair`):
 
 tokens ──▶ column ──▶ [ between: this rank's shard of the features ] ──▶ row ──▶ tokens
 """
@@ -52,47 +52,47 @@ from ..comm.autograd_collectives import outside_compiled
 
 @dataclass
 class ColumnRowPair:
-    """The columns of one module and the rows behind them; in between each rank has its shard of the features.
+    """Column layers of one module and the row layer behind them; in between each rank has its shard of the features.
 
-    Column and row note whether a forward is between them, which a dropout there has to know: its mask is that of this
-    rank's features. `columns` that take the same tokens let them enter once.
+    Column and row layers record whether a forward is between them. A dropout there then draws the mask of this rank's
+    features. If several `columns` take the same input, its communication is done once.
     """
 
     group: Group
     columns: int = 1
     is_between: bool = False
     is_gathered: bool = False
-    """Whether sliced tokens were gathered where they entered the module, and the row has not sliced them yet."""
+    """Whether sliced tokens have been all-gathered at the columns, and not yet scattered again by the row."""
     _last: tuple[Tensor, Tensor] | None = None
 
     def enter(self, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `x` as columns take it: `how(x)`, or what that was for the column before if it took the same `x`."""
+        """Return the columns' input `how(x)`, cached for columns that take the same `x`."""
         if self._last is None or self._last[0] is not x:
             self._last = (x, how(x))
         return self._last[1]
 
     def leave(self) -> None:
-        """Note that a row has taken what the columns gave."""
+        """Record that the forward has left the pair: the row layer has run."""
         self.is_between = self.is_gathered = False
         self._last = None
 
 
 WORD = 0xFFFF_FFFF
 MOST_ALARMS = 3
-"""Once there were so many nobody looks at generators any more, for an optimizer may draw too."""
+"""Number of alarms after which generators are no longer checked, since an optimizer may draw too."""
 BY_SAMPLES = -1
-"""The dimension of heads that are with samples in the first."""
+"""Stands for a dimension of heads that is fused with the samples in dimension 0."""
 
 CutSite = tuple[str, bool]
-"""A site, and whether it draws between columns and rows."""
+"""A site, and whether it draws between column and row layers."""
 FACTORS = (0x21F0_AAAD, 0x735A_2D97)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What masks are drawn for: samples of a step's batch, by their numbers in it, and a slice of their sequences.
+    """Unit that masks are drawn for: samples of a step's batch, by their numbers in it, and a slice of their sequences.
 
-    `positions` are those of the tokens here in the whole sequence, int64 (T,); None: they are all of it.
+    `positions` are those of the local tokens in the whole sequence, int64 (T,); None: the whole sequence is local.
     """
 
     step: int
@@ -101,7 +101,7 @@ class Unit:
 
 
 class _Drawing:
-    """What is drawn for one unit: how often each site was called, and the words of its samples."""
+    """Drawing state of one unit: number of calls of each site, and hash words of its samples."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -110,7 +110,7 @@ class _Drawing:
 
 
 class Masks:
-    """What a rank draws by: the run's seed, the unit whose forward runs now, and the one whose backward does.
+    """A rank's source of masks: the run's seed, and the units whose forward and backward run now.
 
     Args:
         seed: of the run.
@@ -123,9 +123,9 @@ class Masks:
         self._backward: _Drawing | None = None
         self._repeated: set[str] = set()
         self.alarms = 0
-        """How often torch's generators moved in a step: something was drawn that is not keyed."""
+        """Number of times that torch's generators advanced in a step, by draws that are not keyed."""
         self.cut_dims: dict[CutSite, int | None] = {}
-        """Sites where ranks of tp draw for unusual parts of tensors (see `words`), to their dimension; None: all."""
+        """Sites whose tensor is cut along another dimension than in `words`, to that dimension; None: it is whole."""
 
     @contextmanager
     def of(self, unit: Unit) -> Iterator[None]:
@@ -148,7 +148,7 @@ class Masks:
 
     @property
     def unit(self) -> Unit | None:
-        """The unit for which something is drawn now; None: for none. A forward may run beside a backward."""
+        """Unit that the calling thread draws for, or None. A forward may run beside a backward of another unit."""
         drawing = self._drawing
         return None if drawing is None else drawing.unit
 
@@ -157,11 +157,11 @@ class Masks:
         return self._forward if torch._C._current_graph_task_id() == -1 else self._backward
 
     def keys(self, site: str, device: torch.device) -> Tensor:
-        """Return a word for each sample of the unit, (samples), for the call of `site` that comes next."""
+        """Return a hash word for each sample of the unit, (samples), for the next call of `site`."""
         return self.sample_keys(f"{site} {self._next_call(site)}", device)
 
     def sample_keys(self, name: str, device: torch.device) -> Tensor:
-        """Return a word for each sample of the unit, (samples), for what is drawn under a name."""
+        """Return a hash word for each sample of the unit, (samples), for draws under a name."""
         drawing = self._drawing
         assert drawing is not None
         if drawing.samples is None:
@@ -171,7 +171,7 @@ class Masks:
         return _mix(drawing.samples ^ _word(f"site {name}"))
 
     def key(self, name: str) -> int:
-        """Return a word for the whole unit, told from others by its first sample, for what is drawn under a name."""
+        """Return a hash word for the whole unit, identified by its first sample, for draws under a name."""
         drawing = self._drawing
         assert drawing is not None
         return _word(f"unit {self.seed} {drawing.unit.step} {drawing.unit.samples.start} {name}")
@@ -179,7 +179,10 @@ class Masks:
     def words_of_part(
         self, site: str, draw: Callable[..., Tensor], shape: Sequence[int], cut: Group | None, sliced: Group | None
     ) -> Tensor:
-        """Return words for a rank's part of a tensor; `draw(shape=…, cut=…, sliced=…)` gives them for usual parts."""
+        """Return words for a rank's part of a tensor, by `draw(shape=…, cut=…, sliced=…)`.
+
+        For a site in `cut_dims` it draws the words of the whole tensor, and takes this rank's chunk of them.
+        """
         group = cut or sliced
         is_usual = group is None or (site, cut is not None) not in self.cut_dims
         dim = None if is_usual else self.cut_dims[site, cut is not None]
@@ -196,9 +199,9 @@ class Masks:
         return torch.flatten(parts[group.index], 0, 1)
 
     def _next_call(self, site: str) -> int:
-        """Return the number of the call of a site that comes next.
+        """Return the number of the next call of a site.
 
-        Raises `MisfitError` in a backward that runs a part of the forward again where nobody knows which call it is.
+        Raises `MisfitError` if a part of the forward is rerun in a backward, and the number is ambiguous there.
         """
         drawing = self._drawing
         assert drawing is not None
@@ -208,7 +211,7 @@ class Masks:
                 "torch.utils.checkpoint does it, where nobody knows which time it is; give each call a dropout or a "
                 "function for itself, or let the plan recompute (recompute=1)"
             )
-        if drawing is self._backward:  # perhaps not for the first time: checkpoints may be within checkpoints
+        if drawing is self._backward:  # not counted: nested checkpoints may rerun it several times
             return 0
         call = drawing.calls[site]
         drawing.calls[site] += 1
@@ -216,10 +219,10 @@ class Masks:
 
 
 def key_dropouts(module: nn.Module, number: int, masks: Masks) -> None:
-    """Have every nn.Dropout in block `number` draw by `masks`, in place and without showing.
+    """Replace in place the class of every nn.Dropout in block `number` by `KeyedDropout`, with masks from `masks`.
 
-    Names, repr, state dict, pickles, copies and hooks stay as they are. A dropout that was keyed before, for another
-    engine, now belongs to this one.
+    Names, repr, state dict, pickles, copies and hooks stay as they are. A dropout that was keyed for another engine
+    is taken over.
 
     Raises:
         MisfitError: another block has the same dropout: its masks would depend on how the model is cut.
@@ -239,16 +242,16 @@ def key_dropouts(module: nn.Module, number: int, masks: Masks) -> None:
 
 
 class KeyedDropout(nn.Dropout):
-    """An nn.Dropout whose masks are keyed; it shows as what it was, and is copied and pickled as that.
+    """An nn.Dropout with keyed masks; its repr, copies and pickles are those of nn.Dropout.
 
     Attributes:
-        masks, site: what it draws by, and its name in the model.
-        pair: while a forward is between column and row, the last dimension is this rank's shard of the features.
-        was_between: whether it was there in its last forward; a part of this may run again in a backward.
+        masks, site: source of its masks, and its name in the model.
+        pair: while a forward is between column and row layer, its input's last dimension is this rank's shard.
+        was_between: whether it was there in its last forward, for a rerun in the backward.
         was_gathered: whether sliced tokens had been gathered by then.
-        shards: the ranks of which each is always given its shard of the features.
-        sequence: elsewhere the tokens here are this rank's slice of those of the unit: slice `index` of
-            `size` equal ones, one behind the other.
+        shards: the group over which its input's features are always sharded.
+        sequence: the group over which tokens are sliced elsewhere: this rank has slice `index` of `size` equal
+            contiguous slices.
     """
 
     masks: Masks
@@ -260,23 +263,23 @@ class KeyedDropout(nn.Dropout):
     sequence: Group | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop out of (samples, …, features), or (samples x tokens, features)."""
+        """Apply dropout to (samples, …, features), or (samples x tokens, features)."""
         if not self.training or self.p == 0:
             return input
         return _drop_aside(self, input)
 
     def drop(self, x: Tensor) -> Tensor:
-        """Drop out of x by the masks of the unit."""
+        """Apply dropout to x with the mask of the current unit; outside of a unit, as nn.Dropout."""
         unit = self.masks.unit
         if unit is None:
             return super().forward(x)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        dropped = (x * self._mask(unit, x)).mul_(scale)  # for its backward this saves the mask, and only that
+        dropped = (x * self._mask(unit, x)).mul_(scale)  # saves only the mask for the backward
         return x.copy_(dropped) if self.inplace else dropped
 
     @torch.no_grad()
     def _mask(self, unit: Unit, x: Tensor) -> Tensor:
-        """Return what stays, bool of the shape of x."""
+        """Return the mask, bool of the shape of x: True where an element is kept."""
         samples = len(unit.samples)
         if not x.dim() or x.shape[0] % samples:
             raise MisfitError(
@@ -301,21 +304,20 @@ class KeyedDropout(nn.Dropout):
 
 
 _drop_aside: Callable[[KeyedDropout, Tensor], Tensor] = outside_compiled(KeyedDropout.drop)
-"""Outside of compiled code, which would be compiled anew for every unit."""
+"""`KeyedDropout.drop` outside of compiled code, which would otherwise be recompiled for every unit."""
 
 
 def words(
     keys: Tensor, shape: Sequence[int], positions: Tensor | None, cut: Group | None, sliced: Group | None
 ) -> Tensor:
-    """Return a word for every number of a tensor of this shape, whose first dimension is that of the keys, or of
-    these and tokens in one.
+    """Return a hash word for every element of a tensor, int64 of `shape`.
 
     Args:
-        keys: a word for each sample.
-        shape: of the tensor.
-        positions: those of the tokens in the whole sequence, if these are not all.
-        cut: ranks over which it is cut: along heads, dimension 1, where it has four dimensions, else along the last.
-        sliced: ranks over which tokens are sliced.
+        keys: a word for each sample, (samples).
+        shape: of the tensor; its first dimension is samples, or samples and tokens in one.
+        positions: those of the tokens in the whole sequence; None: all of it.
+        cut: group over which it is sharded: along dimension 1 (heads) if it has four dimensions, else along the last.
+        sliced: group over which tokens are sliced.
     """
     device, features = keys.device, shape[-1] if len(shape) > 1 else 1
     rows = prod(shape) // max(len(keys) * features, 1)
@@ -328,9 +330,9 @@ def words(
 
 
 def _places(rows: int, positions: Tensor | None, sliced: Group | None, device: torch.device) -> Tensor:
-    """Return which of the rows of a whole sample the `rows` here are: (rows).
+    """Return the indices of the `rows` local rows within a whole sample: (rows).
 
-    There may be several rows to a token, one behind the other; rows that are none of tokens count from 0.
+    A token may have several consecutive rows. Rows that do not belong to tokens are counted from 0.
     """
     index, size = (sliced.index, sliced.size) if sliced is not None else (0, 1)
     tokens = 0 if positions is None else len(positions) // size
@@ -341,12 +343,12 @@ def _places(rows: int, positions: Tensor | None, sliced: Group | None, device: t
 
 
 def _word(text: str) -> int:
-    """Return a word that is the same in every process."""
+    """Return a 32-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Mix each word, in place; the high bits of the result are the good ones."""
+    """Mix each word in place (hash finaliser); the high bits of the result are of better quality."""
     first, second = FACTORS
     words.bitwise_xor_(words >> 16).mul_(first).bitwise_and_(WORD)
     return words.bitwise_xor_(words >> 15).mul_(second).bitwise_and_(WORD)

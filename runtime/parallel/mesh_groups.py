@@ -1,13 +1,13 @@
-"""The process groups of a mesh, made up front in one fixed order on all ranks.
+"""Process groups of a mesh, made up front in one fixed order on all ranks.
 
 mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forward: tensor parallelism
                             replicas   (0 4) (1 5) (2 6) (3 7)   gradient buckets
                             context    (0) … (7)                 inside a forward: slices of a sequence
-                            pipeline   (0 2) (1 3) (4 6) (5 7)   shapes of what travels
-                            metrics    (0 2 4 6) (1 3 5 7)       loss and metrics: all but tp
-                            experts    (0) … (7)                 inside a forward: which experts, over ep
+                            pipeline   (0 2) (1 3) (4 6) (5 7)   shapes of activations that are sent
+                            metrics    (0 2 4 6) (1 3 5 7)       loss and metrics: all axes but tp
+                            experts    (0) … (7)                 inside a forward: expert parallelism (ep)
                             model      (0 1 2 3) (4 5 6 7)       the gradient norm: one whole model, all experts
-                            holders    (0 1 4 5) (2 3 6 7)       all that hold the same stages
+                            holders    (0 1 4 5) (2 3 6 7)       all ranks that hold the same stages
                             world      (0 … 7)                   agreement, checkpoints
 """
 
@@ -33,7 +33,7 @@ from .tensor.shard import shard_of
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that hold the same weights; `first` is the index of the one whose stage comes first."""
+    """Group of ranks that hold the same weights; `first` is the index of the rank whose stage comes first."""
 
     group: Group
     first: int
@@ -41,28 +41,28 @@ class Sharing:
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """The groups that one rank is in; see the module for who is in which."""
+    """Process groups of one rank; the picture of the module shows their members."""
 
     tensor: Group
     context: Group
     experts: Group
     replicas: Group
     expert_replicas: Group
-    """Those of this rank's experts: `replicas`, without ep."""
+    """Replicas of this rank's experts: `replicas` without the axis ep."""
     pipeline: Group
     metrics: Group
     model: Group
     holders: Group
     world: Group
     sharing: Mapping[tuple[int, ...], Sharing]
-    """Per set of stages on several ranks that share weights: the ranks that hold one of them, in each replica."""
+    """For each set of stages on several ranks that share weights (ties, twins): the ranks of it in this replica."""
     sides: Sides
-    """The forward and the backward of this rank, where the plan lets them overlap."""
+    """Forward and backward side of this rank, for plans that overlap the two."""
 
     def counts(self, parameter: nn.Parameter, *, is_expert: bool = False) -> bool:
-        """Whether this rank counts a parameter in the global norm: of copies along tp or ep, one does.
+        """Whether this rank adds a parameter to the global norm: of copies along tp or ep, only the first counts.
 
-        `is_expert` says that the ranks along ep hold different ones.
+        `is_expert`: the ranks along ep hold different parameters.
         """
         if isinstance(parameter, DTensor) and comes_summed(parameter):
             return counts_here(parameter) and self.tensor.index == 0
@@ -72,19 +72,19 @@ class MeshGroups:
         return is_first and (shard_of(parameter) is not None or self.tensor.index == 0)
 
     def copies_of(self, tensor: Tensor) -> Group:
-        """Return the group whose members hold the same of a tensor: its stage's holders, unless it is a DTensor."""
+        """Return the group of ranks with the same local tensor: the stage's holders, unless it is a DTensor."""
         if not isinstance(tensor, DTensor):
             return self.holders
         return self.tensor if comes_summed(tensor) else self.replicas
 
 
 def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
-    """Make all groups of a plan in one order; every rank calls this at the same point.
+    """Make all groups of a plan in one order (a collective call of all ranks).
 
-    Groups of the same ranks are one: their collectives follow program order. Only the replicas, and those of experts,
-    have theirs to themselves, since gradients are launched ahead of their place; and where the plan spells out their
-    collectives, these go through messages. Where the plan lets forwards and backwards overlap, the groups inside stages
-    have a communicator for each.
+    Groups of the same ranks share one communicator: their collectives follow program order. Only `replicas` and
+    `expert_replicas` have their own, as gradient reductions are launched ahead of program order; if the plan spells
+    these out, they are sent as messages. Where the plan overlaps forwards and backwards, the groups inside stages
+    have one communicator for each side.
     """
     mesh = plan.mesh
     made: dict[tuple[tuple[int, ...], ...], Group] = {(tuple(range(mesh.size)),): transport.world_group()}
@@ -125,7 +125,7 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
 
 
 def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the ranks at these pp coordinates, together in each replica; all others are alone."""
+    """Return a partition of all ranks: those at these pp coordinates in one group per pipeline, others alone."""
     partition: list[tuple[int, ...]] = []
     for line in mesh.groups("pp"):
         partition.append(tuple(sorted(line[k] for k in holders)))
@@ -134,9 +134,9 @@ def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ..
 
 
 def open_channels(plans: Iterable[Plan], transport: Transport, *, ring: bool) -> None:
-    """Open every directed channel that the plans use, for all replicas, in ascending order; and of rings over cp.
+    """Open every directed channel that the plans use, for all replicas, in ascending order.
 
-    Those of spelled-out collectives are among them.
+    Included are those of spelled-out collectives, and with `ring` those of rings over cp.
     """
     plans = [*plans]
     used = {

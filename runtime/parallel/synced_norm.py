@@ -1,4 +1,4 @@
-"""Batch norms whose statistics are those of all replicas, as SyncBatchNorm's are.
+"""Synchronised batch norm: statistics over all replicas, as in SyncBatchNorm.
 
     replica 0   x (n₀, C, …) ─▶ Σ x, n ─┐
                                         ├─ all-reduce ─▶ mean ─▶ Σ (x - mean)² ─ all-reduce ─▶ variance ─▶ y
@@ -7,7 +7,7 @@
 Forward and backward are those of one process whose microbatch is the union of the replicas' microbatches of the same
 number; running statistics become the same everywhere. Over cp these are the slices of the same sequences.
 
-It is a mode over `torch.nn.functional.batch_norm`, which every kind of batch norm calls, also those of other libraries.
+Implemented as a torch function mode over `torch.nn.functional.batch_norm`, which batch norms of all libraries call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..comm.autograd_collectives import copy_to_group, reduce_from_group
 
 
 class SyncedNorms(TorchFunctionMode):
-    """Within it, batch norms in training share their statistics over the ranks of a group."""
+    """Torch function mode in which batch norms in training share their statistics over the ranks of a group."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def _batch_norm(
     counted = torch.cat([x.sum(dims), x.new_tensor([x.numel() / max(x.shape[1], 1)])])
     total = _sum(counted, group)
     seen = total[-1].detach()
-    count = seen.clamp(min=1)  # of no samples on any replica nothing is learnt
+    count = seen.clamp(min=1)  # no samples on any replica: no update
     mean = total[:-1] / count
     centred = x - mean.view(shape)
     variance = _sum(centred.square().sum(dims), group) / count
@@ -78,15 +78,15 @@ def _batch_norm(
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    """Sum over a group what each rank has, and its gradient as well: every rank's loss depends on the sum."""
+    """All-reduce (sum) in the forward, and of the gradient in the backward: every rank's loss depends on the sum."""
     return copy_to_group(reduce_from_group(x, group), group)
 
 
 class BareSyncBatchNorm(nn.SyncBatchNorm):
-    """An nn.SyncBatchNorm without process groups of its own; it shows as what it was."""
+    """An nn.SyncBatchNorm without collectives of its own (the mode has them); its repr is unchanged."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise as any batch norm."""
+        """Normalise (samples, C, …) as a plain batch norm does."""
         return _BatchNorm.forward(self, input)
 
     def _get_name(self) -> str:
@@ -94,7 +94,7 @@ class BareSyncBatchNorm(nn.SyncBatchNorm):
 
 
 def take_over_synced(block: nn.Module) -> None:
-    """Have every nn.SyncBatchNorm of a block be synced by the mode, over the ranks that the engine says."""
+    """Replace in place the class of every nn.SyncBatchNorm of a block, so that the mode synchronises it instead."""
     for module in block.modules():
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = BareSyncBatchNorm

@@ -1,7 +1,7 @@
-"""Saving and loading: the state of a training, for any mesh, and weights for others.
+"""Saving and loading: checkpoints of a training for any mesh, and weights for other programs.
 
-`placement` says where a rank's part of a tensor lies, whatever the format; `rank_tensors` are what it has, and gather,
-`saved_state` what was saved (`stored_tensors`), and `load_state` lets an engine go on from it. `write_tensors` makes
-files; `dcp` is PyTorch's distributed format, `pretrained` transformers'.
+`placement` maps a rank's shard to its place in the full tensor, whatever the format; `rank_tensors` lists and gathers
+what a rank holds, `saved_state` what was saved (`stored_tensors`), and `load_state` loads one into an engine.
+`write_tensors` writes files; `dcp` is PyTorch's distributed format, `pretrained` that of transformers.
 Imports `state`, `optim`, `stage`, `models`, `parallel`, `blocks`, `comm`, `job`.
 """

@@ -1,9 +1,9 @@
-"""Exponential moving averages of the weights, which lie on the ranks as what the optimizer works on does.
+"""Exponential moving averages (EMA) of the weights, sharded over ranks as the optimizer's master weights are.
 
     after each step     average = decay · average + (1 - decay) · weights        float32, or as wide as the weights
     applied()           weights ⇄ average, and back                              for an evaluation, say
 
-A step that is skipped changes neither. Buffers, and weights that are not trained, are not averaged.
+A skipped step changes neither. Buffers and frozen weights are not averaged.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from quintsched.errors import MisfitError, UsageError
 from ..state.training_state import TrainingState
 
 Decay = float | Callable[[int], float]
-"""The share that stays of the average; or a function of how many times it was updated before."""
+"""Decay of the average, in [0, 1]; or a function of the number of updates so far."""
 
 DECAY = "decay"
-"""What a state calls the share that stays."""
+"""Key of the decay in a state dict."""
 
 
 class WeightAverage:
-    """An average of the weights of one rank's stages.
+    """EMA of the weights of one rank's stages.
 
     Attributes:
-        updates: how many steps it has taken in.
-        is_applied: whether weights and average have changed places.
+        updates: number of steps averaged so far.
+        is_applied: whether weights and average are swapped.
     """
 
     def __init__(self, state: TrainingState, decay: Decay) -> None:
@@ -42,7 +42,7 @@ class WeightAverage:
         self._add_new()
 
     def _add_new(self) -> None:
-        """Begin with the weights as they are, also with those that are trained from now on."""
+        """Start averages of newly trained weights from their present values."""
         for name, master in self._state.stepped().items():
             if name not in self._averages:
                 self._averages[name] = master.detach().clone()
@@ -56,7 +56,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after a step; the engine does this by itself."""
+        """Update the average with the weights after a step; the engine calls this by itself."""
         decay = self._decay(self.updates) if callable(self._decay) else self._decay
         self._add_new()
         for average, master in self._pairs():
@@ -65,9 +65,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the blocks compute with the average (collective where replicas hold shards).
+        """Swap weights and average within a context, as for an evaluation (collective where replicas hold shards).
 
-        Within it there are no steps, and nothing is saved.
+        Within it no step is made and no state is saved.
         """
         self._change_places()
         try:
@@ -85,45 +85,45 @@ class WeightAverage:
         self.is_applied = not self.is_applied
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return the average as `Engine.full_weights` gives weights (collective)."""
+        """Return the average in the form of `Engine.full_weights` (collective)."""
         with self.applied():
             return self._state.full_weights()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what this rank has of the average, by the names of weights, and how often it was updated."""
+        """Return this rank's part of the average, by the names of weights, with the number of updates and the decay."""
         return {**self._averages, "updates": torch.tensor(self.updates), DECAY: self.saved_decay}
 
     @property
     def saved_decay(self) -> Tensor:
-        """The share that stays of it, as a state has it; -1 where that is a function."""
+        """Decay as a state dict stores it; -1 for a function."""
         return torch.tensor(-1.0 if callable(self._decay) else self._decay, dtype=torch.float64)
 
     def of(self, name: str) -> Tensor | None:
-        """Return what this rank has of the average of a weight."""
+        """Return this rank's part of the average of a weight, or None."""
         return self._averages.get(name)
 
 
 class Averages:
-    """The averages of an engine, by their numbers; their state goes by "ema.<number>.<name>"."""
+    """Averages of an engine, by their numbers; a state dict stores them under "ema.<number>.<name>"."""
 
     def __init__(self) -> None:
         self.all: list[WeightAverage] = []
 
     def update(self) -> None:
-        """Take in the weights after a step."""
+        """Update all averages with the weights after a step."""
         for average in self.all:
             average.update()
 
     def require_none_applied(self, what: str) -> None:
-        """Raise `UsageError` while weights and an average have changed places."""
+        """Raise `UsageError` while weights and an average are swapped."""
         if any(average.is_applied for average in self.all):
             raise UsageError(f"{what} inside of `with ema.applied()` would take the average for the weights; leave it")
 
     def require_loadable(self, where: str, count: int, decays: Mapping[int, Tensor]) -> None:
-        """Raise for a state of so many averages, of these decays by number, that is not of these.
+        """Raise for a state whose averages, `count` of them with these decays by number, do not match the engine's.
 
-        `UsageError` where there are more than are kept, `MisfitError` where they were made in another order; other
-        decays than any of these are the program's, as learning rates are.
+        `UsageError` for more averages than the engine keeps, `MisfitError` for the same decays in another order; decays
+        that differ otherwise are accepted: the program may change them between runs, as it may learning rates.
         """
         if count > len(self.all):
             raise UsageError(

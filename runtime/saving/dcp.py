@@ -1,23 +1,23 @@
-"""The state of a training in PyTorch's distributed format, which any mesh reads, and plain PyTorch as well.
+"""PyTorch's distributed checkpoint format (DCP), which any mesh reads, and plain PyTorch as well.
 
     model.<name>                            masters where there are any, and buffers, under the model's own names
-    optimizer.state.<name>.<key>            what the optimizer keeps for a weight
-    optimizer.param_groups.<name>.<key>     the settings of its group
-    engine.optimizer.…, engine.module.…     what optimizers and modules keep beside (`state.state_dict`)
-    engine.step                             steps that were made
+    optimizer.state.<name>.<key>            the optimizer's state of a weight
+    optimizer.param_groups.<name>.<key>     the settings of its parameter group
+    engine.optimizer.…, engine.module.…     further state of optimizers and modules (`state.state_dict`)
+    engine.step                             number of steps made
 
-That is what `get_state_dict` of `torch.distributed.checkpoint.state_dict` gives with `flatten_optimizer_state_dict`.
-Each rank writes the boxes that it holds, of copies the first. A rank that reads takes what its own boxes have in common
-with those in the files, so that a checkpoint of one mesh, or of FSDP, fits any other.
+These are the keys of `get_state_dict` of `torch.distributed.checkpoint.state_dict` with `flatten_optimizer_state_dict`.
+Each rank writes the boxes that it holds; of replicated ones, the first rank's. A rank that reads takes the overlap of
+its own boxes with those in the files, so that a checkpoint of one mesh, or of FSDP, fits any other.
 
-The files of PyTorch's distributed checkpoint: what each rank wrote, and one table of where everything lies.
+Files of a distributed checkpoint: the data that each rank wrote, and one table of contents.
 
     __0_0.distcp   [tensor][tensor][value] …     each saved by torch.save, one after the other
     __1_0.distcp   [tensor] …
     .metadata      name ─▶ shape, type, chunks (offsets, sizes);  (name, offsets) ─▶ file, first byte, length
 
-The table is a pickle, and a pickle may run whatever its writer wants. Ours is read by an unpickler that knows the few
-classes of the format and refuses any other; tensors and values are read by torch.load with `weights_only`.
+The table is a pickle, and a pickle can run arbitrary code. It is read here by an unpickler that knows the few classes
+of the format and refuses any other; tensors and values are read by torch.load with `weights_only`.
 
 Source: PyTorch's `torch.distributed.checkpoint` (`metadata`, `filesystem`).
 """
@@ -70,7 +70,7 @@ STATE, GROUPS = "optimizer.state.", "optimizer.param_groups."
 FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 UNSAVED = ("params", "param_names")
-"""What of an optimizer's groups names parameters, and is no setting."""
+"""Keys of parameter groups that name parameters, and are no settings."""
 
 
 def save_dcp(path: Path, rank: RankTensors, beside: Mapping[str, object]) -> None:
@@ -91,7 +91,7 @@ def save_dcp(path: Path, rank: RankTensors, beside: Mapping[str, object]) -> Non
 
 
 def _first_held(rank: RankTensors) -> list[HeldTensor]:
-    """Return this rank's tensors, each once; of copies, the first one speaks."""
+    """Return this rank's tensors, each once; of replicated ones, only the first copy is to be written (`speaks`)."""
     held, further = rank.held(), {name for group in rank.names.same() for name in group[1:]}
     firsts = {id(one.tensor): one for one in reversed(held)}
     firsts |= {id(one.tensor): one for one in reversed(held) if one.name not in further}
@@ -102,7 +102,7 @@ def _first_held(rank: RankTensors) -> list[HeldTensor]:
 
 
 def _require_places(rank: RankTensors) -> None:
-    """Raise `MisfitError` for state of which nobody can say where it lies in the whole."""
+    """Raise `MisfitError` for optimizer state whose place in the full tensor is unknown."""
     sizes = sizes_of(rank.tensors())
     for name, placement in rank.placements(sizes)[1].items():
         if not is_text(name):
@@ -131,7 +131,7 @@ def _write_file(path: Path, rank: RankTensors, values: Mapping[str, object]) -> 
 
 
 def _write_kept(writer: DcpWriter, names: Sequence[str], one: HeldTensor, kept: KeptState) -> None:
-    """Write what an optimizer keeps for a weight; a number or a string as it is, which PyTorch takes back so."""
+    """Write an optimizer's state of a weight; numbers and strings as they are, since PyTorch loads them so."""
     placement = state_placement(one, kept)
     plain = {quoted(key): value for key, value in kept.state.items() if type(key) is str and type(value) in SCALARS}
     others = {key: value for key, value in kept.state.items() if type(key) is not str or type(value) not in SCALARS}
@@ -149,7 +149,7 @@ def _write_kept(writer: DcpWriter, names: Sequence[str], one: HeldTensor, kept: 
 def load_dcp(
     path: Path, rank: RankTensors, *, fresh: Sequence[str], strict: bool, optimizer: bool, beside: Sequence[str] = ()
 ) -> LoadedWeights:
-    """Let what this rank holds be what a checkpoint has; see `EngineSaves.load_dcp`. All ranks call this."""
+    """Load a checkpoint into this rank's tensors; see `EngineSaves.load_dcp`. All ranks call this."""
     everyone = rank.everyone
     path = standing(path, says=everyone.is_first)
     table = everyone.together(lambda: read_table(path))
@@ -190,12 +190,12 @@ def load_dcp(
 
 TABLE = ".metadata"
 MOST_BYTES = 2**30
-"""The longest table that is read."""
+"""Longest table that is read, in bytes."""
 VERSION = "1.0.0"
 
 
 class Entry(NamedTuple):
-    """One piece that lies in a file; tensors that are one go by several `names`.
+    """Table row of one piece in a file; tied tensors have several `names`.
 
     `shape` is that of the full tensor, None for a value that is none; `offsets` and `sizes` are those of the piece.
     """
@@ -216,7 +216,7 @@ def file_name(rank: int) -> str:
 
 
 class DcpWriter:
-    """Writes pieces to an open file, and notes where they are in `entries`."""
+    """Writes pieces to an open file, and records their places in `entries`."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file, self._name = file, name
@@ -237,7 +237,7 @@ class DcpWriter:
             self.entries.append(Entry(names, self._name, *self._append(value)))
 
     def _append(self, value: object) -> tuple[int, int]:
-        """Save something at the end of the file; return its first byte and its length."""
+        """Save an object at the end of the file; return its first byte and its length."""
         start, saved = self._file.tell(), io.BytesIO()
         torch.save(value, saved)
         self._file.write(saved.getbuffer())
@@ -261,7 +261,7 @@ def write_table(folder: Path, entries: Sequence[Entry]) -> None:
             known = tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(entry.shape), []))
             assert isinstance(known, TensorStorageMetadata)
             known.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
-    paths = {name: tuple(name.split(".", 1)) for name in tensors}  # where it is in the nested state that PyTorch makes
+    paths = {name: tuple(name.split(".", 1)) for name in tensors}  # paths in the nested dict that PyTorch builds
     table = Metadata(tensors, paths, homes, StorageMeta(), VERSION)
     write_whole(folder / TABLE, pickle.dumps(table), "the checkpoint", durable=True)
 
@@ -269,7 +269,7 @@ def write_table(folder: Path, entries: Sequence[Entry]) -> None:
 def read_table(folder: Path) -> Metadata:
     """Return the table of a checkpoint.
 
-    Raises `UsageError` where there is none, `InputError` where it holds anything but such a table.
+    Raises `UsageError` where there is none, `InputError` for a file that is no such table.
     """
     path = folder / TABLE
     data = read_whole(path, MOST_BYTES, "the table of torch.distributed.checkpoint")
@@ -288,7 +288,7 @@ def read_table(folder: Path) -> Metadata:
 
 
 def _path(*parts: str) -> str:
-    """Stand in for a path: where a checkpoint once lay."""
+    """Stand in for pathlib's classes while unpickling: join the parts of a path."""
     return "/".join(map(str, parts))
 
 
@@ -309,7 +309,7 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of the format, and no others."""
+    """Unpickler that resolves the classes of the format, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
@@ -322,14 +322,14 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass
 class DcpReader:
-    """Reads pieces of the files of a checkpoint; of tensors it keeps the last one, of which several boxes may be."""
+    """Reads pieces of a checkpoint's files; caches the last tensor, which may be read for several boxes."""
 
     folder: Path
     table: Metadata
     _last: tuple[MetadataIndex | None, object] = field(default=(None, None))
 
     def read(self, index: MetadataIndex) -> Any:
-        """Return a piece, or a value; raises `InputError` for one that is not there, damaged, or no plain data."""
+        """Return a piece, or a value; raises `InputError` for one that is missing, damaged, or no plain data."""
         if self._last[0] == index:
             return self._last[1]
         place = self.table.storage_data.get(index)
@@ -355,7 +355,7 @@ class DcpReader:
 def chunk_of(
     reader: DcpReader, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
 ) -> StoredTensor:
-    """Return a chunk of a tensor, which is loaded as a whole."""
+    """Return a chunk of a tensor as stored; reading any part of it loads the whole chunk."""
 
     def read(places: tuple[slice, ...]) -> Tensor:
         found = reader.read(MetadataIndex(name, offsets))

@@ -1,11 +1,11 @@
-"""An engine goes on from a saved state, of whatever mesh, format or program: each rank reads the boxes that it holds.
+"""Loading of a saved state, of whatever mesh, format or program, into an engine: each rank reads the boxes it holds.
 
-    SavedState ──▶ weights, averages     the boxes of this rank's masters or segments
+    SavedState ──▶ weights, averages     the boxes of this rank's masters or ZeRO segments
                ──▶ optimizers' states    the same boxes where they have the weight's shape; else whole
-               ──▶ steps, loss scale, and what lies beside, if all ranks had it alike
+               ──▶ steps, loss scale, and further state of modules and optimizers, if equal on all ranks
 
-A state that has "engine.step" is that of a training, and is taken over whole; of weights alone, optimizers stay as they
-are. Averages that it lacks begin anew with the weights.
+A state with "engine.step" is that of a training, and is loaded completely; with weights alone, optimizers keep their
+state. Averages that it lacks start anew from the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BESIDE = (MODULES, OPTIMIZERS)
 
 
 def require_of_any_mesh(saved: SavedState, name: str) -> None:
-    """Raise `MisfitError` for what lies beside tensors of weights, if ranks, or optimizers of one, had it otherwise."""
+    """Raise `MisfitError` for module or optimizer state that differs between ranks, or between a rank's optimizers."""
     saved.require_alike(name)
     if name.startswith(f"{OPTIMIZERS}{MARK}"):
         raise MisfitError(
@@ -44,13 +44,13 @@ def require_of_any_mesh(saved: SavedState, name: str) -> None:
 
 
 class StateLoader:
-    """One rank's reading of a state.
+    """Loader of a saved state into one rank.
 
     Args:
         saved: the state.
-        rank: what it goes to.
-        is_part: whether it may lack weights, which then stay, and have others.
-        takes_states: whether what optimizers keep is taken over too.
+        rank: the rank's tensors that it is loaded into.
+        is_part: whether weights may be missing (they keep their values) or extra.
+        takes_states: whether the optimizers' states are loaded too.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StateLoader:
         }
 
     def load(self, together: Callable[[Callable[[], None]], None] = lambda work: work()) -> None:
-        """Take the state over (collective where weights are sharded); by `together`, all ranks fail alike.
+        """Load the state (collective where weights are sharded); with `together`, all ranks fail alike.
 
         Raises, before anything is changed, `MisfitError` for the state of another model, or of several saves,
         `UsageError` for averages that the engine does not keep; `InputError` for files that lack numbers.
@@ -82,7 +82,7 @@ class StateLoader:
             together(lambda: training.beside.load_optimizers(beside) if self._has_beside else None)
 
     def _require(self) -> None:
-        """Raise where pieces are of several saves, or of another model, in names, shapes, or averages."""
+        """Raise where pieces are of several saves, or of another model: names, shapes, or averages."""
         saved, held = self._saved, self._rank.held()
         saved.require_one_save()
         if not self._is_part:
@@ -113,7 +113,7 @@ class StateLoader:
             )
 
     def _require_fit(self, name: str, one: HeldTensor) -> None:
-        """Raise `MisfitError` for a tensor of another shape, or numbers of another kind, than what it is for."""
+        """Raise `MisfitError` for a tensor of another shape, or kind of dtype, than the weight it is for."""
         found, wanted, piece = self._saved.shape(name), one.placement.shape, self._saved.pieces[name][0]
         if piece.stored.is_turned:
             found, wanted = found[::-1], wanted[::-1]
@@ -128,11 +128,11 @@ class StateLoader:
         return [f"{AVERAGE}{number}." for number in range(len(self._rank.averages.all))]
 
     def _find(self, prefix: str, name: str) -> str | None:
-        """Return what the state calls a tensor of a weight, or of one that is tied to it; None: it has none."""
+        """Return the state's name of a weight, or of one tied to it, under a prefix; None: it has none."""
         return next((prefix + one for one in self._called[name] if prefix + one in self._saved.pieces), None)
 
     def _load(self, held: Sequence[HeldTensor]) -> None:
-        """Read all that this rank holds."""
+        """Read all tensors that this rank holds."""
         for one in {id(one.tensor): one for one in reversed(held)}.values():
             if one.numbers is None:
                 continue
@@ -157,7 +157,7 @@ class StateLoader:
         return found is not None
 
     def _load_states(self, one: HeldTensor, kept: KeptState) -> None:
-        """Read what an optimizer keeps for a weight: its keys are those of the state."""
+        """Read the optimizer's state of a weight, with the keys that the saved state has."""
         assert kept.handle is not None
         placement = state_placement(one, kept)
         weight = next((called for called in self._called[one.name] if called in self._saved.states), "")
@@ -180,7 +180,7 @@ class StateLoader:
         kept.state.update(kept_of(flat, kept.handle.device))
 
     def _whole(self, name: str, key: str, placement: Placement) -> Tensor:
-        """Return a state that has not its weight's shape, of which a whole weight needs all."""
+        """Return a state of another shape than its weight's: it is read whole, so the weight must be whole too."""
         if is_text(key):
             self._saved.require_alike(name)
         value = self._saved.whole(name)
@@ -189,7 +189,7 @@ class StateLoader:
         return value
 
     def _beside(self, name: str, key: str, placement: Placement) -> Tensor:
-        """Return a state of a rank that had the same boxes of the weight, or a value that all ranks have alike."""
+        """Return a state of a rank that had the same boxes of the weight, or a value that is equal on all ranks."""
         pieces = self._saved.beside[name]
         mine = next((piece for piece in pieces if list(_places(piece.placement)) == list(_places(placement))), None)
         values = [piece.whole() for piece in (pieces if mine is None else [mine])]
@@ -206,11 +206,11 @@ class StateLoader:
 
     @property
     def _has_beside(self) -> bool:
-        """Whether the state says what modules or optimizers keep beside: that of a training does, if only nothing."""
+        """Whether the state covers further state of modules or optimizers; that of a training always does."""
         return self._is_training or any(name.startswith(self._kinds) for name in self._saved.pieces)
 
     def _read_beside(self) -> dict[str, Tensor]:
-        """Return what modules and optimizers keep beside tensors of weights, when it fits."""
+        """Return the further state of modules and optimizers, once it is checked."""
         if not self._has_beside:
             return {}
         names = [name for name in self._saved.pieces if name.startswith(self._kinds)]
@@ -227,14 +227,14 @@ class StateLoader:
             return {**kept, **{n: p.whole() for n in names for p in self._saved.pieces[n] if p.layout is own}}
 
     def _kept_beside(self) -> dict[str, Tensor]:
-        """Return what modules and optimizers here keep beside, of the kinds of which the state says nothing."""
+        """Return the present further state of modules and optimizers, of the kinds that the saved state lacks."""
         there = {kind for kind in self._kinds if any(name.startswith(kind) for name in self._saved.pieces)}
         stays = [kind for kind in _BESIDE if kind not in there and not (self._is_training and kind in self._kinds)]
         mine = self._rank.training.beside.read() if stays else {}
         return {name: kept for name, kept in mine.items() if name.startswith(tuple(stays))}
 
     def _own_layout(self) -> StateLayout | None:
-        """Return the layout of the rank that held what this rank holds, cut alike; None: there was none."""
+        """Return the layout of the saving rank with the same weights, sharded alike; None: there was none."""
         held = {MODEL + one.name for one in self._rank.held() if one.numbers is not None}
         mine = self._rank.layout(dict.fromkeys(held, ()))
         for layout in self._saved.layouts:

@@ -1,4 +1,4 @@
-"""Where the numbers of a rank lie in a full tensor: in boxes, each a contiguous range along every dimension.
+"""Placement of a rank's numbers in a full tensor: as boxes, each a contiguous range along every dimension.
 
 Every format follows from it: files of ranks, PyTorch's distributed checkpoints, safetensors of transformers.
 
@@ -6,7 +6,7 @@ full (4, 6)     tp=2 cuts columns, in two fused blocks     ZeRO: of the shard, n
 · · · · · ·     ▓ · · ▓ · ·   (of rank 0: 0 and 3 … )      a flat range is at most a row's end, whole rows, and
 · · · · · ·     ▓ · · ▓ · ·                                a row's beginning
 
-How what a rank saves lies in the whole model: what makes its file fit any other mesh.
+Layout of a rank's file in the whole model, which makes it fit any other mesh:
 
     rank-00002.safetensors   __metadata__  quintsched.layout: {…, "tensors": {"model.3.qkv.weight": 0, …}}
                              "model.3.qkv.weight"                     [▓▓▓▓▓]         numbers 4 to 9 of the flat …
@@ -14,8 +14,8 @@ How what a rank saves lies in the whole model: what makes its file fit any other
     layout.placements["model.3.qkv.weight"]     · ▓ · ▓ · ▓  ◀───────────┘            … shard 1 of 2, of three blocks
                                                 · ▓ · ▓ · ▓
 
-A tensor of which the layout says nothing is whole. `beside` are states of an optimizer that have not the shape of the
-weight, where that is cut: only a rank that cuts it alike can take them, unless they are values that all have alike.
+A tensor without a placement is whole. `beside` are optimizer states of a sharded weight that have another shape than
+it: only a rank with the same shard can load them, unless they are values that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from quintsched.files.strictjson import describe_faults, parse_strict
 from ..parallel.tensor.shard import Shard, shard_of
 
 Range = tuple[int, int]
-"""A first place, and one behind the last."""
+"""Half-open range: first place, and one behind the last."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A piece of a full tensor: the places where it begins, and its numbers, in this rank's memory."""
+    """A piece of a full tensor: its offset in each dimension, and its numbers in this rank's memory."""
 
     offsets: tuple[int, ...]
     numbers: Tensor
@@ -59,7 +59,7 @@ class Box:
         )
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
-        """Return what of the box lies in another one, or None."""
+        """Return the intersection with another box, or None."""
         ranges = [
             (max(place.start, first), min(place.stop, first + size))
             for place, first, size in zip(self.places, offsets, sizes, strict=True)
@@ -72,7 +72,7 @@ class Box:
         return Box(tuple(first for first, _ in ranges), self.numbers[here])
 
     def without(self, hole: Box) -> Iterator[Box]:
-        """Yield boxes that fill this one but for `hole`, which lies in it."""
+        """Yield boxes that fill this one except `hole`, which is inside it."""
         begins, sizes = list(self.offsets), list(self.numbers.shape)
         for dim, place in enumerate(hole.places):
             begin, end = begins[dim], begins[dim] + sizes[dim]
@@ -86,7 +86,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a rank holds a tensor: the full shape, that of its part, how tp cut this, and which flat range ZeRO keeps."""
+    """A rank's part of a tensor: full and local shape, offsets, the cut by tp, and the flat range that ZeRO keeps."""
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
@@ -96,12 +96,12 @@ class Placement:
 
     @classmethod
     def whole(cls, shape: Sequence[int], span: Range | None = None) -> Placement:
-        """Return how a full tensor is held, or a range of its flat numbers."""
+        """Return the placement of a full tensor, or of a range of its flat numbers."""
         return cls(tuple(shape), tuple(shape), (0,) * len(shape), None, span)
 
     @classmethod
     def of(cls, tensor: Tensor, span: Range | None = None) -> Placement:
-        """Return how a parameter or a buffer lies in the full one; with a span, as replicas have cut it up (ZeRO)."""
+        """Return the placement of a parameter or buffer in the full one; `span` is the flat range of a ZeRO segment."""
         if isinstance(tensor, DTensor):
             local, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             return cls(tuple(tensor.shape), tuple(local), tuple(offsets))
@@ -113,7 +113,7 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all of it."""
+        """Whether this rank holds all of the tensor."""
         return self.local == self.shape and self.span in (None, (0, prod(self.local)))
 
     @property
@@ -123,11 +123,11 @@ class Placement:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The shape of what is held: of a flat range, its length."""
+        """Shape of the numbers held: the local shape, or the length of the flat range."""
         return self.local if self.span is None else (self.span[1] - self.span[0],)
 
     def boxes(self, numbers: Tensor) -> Iterator[Box]:
-        """Yield the boxes of what this rank holds: `numbers` of the local shape, or flat with a span."""
+        """Yield the boxes that this rank holds: `numbers` are of the local shape, or flat with a span."""
         for offsets, part in self._parts(numbers):
             if self.cut is None:
                 yield Box(tuple(a + b for a, b in zip(offsets, self.offsets, strict=True)), part)
@@ -145,7 +145,7 @@ class Placement:
             at += count
 
     def _apart(self, shard: Shard, box: Box) -> Iterator[Box]:
-        """Yield what lies side by side here, but is in different fused blocks of the full tensor."""
+        """Yield the parts of a box that belong to different fused blocks of the full tensor, each at its place."""
         dim, begin = shard.dim, 0
         for place in shard.places(self.shape[dim]):
             size = place.stop - place.start
@@ -160,7 +160,7 @@ class Placement:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, sizes) of the boxes that the numbers [start, stop) of a tensor of this shape fill, in order."""
+    """Yield (offsets, sizes) of the boxes that make up the flat range [start, stop) of a tensor of this shape."""
     if start >= stop:
         return
     if not shape:
@@ -188,23 +188,23 @@ def _in_row(
 
 
 LAYOUT = "quintsched.layout"
-"""The name of the layout in a file's metadata."""
+"""Key of the layout in a file's metadata."""
 
 RUN = "quintsched.run"
-"""The name there of the run that wrote the file, where it says so: files of two runs are of no one state."""
+"""Key there of the run that wrote the file, if recorded: files of two runs make no state together."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What a rank's file says of its tensors.
+    """Description of the tensors in a rank's file.
 
     Attributes:
-        replica: which replica of the batch the rank belonged to, and how many there were.
-        placements: by tensor, where its numbers lie in the full one; what is not named is whole.
-        beside: by tensor that has no place, how the weight is held that it belongs to.
-        dtypes: by tensor, the type in which blocks compute with it, where it is kept in another ("bfloat16").
-        own_names: what the model itself calls the weights, by our names, where that differs.
-        same: names of ours that are one tensor.
+        replica: number of the rank's replica of the batch, and how many replicas there were.
+        placements: by tensor, its placement in the full one; tensors not named are whole.
+        beside: by optimizer state without a place in a full tensor, the placement of its weight.
+        dtypes: by tensor, the dtype that blocks compute with, where it is stored in another ("bfloat16").
+        own_names: the model's own names of the weights, by our names, where they differ.
+        same: groups of our names that are one tensor.
     """
 
     replica: tuple[int, int] = (0, 1)
@@ -215,7 +215,7 @@ class StateLayout:
     same: Sequence[Sequence[str]] = ()
 
     def to_text(self) -> str:
-        """Return the JSON text of it."""
+        """Return the layout as JSON text."""
         used = {one: n for n, one in enumerate(dict.fromkeys([*self.placements.values(), *self.beside.values()]))}
         return _Written(
             version=1,
@@ -229,13 +229,13 @@ class StateLayout:
         ).model_dump_json(exclude_none=True)
 
     def holds_as(self, other: StateLayout) -> bool:
-        """Whether two ranks have cut their weights alike; what is kept beside a weight is cut as it is."""
+        """Whether two ranks shard their weights alike; optimizer states are sharded as their weights."""
         mine, theirs = ({n: p for n, p in one.placements.items() if n.startswith("model.")} for one in (self, other))
         return mine == theirs
 
     @classmethod
     def from_text(cls, text: str) -> StateLayout:
-        """Return what `to_text` wrote; raises `InputError` with the place of the first fault."""
+        """Return the layout that `to_text` wrote; raises `InputError` with the place of the first fault."""
         try:
             read = _Written.model_validate(parse_strict(text))
             for placement in read.placements:

@@ -1,4 +1,4 @@
-"""Tensors that a rank has from step to step, where each lies in the whole model, and who speaks for its numbers.
+"""Inventory of a rank's persistent tensors: their places in the whole model, and which rank of several saves them.
 
     parameter   master (bf16: in float32), or the segment of it that this rank steps (ZeRO), or itself
     buffer      itself
@@ -6,14 +6,14 @@
     state of    as the weight where it has its shape, else whole, or     "optimizer.<name>.<key>"
     optimizers  beside: of this shard of the weight alone
 
-Copies are alike, so of the ranks that hold the same numbers the first one speaks.
+Replicated tensors are equal, so the first of the ranks that hold the same numbers saves them (`speaks`).
 
-Full tensors, gathered over ranks that hold parts of them: each puts its numbers in their places among zeros.
+Full tensors are gathered over the ranks that hold parts: each writes its numbers into a tensor of zeros.
 
-    rank 0  [ segment, shard 0 of tp ]     ▓ ▓ 0 0          of each byte the largest is taken, so that
-    rank 1  [ segment, shard 1 of tp ]     0 0 ▓ ▓   ──▶    every bit stays what it was, on all of them
+    rank 0  [ segment, shard 0 of tp ]     ▓ ▓ 0 0          an all-reduce takes the largest of each byte, so that
+    rank 1  [ segment, shard 1 of tp ]     0 0 ▓ ▓   ──▶    all ranks get every bit unchanged
 
-What has no place in a whole, such as counts of steps and Adafactor's factors, is that of the first rank that has it.
+State without a place in a full tensor, such as step counts and Adafactor's factors, is taken from the first rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, Sizes, parts_o
 
 
 class Steps(Protocol):
-    """How many steps were made: in this run, and in all."""
+    """Number of steps made: in this run, and in all."""
 
     in_run: int
     total: int
@@ -61,10 +61,10 @@ class HeldTensor:
     Attributes:
         name: its name in the whole model, "<block>.<name in the block>".
         stage: the stage that it is in.
-        tensor: what the block computes with.
-        numbers: what training goes on from, of which the block's is rounded or gathered; None where this rank has none.
-        placement: where the numbers lie in the full tensor.
-        speaks: whether this rank is the one that writes them down.
+        tensor: the tensor that the block computes with.
+        numbers: the numbers to save: a master, of which `tensor` is rounded or gathered; None where this rank has none.
+        placement: their place in the full tensor.
+        speaks: whether this rank is the one that saves them.
     """
 
     name: str
@@ -82,7 +82,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class RankTensors:
-    """What one rank has, all of it; its methods wait for weights that are on their way."""
+    """All persistent tensors of one rank; its methods first wait for weights that are being gathered."""
 
     model: RankModel
     training: TrainingState
@@ -94,21 +94,21 @@ class RankTensors:
 
     @cached_property
     def everyone(self) -> ControlGroup:
-        """All ranks."""
+        """All ranks, for control messages."""
         return ControlGroup(self.groups.world)
 
     @property
     def number(self) -> int:
-        """The number of this rank among all."""
+        """Number of this rank among all."""
         return self.groups.world.index
 
     @property
     def replicas(self) -> tuple[int, int]:
-        """Which replica of the batch the rank belongs to, and how many there are."""
+        """Number of this rank's replica of the batch, and how many replicas there are."""
         return self.model.replica, self.model.num_replicas
 
     def held(self) -> list[HeldTensor]:
-        """Return the weights and buffers of this rank's stages; one that has several names by each of them."""
+        """Return the weights and buffers of this rank's stages; a tied one under each of its names."""
         self.training.weights.settle()
         return [
             self._held(name.removeprefix("blocks."), number, tensor, id(tensor) in experts)
@@ -135,7 +135,7 @@ class RankTensors:
         return HeldTensor(name, stage, tensor, numbers, placement, speaks and numbers is not None)
 
     def kept(self, one: HeldTensor) -> KeptState | None:
-        """Return what an optimizer keeps for a weight; None where it is not trained, or another rank steps it."""
+        """Return the optimizer's state of a weight; None for a frozen weight, or one that another rank steps."""
         if one.name not in self._trained or not isinstance(one.tensor, nn.Parameter):
             return None
         kept = self.training.kept_for(one.stage, one.tensor)
@@ -146,7 +146,7 @@ class RankTensors:
         return {name for stage in self.model.stages.values() for name in stage.named_weights()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights and buffers, averages, and what optimizers keep for weights, by name, as they lie here.
+        """Return weights, buffers, averages, and the optimizers' states of weights, by name, as this rank holds them.
 
         Raises `UsageError` for state of an optimizer that no file of tensors can hold.
         """
@@ -162,9 +162,9 @@ class RankTensors:
         return found
 
     def placements(self, sizes: Sizes) -> tuple[dict[str, Placement], dict[str, Placement]]:
-        """Return where tensors of these names and shapes lie in full ones, and of which weights those are that do not.
+        """Return placements of tensors by name; second, for states that have none, the placements of their weights.
 
-        What is named in neither is whole.
+        Names that are in neither are whole.
         """
         held = {one.name: one for one in self.held() if one.numbers is not None}
         found: dict[str, Placement] = {}
@@ -189,7 +189,7 @@ class RankTensors:
         return found, beside
 
     def layout(self, sizes: Sizes) -> StateLayout:
-        """Return how what this rank saves, of these names and shapes, lies in the whole model."""
+        """Return the layout of this rank's saved tensors, of these names and shapes, in the whole model."""
         found, beside = self.placements(sizes)
         own, held = self.names.own or {}, self.held()
         return StateLayout(
@@ -206,18 +206,18 @@ class RankTensors:
         )
 
     def take_progress(self, saved: SavedState) -> None:
-        """Let the number of steps and the scale of losses be those of a state; without such, no step was made."""
+        """Set the number of steps and the loss scale from a state; without a number of steps it is 0."""
         self.steps.total = int(saved.whole(STEP)) if STEP in saved.pieces else 0
         if SCALE in saved.pieces:
             self.scale.load_state_dict({SCALE: saved.whole(SCALE)})
 
     def is_first_twin(self, one: HeldTensor) -> bool:
-        """Whether of the stages that hold the same part of the model, this tensor is in the first."""
+        """Whether a tensor is in the first of the stages that hold the same part of the model."""
         return self.model.plan.layout.twins(one.stage)[:1] in ((), (one.stage,))
 
 
 def state_placement(one: HeldTensor, kept: KeptState) -> Placement:
-    """Return where a state of a weight lies that has its shape: whole where tp gathers the weight for its steps."""
+    """Return the placement of a state that has its weight's shape: whole where tp gathers the weight for its steps."""
     return one.placement if kept.is_shard else Placement.whole(one.placement.shape)
 
 
@@ -227,14 +227,14 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _of_experts(stage: nn.Module) -> set[int]:
-    """Return the ids of the tensors of experts that ranks along ep do not have in common."""
+    """Return the ids of experts' tensors that differ between the ranks along ep."""
     shared_out = [layer for layer in mixtures(stage).values() if layer.group.size > 1]
     return {id(tensor) for layer in shared_out for tensor in saved_tensors(layer.experts).values()}
 
 
 @torch.no_grad()
 def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give tensors that have gaps, or numbers in common, a place for themselves, as files have them."""
+    """Make tensors contiguous, and copy those that share memory, as files need them."""
     seen: dict[tuple[torch.device, int], list[tuple[int, int]]] = {}
     for name, tensor in state.items():
         state[name] = tensor = tensor.detach()
@@ -252,7 +252,7 @@ def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def gather_boxes(
     boxes: Iterable[Box], sizes: Sequence[int], dtype: torch.dtype, group: Group, offsets: Sequence[int] = ()
 ) -> Tensor:
-    """Return what the members' boxes, of no number in common, have in a window of these sizes: on all (collective)."""
+    """Return on all members a window of these sizes, assembled from their disjoint boxes (collective)."""
     piece = torch.zeros(tuple(sizes), dtype=dtype, device=group.device)
     offsets = offsets or (0,) * len(sizes)
     for box in boxes:
@@ -265,10 +265,10 @@ def gather_boxes(
 
 
 def full_state(rank: RankTensors, *, all_blocks: bool) -> dict[str, Tensor]:
-    """Return full tensors of weights, averages and what optimizers keep, on the CPU (collective).
+    """Return full tensors of weights, averages and optimizers' states, on the CPU (collective).
 
-    They are those of the ranks that hold the same stages; with `all_blocks`, of all. What modules and optimizers keep
-    beside is there too; raises `MisfitError` where ranks have it otherwise.
+    They are those of the ranks that hold the same stages; with `all_blocks`, of all. Further state of modules and
+    optimizers is included; raises `MisfitError` where it differs between ranks.
     """
     beside = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.training.beside.read().items()}
     require_alike(beside, rank.groups.world)
@@ -277,7 +277,7 @@ def full_state(rank: RankTensors, *, all_blocks: bool) -> dict[str, Tensor]:
 
 
 def _gathered(rank: RankTensors, tensors: dict[str, Tensor], group: Group) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors of those that some member of a group has, by name."""
+    """Yield (name, full tensor) for every tensor that some member of a group has."""
     placements, _ = rank.placements(sizes_of(tensors))
     speaks = {one.name for one in rank.held() if one.speaks}
     mine = {

@@ -1,11 +1,11 @@
-"""A folder that is replaced whole: what was there stays until the new one is complete, on the disk.
+"""Atomic replacement of a folder: the old content stays until the new one is complete and on disk.
 
-    DIR.saving/      ranks write here, and it is as nothing until it is called DIR.replaced
-    DIR.replaced/    complete ⇄ DIR: they change places in one step ─▶ what else was in the old one moves over
-    .DIR.removing-…  and it goes
+    DIR.saving/      ranks write here; it is ignored until it is renamed to DIR.replaced
+    DIR.replaced/    complete ⇄ DIR: exchanged in one step ─▶ other files of the old one move over
+    .DIR.removing-…  and it is removed
 
-Where the system cannot let two folders change places, DIR is renamed to DIR.replaced, then DIR.saving to DIR. A kill in
-between leaves DIR.replaced alone: it is what `standing` reads, and what the next save begins with. Where a save fails
+Where the system cannot exchange two folders, DIR is renamed to DIR.replaced, then DIR.saving to DIR. A kill in
+between leaves DIR.replaced alone: `standing` reads it, and the next save begins with it. Where a save fails
 before DIR has changed, DIR is as it was. Ranks share the file system.
 """
 
@@ -27,19 +27,19 @@ from ..comm.control import ControlGroup
 
 _logger = logging.getLogger("quintsched.runtime")
 _REMOVING = ".{}.removing-"
-"""How the name begins of a folder that goes, so that no half of one has a name that is read."""
+"""Prefix of the name of a folder that is being removed, under which it is never read."""
 
 
 def replace_folder(
     path: Path, what: str, everyone: ControlGroup, replaced: re.Pattern[str], write: Callable[[Path], None]
 ) -> None:
-    """Let all ranks `write` into a new folder, which then takes the place of `path` (collective).
+    """Call `write` on all ranks with a new folder, which then takes the place of `path` (collective).
 
     Args:
         path: the folder, or a link to it.
         what: it in words, for messages.
         everyone: all ranks, of which the first renames.
-        replaced: the names of files that do not move over from what was there.
+        replaced: the names of files that do not move over from the old folder.
         write: writes this rank's files; may be collective, but then fails on all ranks.
 
     Raises `UsageError` on all ranks where some rank cannot write.
@@ -74,9 +74,9 @@ def replace_folder(
 
 
 def standing(path: Path, *, says: bool = True) -> Path:
-    """Return what is there of a folder that is to be read: where a save was killed between its renamings, the old one.
+    """Return the folder to read: `path`, or the old one where a save was killed between its renamings.
 
-    That is said where `says`.
+    That is logged with `says`.
     """
     real = Path(os.path.realpath(path))
     old = _replaced(real) if real.name else real
@@ -92,7 +92,7 @@ def _replaced(path: Path) -> Path:
 
 
 def _end_last(path: Path, old: Path, replaced: re.Pattern[str]) -> None:
-    """Bring to an end what a save that was killed had begun to rename, or could not remove."""
+    """Finish the renaming or removal of a save that was killed."""
     for left in path.parent.glob(f"{escape(_REMOVING.format(path.name))}*"):
         remove_all(left)
     if path.exists():
@@ -102,7 +102,7 @@ def _end_last(path: Path, old: Path, replaced: re.Pattern[str]) -> None:
 
 
 def _move_over(old: Path, new: Path, replaced: re.Pattern[str]) -> None:
-    """Let a new folder have the files of other names that the old one has, and remove that."""
+    """Move files of other names from the old folder to the new one, and remove the old one."""
     for entry in old.iterdir() if old.is_dir() else ():
         if not replaced.fullmatch(entry.name) and not os.path.lexists(new / entry.name):
             entry.rename(new / entry.name)

@@ -1,11 +1,11 @@
-"""A state that was saved, as one: any box of any tensor is read, and no more, whatever lies where.
+"""A saved state as one object, wherever its parts are stored: any box of any tensor is read without the rest.
 
-    files of another mesh     rank 0 [▓▓▓▓      ]   rank 1 [    ▓▓▓▓▓▓]      each says where its numbers lie
-    a box that is wanted             [   ▒▒▒▒▒  ]
-    read                             [   ▒]            [    ▒▒▒▒]            of copies, those of the first file
+    files of another mesh     rank 0 [▓▓▓▓      ]   rank 1 [    ▓▓▓▓▓▓]      each records the place of its numbers
+    a requested box                  [   ▒▒▒▒▒  ]
+    read                             [   ▒]            [    ▒▒▒▒]            of replicated ones, those of the first file
 
 Its pieces are tensors of ranks' files, chunks of PyTorch's distributed checkpoints (`dcp`), tensors of transformers'
-files (`pretrained`), or tensors of this process: what reads one reads all.
+files (`pretrained`), or tensors of this process: the same code reads all of them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .placement import LAYOUT, RUN, Box, Placement, Range, StateLayout
 from .stored_tensors import MappedFile, StoredTensor, of_memory
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
-"""How names begin: of weights and buffers, of what optimizers keep, of averages ("ema.0.<name>")."""
+"""Prefixes of names: of weights and buffers, of optimizers' states, of averages ("ema.0.<name>")."""
 
 STEP = "engine.step"
-"""The name of how many steps were made, which every state of a training has."""
+"""Name of the number of steps made, which every state of a training has."""
 
 WINDOW_BYTES = 2**26
-"""The most bytes of a tensor that are read at once where all of it is read."""
+"""Most bytes of a tensor that are read at once where it is streamed."""
 
 _TOGETHER = "give the files that all ranks of one run have saved after the same step"
 
@@ -42,9 +42,9 @@ Sizes = Mapping[str, tuple[int, ...]]
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
-    """Return the beginning of a name, that of a weight, and the key of what an optimizer keeps for it, if it has such.
+    """Return the prefix of a name, its weight, and the key of the optimizer's state, if it is one.
 
-    "optimizer.3.weight.exp_avg" is ("optimizer.", "3.weight", "exp_avg"); what is of no weight is (name, "", "").
+    "optimizer.3.weight.exp_avg" is ("optimizer.", "3.weight", "exp_avg"); a name without a weight is (name, "", "").
     """
     if name.startswith(STATE):
         weight, _, key = name.removeprefix(STATE).rpartition(".")
@@ -68,7 +68,7 @@ class SavedPiece:
     where: str
 
     def boxes(self) -> Iterator[Box]:
-        """Yield the boxes of the full tensor that it fills; of files, only the places of their numbers are known."""
+        """Yield the boxes of the full tensor that it fills; of files as meta tensors, which give only their places."""
         memory = self.stored.memory
         return self.placement.boxes(torch.empty(self.placement.held, device="meta") if memory is None else memory)
 
@@ -77,7 +77,7 @@ class SavedPiece:
         if not part.is_meta:
             return part
         shape, start = self.placement.held, part.storage_offset()
-        if len(shape) == 1:  # boxes may be strided in it
+        if len(shape) == 1:  # a flat range: boxes may be strided in it
             end = start + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True)) + 1
             return self.stored.read((slice(start, end),)).as_strided(part.shape, part.stride())
         places = []
@@ -92,15 +92,15 @@ class SavedPiece:
 
 
 class SavedState:
-    """The state that files, or tensors, are together.
+    """The state that files, or tensors, make together.
 
     Attributes:
-        where: what it is, for messages.
+        where: its location, for messages.
         pieces: by name of a tensor, its pieces.
-        beside: states of optimizers that have no place in a whole tensor, by name.
-        values: states of optimizers that are no tensors, by name, as they are read.
-        layouts: what each file says of itself.
-        unplaced: files that do not say where their tensors lie, of which nothing is read.
+        beside: states of optimizers that have no place in a full tensor, by name.
+        values: states of optimizers that are no tensors, by name, as functions that read them.
+        layouts: the layout of each file.
+        unplaced: files without a layout, of which nothing is read.
     """
 
     def __init__(self, where: str) -> None:
@@ -114,7 +114,7 @@ class SavedState:
 
     @classmethod
     def of_files(cls, paths: Sequence[Path], layout_of: Callable[[Sizes], StateLayout] | None = None) -> SavedState:
-        """Return the state in the files of ranks; `layout_of` says how tensors lie where a file does not.
+        """Return the state in the files of ranks; `layout_of` makes the layout of a file that records none.
 
         Raises `InputError` for a file that is damaged.
         """
@@ -138,9 +138,9 @@ class SavedState:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], layout: StateLayout | None = None) -> SavedState:
-        """Return the state that tensors of this process are; without a layout they are whole.
+        """Return the state that tensors of this process make; without a layout they are whole.
 
-        Raises `MisfitError` where a tensor has another shape than the layout says.
+        Raises `MisfitError` where a tensor has another shape than the layout.
         """
         saved = cls("the state")
         try:
@@ -150,7 +150,7 @@ class SavedState:
         return saved
 
     def _add_rank(self, tensors: Mapping[str, StoredTensor], layout: StateLayout, where: str) -> None:
-        """Add what one rank has saved; raises `InputError` where a tensor is not as long as its layout says."""
+        """Add the tensors of one rank; raises `InputError` where a tensor has another shape than its layout."""
         self.layouts.append(layout)
         for name, stored in tensors.items():
             if name in layout.beside:
@@ -164,7 +164,7 @@ class SavedState:
             self.pieces.setdefault(name, []).append(piece)
 
     def add(self, called: str, name: str, placement: Placement, stored: StoredTensor) -> None:
-        """Add a piece of a tensor, of this name in a file."""
+        """Add a piece of the tensor `called`, which a file stores as `name`."""
         self.pieces.setdefault(called, []).append(SavedPiece(name, placement, stored, StateLayout(), self.where))
 
     def __enter__(self) -> SavedState:
@@ -179,12 +179,12 @@ class SavedState:
         return self.pieces[name][0].placement.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor."""
+        """Return the dtype of a tensor."""
         return self.pieces[name][0].stored.dtype
 
     @cached_property
     def states(self) -> dict[str, list[str]]:
-        """The keys of what optimizers have kept, by weight: "exp_avg", "step"."""
+        """Keys of the optimizers' states, by weight: "exp_avg", "step"."""
         found: dict[str, dict[str, None]] = {}
         for name in (*self.pieces, *self.beside, *self.values):
             kind, weight, key = parts_of(name)
@@ -193,7 +193,7 @@ class SavedState:
         return {weight: list(keys) for weight, keys in found.items()}
 
     def require_alike(self, name: str) -> None:
-        """Raise `MisfitError` where ranks have kept other numbers of what is not cut."""
+        """Raise `MisfitError` where a tensor that is not sharded differs between ranks."""
         pieces = [piece for piece in self.pieces.get(name, ()) if piece.placement.is_plain]
         if any(not same(piece.whole(), pieces[0].whole()) for piece in pieces[1:]):
             raise MisfitError(
@@ -202,9 +202,9 @@ class SavedState:
             )
 
     def require_one_save(self) -> None:
-        """Raise `MisfitError` for files that were not saved together: of other steps, or of other runs.
+        """Raise `MisfitError` for files that were not saved together: of different steps or runs.
 
-        A kill between the saves of two ranks leaves such.
+        A kill between the saves of two ranks leaves such files.
         """
         self._require_equal(STEP, "step")
         for piece in self.pieces.get(STATES, ()):
@@ -218,7 +218,7 @@ class SavedState:
                 self._require_equal(name, name)
 
     def _require_equal(self, name: str, called: str) -> None:
-        """Raise `MisfitError` unless all files that have a value have the same."""
+        """Raise `MisfitError` unless a value is equal in all files that have it."""
         pieces = self.pieces.get(name, [])
         for piece in pieces[1:]:
             mine, its = pieces[0].whole(), piece.whole()
@@ -229,12 +229,12 @@ class SavedState:
                 )
 
     def require_kind(self, name: str, weight: str, wanted: torch.dtype) -> None:
-        """Raise `MisfitError` where a tensor has numbers of another kind than the weight that is to have them."""
+        """Raise `MisfitError` where a tensor has another kind of dtype than the weight it is for."""
         for piece in self.pieces[name]:
             require_kind(piece.where, piece.name.removeprefix(MODEL), piece.stored.dtype, weight, wanted)
 
     def fill(self, name: str, boxes: Sequence[Box]) -> None:
-        """Read into boxes; raises `InputError` where pieces do not have all of them."""
+        """Read into boxes; raises `InputError` where pieces do not cover them."""
         left = [box for box in boxes if box.numbers.numel()]
         for piece in self.pieces[name]:
             for region in piece.boxes() if left else ():
@@ -263,13 +263,13 @@ class SavedState:
             yield flat
 
     def of_replica(self, name: str, replica: int, num_replicas: int) -> Tensor | None:
-        """Return what a rank of a replica has kept for itself; None where there were not as many replicas."""
+        """Return a tensor that a rank of this replica saved for itself; None where there were not as many replicas."""
         pieces = (piece for piece in self.pieces.get(name, ()) if piece.layout.replica == (replica, num_replicas))
         return next((piece.whole() for piece in pieces), None)
 
 
 def _take(piece: SavedPiece, region: Box, box: Box) -> Iterator[Box]:
-    """Read into a box what a piece has of it in one of its regions, and yield what is left of the box."""
+    """Read into a box its overlap with a region of a piece, and yield the rest of the box."""
     common = box.within(region.offsets, region.numbers.shape)
     if common is None:
         yield box

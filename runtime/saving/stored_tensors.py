@@ -1,20 +1,18 @@
-"""Tensors that lie somewhere, of which any piece is read without the rest.
+"""Lazily read tensors, of which any slice is read without the rest.
 
     of_memory         in this process
-    MappedFile        in a file of safetensors, which is mapped anew now and then: little of it stays resident
+    MappedFile        in a safetensors file, which is mapped anew now and then: little of it stays resident
     joined, part_of   several that are one in the model, or one that is several
     turned            transposed
-    alike             under several names, which have to have the same numbers
+    alike             under several names, which must hold equal numbers
 
-Nothing in a file is ever resolved to code.
-
-A folder of safetensors, as transformers writes it: which tensors there are, each in the file that has it.
+Also a folder of safetensors as transformers writes it: its tensors, each in one of its files.
 
     model.safetensors                       one file, or
-    model.safetensors.index.json            which tensor lies in which of several files beside it
-    config.json                             what the model says of itself
+    model.safetensors.index.json            names the file of each tensor, several beside it
+    config.json                             the model's configuration
 
-Nothing in a folder is ever resolved to code.
+No content of a file is ever resolved to code.
 """
 
 from __future__ import annotations
@@ -37,20 +35,20 @@ from quintsched.files.strictjson import describe_faults, parse_strict
 from ..blocks.number_types import type_of
 
 MOST_MAPPED = 2**25
-"""How many bytes of a file are read before it is mapped anew: what was read would stay resident."""
+"""Bytes of a file that are read before it is mapped anew: pages that were read would stay resident."""
 
 Places = tuple[slice, ...]
 Outline = tuple[tuple[int, ...], torch.dtype]
-"""A shape, and the type of numbers."""
+"""A shape, and a dtype."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is read by pieces.
+    """A tensor that is read by slices.
 
     Attributes:
-        find_outline: finds its full shape and its type, when they are asked for.
-        read: returns the numbers at places, one for each dimension.
+        find_outline: returns its full shape and its dtype, when first needed.
+        read: returns the numbers at a slice for each dimension.
         memory: the tensor itself, if it is one of this process.
         is_turned: whether it is stored transposed.
     """
@@ -66,23 +64,23 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its full shape."""
+        """Full shape."""
         return self._outline[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers; raises `InputError` for one that cannot be read."""
+        """Dtype; raises `InputError` for one that cannot be read."""
         return self._outline[1]
 
 
 def of_memory(tensor: Tensor) -> StoredTensor:
-    """Return a tensor of this process."""
+    """Return a tensor of this process as a stored one."""
     memory = tensor.detach()
     return StoredTensor(lambda: (tuple(memory.shape), memory.dtype), memory.__getitem__, memory)
 
 
 class MappedFile:
-    """A safetensors file, which is opened when something of it is read; raises `InputError` then for what is none."""
+    """A safetensors file, opened on first use; raises `InputError` then for a file of another kind."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._num_read = path, 0
@@ -90,9 +88,9 @@ class MappedFile:
 
     @property
     def opened(self) -> Any:
-        """The file, as `safe_open` gives it."""
+        """The file as `safe_open` returns it."""
         if self._opened is None:
-            if self.path.exists() and not self.path.is_file():  # such as a FIFO, which would be waited for
+            if self.path.exists() and not self.path.is_file():  # a FIFO, for one, would block
                 raise InputError(f"{self.path}: it is not a plain file")
             try:
                 self._opened = safe_open(self.path, framework="pt")
@@ -105,7 +103,7 @@ class MappedFile:
         return {name: self.tensor(name) for name in self.opened.keys()}  # noqa: SIM118
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor of the file; its type is found to be none that can be read when it is asked for."""
+        """Return a tensor of the file; an unsupported dtype raises only when it is asked for."""
 
         def outline() -> tuple[tuple[int, ...], torch.dtype]:
             found = self._slice_of(name)
@@ -129,7 +127,7 @@ class MappedFile:
 
 
 def joined(parts: Sequence[StoredTensor], dim: int, *, stacks: bool = False) -> StoredTensor:
-    """Return tensors as one: joined along `dim`, or stacked along a new one; parts are read that have some of it."""
+    """Return tensors joined along `dim`, or stacked along a new one; only parts that a slice needs are read."""
 
     def outline() -> Outline:
         first = parts[0].shape
@@ -192,12 +190,12 @@ INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 CONFIG = "config.json"
 MOST_BYTES = 2**26
-"""The longest index, and description of a model, that is read."""
+"""Longest index, and configuration, that is read, in bytes."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The tensors of a checkpoint, by name, and its `config.json`, empty where there is none."""
+    """Tensors of a checkpoint, by name, and its `config.json`, empty where there is none."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
@@ -205,7 +203,7 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """Return a checkpoint: a file, an index, or the folder of either; files are opened when they are first read.
+    """Return a checkpoint from a file, an index, or the folder of either; files are opened when they are first read.
 
     Raises `UsageError` where there is none, `InputError` for files that are damaged.
     """
@@ -227,7 +225,7 @@ class _Index(BaseModel):
 
 
 def _read_index(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of files that all lie beside their index."""
+    """Return the tensors of an index, whose files are all beside it."""
     try:
         homes = _Index.model_validate(_read_json(path)).weight_map
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""Files of safetensors, written tensor by tensor: no more than a block of them has to be in the host's memory.
+"""Streaming writer of safetensors files: only one block of a tensor has to be in the host's memory.
 
     length of the header (8 bytes) │ {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …} │ memory
 
-The library's own writer needs all tensors of a file in memory, twice; it reads what is written here.
+The library's own writer needs all tensors of a file in memory, twice; it reads the files written here.
 Source: https://github.com/huggingface/safetensors#format
 """
 
@@ -31,16 +31,16 @@ BLOCK = 2**24
 """Bytes that are read, written and hashed at a time."""
 
 WHAT = "the checkpoint"
-"""What messages call what is written, and read."""
+"""Name of the files in messages."""
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-"""A SHA-256 in hexadecimal digits."""
+"""SHA-256 in hexadecimal digits."""
 
 
 class WrittenFile(BaseModel):
-    """A file that was written; in manifests of version 1 nobody knows how long it is."""
+    """Name, size and hash of a written file; manifests of version 1 lack the size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     name: Annotated[str, Field(max_length=200)]
@@ -50,7 +50,7 @@ class WrittenFile(BaseModel):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor as a file is to hold it; `held_as` is our name."""
+    """A tensor's entry in a file; `held_as` is our name."""
 
     name: str
     held_as: str
@@ -59,17 +59,17 @@ class FileEntry:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def in_file_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
-    """Return the tensors of a file, wide types first, so that each lies as its type has to."""
+    """Return the tensors of a file, wide dtypes first, so that each is aligned to its element size."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def entries_of(state: Mapping[str, Tensor]) -> list[FileEntry]:
-    """Return tensors in the order of a file; raises `UsageError` for a type that safetensors does not have."""
+    """Return the entries of tensors in file order; raises `UsageError` for a dtype that safetensors does not have."""
     entries = [FileEntry(name, name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(state.items())]
     for entry in entries:
         name_of(entry.dtype, entry.name)
@@ -77,9 +77,9 @@ def entries_of(state: Mapping[str, Tensor]) -> list[FileEntry]:
 
 
 def header_of(entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> bytes:
-    """Return what stands before the memory, its length included.
+    """Return the header of a file, with its length before it.
 
-    Raises `UsageError` for a tensor of a type that safetensors does not have.
+    Raises `UsageError` for a tensor of a dtype that safetensors does not have.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -95,7 +95,7 @@ def header_of(entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> byte
 def write_tensors(
     path: Path, entries: Sequence[FileEntry], parts: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> WrittenFile:
-    """Write a new file, and return what a manifest says of it, when it is on the disk. Raises `OSError`.
+    """Write a new file, and return its entry for a manifest once it is on disk. Raises `OSError`.
 
     `parts` are the numbers of the tensors, one after the other, on whatever device, in parts of any size.
     """
@@ -111,7 +111,7 @@ def write_tensors(
                 left = left[os.write(opened, left) :]
         os.fsync(opened)
     except BaseException:
-        path.unlink(missing_ok=True)  # a disk that is full has room again
+        path.unlink(missing_ok=True)  # frees the space where the disk is full
         raise
     finally:
         os.close(opened)
@@ -137,7 +137,7 @@ def hash_file(path: Path) -> WrittenFile:
 
 
 def require_intact(path: Path, file: WrittenFile) -> None:
-    """Raise `InputError` with the path unless a file is what the manifest says of it: its size is looked at first."""
+    """Raise `InputError` with the path unless a file matches its manifest entry: the size is checked first."""
     with open_plain(path, WHAT) as (_, size):
         if file.bytes is not None and size != file.bytes:
             raise InputError(f"{path}: the file is damaged: it has {size} bytes, not the {file.bytes} of the manifest")

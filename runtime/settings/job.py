@@ -1,4 +1,4 @@
-"""The job file: every setting of a training run, apart from the plan.
+"""Job file: every setting of a training run, apart from the plan.
 
     model:      {name: vit, options: {depth: 8}}
     data:       {name: digits}
@@ -39,14 +39,14 @@ Sizes = Annotated[
 
 
 _UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1}
-"""What a job means that does not say what `compile` has to be given."""
+"""Defaults of a job for the required arguments of `compile`."""
 
 
 _PLAN_MARKS = {"costs": (Mark.OF_A_MACHINE,), "schedule": (Mark.CODE,)}
 
 
 def _plan_field(entry: Entry) -> tuple[str, Any]:
-    """Return how a setting of the plan is read from a job file: its name, with its type and its field."""
+    """Return a pydantic field for a setting of the plan in a job file: its name, with its type and its field."""
 
     def check(value: Any) -> Any:
         try:
@@ -59,21 +59,21 @@ def _plan_field(entry: Entry) -> tuple[str, Any]:
 
 
 def _section(name: str, fields: dict[str, Any] | None = None) -> Any:
-    """Return the base of a section: the settings of engines in it, and others of these fields."""
+    """Return the base class of a section: the engine's settings in it, and further `fields`."""
     return create_model(f"{name.title()}Settings", __base__=Settings, **{**(fields or {}), **fields_in(name)})
 
 
 class ModelConfig(_section("model")):  # type: ignore[misc]
-    """The section `model`: what is trained."""
+    """Section `model`: the model to train."""
 
     name: Annotated[str, Mark.CODE] = "vit"
-    """A built-in model, or a user's function: "my_file.py:build", which returns blocks, or a model that is split."""
+    """A built-in model, or a user's function: "my_file.py:build", which returns blocks, or a model to be split."""
     options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
-    """The options of that model."""
+    """Options of that model."""
     pretrained: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
     """Weights to start from: a safetensors file, or a directory with `model.safetensors` or its index, under the names
-    of the model that was split, in GPT-2's shape for "gpt" with `activation: gelu_tanh`, or under ours. A run that is
-    resumed does not read them."""
+    of the split model, in GPT-2's shape for "gpt" with `activation: gelu_tanh`, or under ours. A resumed run
+    does not read them."""
     fresh: Annotated[Names, Mark.FREE] = ()
     """Patterns on names of weights that `pretrained` need not have: they keep their initial values."""
     strict: Annotated[bool, Mark.FREE] = True
@@ -81,31 +81,31 @@ class ModelConfig(_section("model")):  # type: ignore[misc]
 
 
 class DataConfig(Settings):
-    """The section `data`: what it is trained on."""
+    """Section `data`: the training data."""
 
     name: Annotated[str, Mark.CODE] = "digits"
     """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.sources`), or a user's
     function: "my_file.py:load"."""
     path: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
-    """A directory with MNIST's four IDX files, gzipped or not, which wins over "digits"; for "text", a file, which wins
-    over the source of Python's standard library."""
+    """A directory with MNIST's four IDX files, gzipped or not, used instead of "digits"; for "text", a file, used
+    instead of the source of Python's standard library."""
     options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
-    """Those of "text": {sequence: 128, max_bytes: null}; or those of a user's function. The others have none."""
+    """Options of "text": {sequence: 128, max_bytes: null}; or of a user's function. The others have none."""
 
 
 class AutoConfig(Settings):
-    """`parallel.auto`: the mesh, the schedule and all that a prediction can judge are chosen by `quintsched tune`."""
+    """Section `parallel.auto`: mesh, schedule and all that predictions cover are chosen as by `quintsched tune`."""
 
     world: int | None = Field(default=None, ge=1)
     """Ranks; none: as many processes as were started, or for `quintsched run` as this machine has devices, or cores."""
     hardware: str = "cpu"
-    """What the ranks run on: a preset, a file, or "cpu": this machine, as `quintsched calibrate` has measured it."""
+    """Hardware of the ranks: a preset, a file, or "cpu": this machine, as `quintsched calibrate` has measured it."""
     axes: dict[Axis, Sizes] = Field(default_factory=dict)
     """Axes that are not free, and the sizes they may have: {tp: 1, pp: [2, 4]}."""
 
 
 def spell_out_auto(parallel: Any) -> Any:
-    """Return the section `parallel` with what `auto` stands for: `parallel: auto`, and `auto: true` in it."""
+    """Return the section `parallel` with its short forms `parallel: auto` and `auto: true` expanded."""
     if parallel == "auto":
         return {"auto": {}}
     if isinstance(parallel, dict) and isinstance(parallel.get("auto"), bool):
@@ -114,10 +114,10 @@ def spell_out_auto(parallel: Any) -> Any:
 
 
 class ParallelConfig(_section("parallel", dict(map(_plan_field, entries())))):  # type: ignore[misc]
-    """The section `parallel`: the plan, which is compiled or read from a file, and how it is carried out."""
+    """Section `parallel`: the plan, compiled or read from a file, and options of its execution."""
 
     auto: AutoConfig | None = None
-    """Chooses what the section does not say of the plan; see `auto`. `parallel: auto` leaves everything to it."""
+    """Chooses the settings of the plan that the section leaves open; see `auto`. `parallel: auto` leaves all to it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,23 +126,23 @@ class ParallelConfig(_section("parallel", dict(map(_plan_field, entries())))):  
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the job says of the plan to compile: the settings that it names."""
+        """Settings that the job names of the plan to compile."""
         return {entry.name: getattr(self, entry.name) for entry in entries() if entry.name in self.model_fields_set}
 
     def request(self, **instead: Any) -> CompileRequest:
-        """Return what is to be compiled, with some settings instead of the job's; raises `UsageError`."""
+        """Return the request to compile, with some settings instead of the job's; raises `UsageError`."""
         return CompileRequest.of_data(_UNSAID | self.given | instead)
 
     elastic: bool = False
-    """Whether the mesh has as many replicas (dp) as the processes that were started make, whatever `mesh` says."""
+    """Whether the number of replicas (dp) follows the number of started processes, whatever `mesh` says."""
     plan: Annotated[str | None, Mark.OF_A_MACHINE] = None
-    """A plan file; it takes the place of the settings that a plan is compiled from."""
+    """A plan file, used instead of the settings that a plan is compiled from."""
     balance: Literal["estimated", "measured"] = "estimated"
-    """What a block costs when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
+    """Costs of blocks by which stages are balanced: estimated from weights, or measured on rank 0."""
 
 
 class TrainConfig(_section("train")):  # type: ignore[misc]
-    """The section `train`: the loop."""
+    """Section `train`: the training loop."""
 
     epochs: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
     """Passes over the training samples; with `max_steps` alone, as many as these need."""
@@ -154,9 +154,9 @@ class TrainConfig(_section("train")):  # type: ignore[misc]
     batch_size: int = Field(default=32, ge=1)
     """Samples per step, over all microbatches and replicas together."""
     accumulate: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
-    """Into how many batches these are divided, whose gradients are added up before the optimizer steps."""
+    """Number of batches that these are divided into, whose gradients are accumulated before the optimizer steps."""
     loss: Annotated[str | None, Mark.CODE] = None
-    """A function (output, targets) → a mean, or (sum, weight): "my_file.py:loss"; none: that of a model that was split,
+    """A function (output, targets) → a mean, or (sum, weight): "my_file.py:loss"; none: that of a split model,
     else cross-entropy."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
@@ -174,29 +174,29 @@ class TrainConfig(_section("train")):  # type: ignore[misc]
 
 
 class RuntimeConfig(_section("runtime")):  # type: ignore[misc]
-    """The section `runtime`: how it is executed."""
+    """Section `runtime`: execution."""
 
     transport: TransportName = "auto"
-    """What carries the messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
+    """Transport of messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
     rules: StrictRules | None = None
     """Stricter rules than the transport's, for tests: a send waits for its receive; messages in NCCL's order."""
     trace: Annotated[str | None, Mark.OF_A_MACHINE] = None
-    """A directory to write down in when each instruction ran, for `render --trace`; none: nothing is written."""
+    """A directory for a trace of when each instruction ran, for `render --trace`; none: no trace."""
     trace_first: int = Field(default=2, ge=0)
     """The first step that is traced, counted from 0."""
     trace_steps: int = Field(default=8, ge=1)
-    """How many steps are traced."""
+    """Number of steps that are traced."""
 
 
 class CheckpointConfig(Settings):
-    """The section `checkpoint`: what survives the run."""
+    """Section `checkpoint`: what is saved of the run."""
 
     dir: str | None = None
     """Directory of the checkpoints; none: nothing is saved."""
     every: EveryOrEpoch = 0
     """Interval between checkpoints: 500, "50M tokens", "30 min"; 0: one at the end of each epoch."""
     keep: int = Field(default=2, ge=1)
-    """How many of the latest checkpoints stay."""
+    """Number of latest checkpoints kept."""
     background: bool = True
     """Whether checkpoints are written while training goes on; it takes the memory of a rank's state once more, on its
     host. Those of the format "dcp" never are."""
@@ -207,16 +207,16 @@ class CheckpointConfig(Settings):
 
 
 class SinkConfig(Settings):
-    """One sink of figures."""
+    """One sink of metrics."""
 
     name: str
     """"tensorboard", "wandb", or a user's function or class: "my_file.py:sink"."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What TensorBoard's `SummaryWriter`, `wandb.init` or the user's class is called with."""
+    """Arguments of TensorBoard's `SummaryWriter`, of `wandb.init` or of the user's class."""
 
 
 class LogConfig(Settings):
-    """The section `log`: what is written down."""
+    """Section `log`: the log file and further receivers."""
 
     path: Annotated[str | None, Mark.OF_A_MACHINE] = None
     """A file of JSON lines; none: no file."""
@@ -233,42 +233,42 @@ class LogConfig(Settings):
         Field(strict=False),
         Mark.OF_A_MACHINE,
     ] = ()
-    """Who else takes the figures, each by name or as {name: wandb, options: {project: mine}}; see `train.reporter`."""
+    """Receivers of metrics, each by name or as {name: wandb, options: {project: mine}}; see `train.reporter`."""
 
 
 class JobConfig(Settings):
     """A whole job file."""
 
     model: Annotated[ModelConfig, Mark.KEPT] = ModelConfig()
-    """What is trained."""
+    """Model to train."""
     data: Annotated[DataConfig, Mark.KEPT] = DataConfig()
-    """What it is trained on."""
+    """Training data."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the work is divided over ranks."""
+    """Division of the work over ranks."""
     train: Annotated[TrainConfig, Mark.KEPT] = TrainConfig()
-    """The loop."""
+    """Training loop."""
     runtime: RuntimeConfig = RuntimeConfig()
-    """How it is executed."""
+    """Execution."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What survives the run."""
+    """Checkpoints."""
     log: LogConfig = LogConfig()
-    """What is written down."""
+    """Log."""
 
     @property
     def folder(self) -> Path | None:
-        """Where reports go of a run that goes wrong: beside the log, or the checkpoints."""
+        """Folder for reports of a failing run: beside the log, or the checkpoints."""
         if self.log.path is not None:
             return Path(self.log.path).parent
         return None if self.checkpoint.dir is None else Path(self.checkpoint.dir)
 
     @property
     def run(self) -> RunSettings:
-        """What of these an engine takes."""
+        """Settings of the engine."""
         return RunSettings.of_job(self)
 
 
 def marked(mark: Mark, kind: type[Settings] = JobConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the settings of a job, and the sections, that have a mark, by their whole names."""
+    """Yield the full names of a job's settings, and sections, that have a mark."""
     for name, field in kind.model_fields.items():
         if mark in field.metadata:
             yield f"{prefix}{name}"
@@ -277,7 +277,7 @@ def marked(mark: Mark, kind: type[Settings] = JobConfig, prefix: str = "") -> It
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """Return the job of the YAML file at `path`, with overrides such as "train.epochs=4" put in.
+    """Return the job of the YAML file at `path`, with overrides such as "train.epochs=4" applied.
 
     Raises UsageError that names the file and lists every fault.
     """
@@ -291,7 +291,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def overrides_of(*sections: str, **values: Any) -> list[str]:
-    """Return overrides as `load_job` takes them, of settings in a section, or in one of its own."""
+    """Return overrides in the form that `load_job` takes, of settings in a section or subsection."""
     return [f"{'.'.join(sections)}.{key}={json.dumps(value)}" for key, value in values.items()]
 
 
@@ -319,7 +319,7 @@ def _without_empty_sections(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _put(values: dict[Any, Any], override: str) -> None:
-    """Set what "section.key=value" says in `values`, making the sections it lacks."""
+    """Set the value of "section.key=value" in `values`, creating missing sections."""
     path, equals, text = override.partition("=")
     *sections, key = path.strip().split(".")
     if not equals or not all([*sections, key]):

@@ -1,17 +1,17 @@
-"""What an engine is asked for beside plan, blocks, loss and optimizer, as frozen settings.
+"""Settings of an engine, beside plan, blocks, loss and optimizer, as frozen objects.
 
-    Engine(plan, blocks, loss_fn, optimizer, clip=1.0)  ┐                            what ranks compare
-    train: {clip: 1.0}                                  ┼──▶  RunSettings.clip  ──▶  what a checkpoint remembers
-    --set train.clip=1.0                                ┘                            what steps go by
+    Engine(plan, blocks, loss_fn, optimizer, clip=1.0)  ┐                            compared between ranks
+    train: {clip: 1.0}                                  ┼──▶  RunSettings.clip  ──▶  stored in checkpoints
+    --set train.clip=1.0                                ┘                            used by steps
 
-A setting is one field: its type, its default, its words, and where a job file has it (`InJob`). All else derives from
-that: arguments of `Engine` and their documentation, sections of the job file, comparisons of ranks, and which settings
-a run goes on with (`Mark`).
+A setting is one field: its type, its default, its description, and its place in a job file (`InJob`). All else derives
+from that: arguments of `Engine` and their documentation, sections of the job file, comparisons of ranks, and which
+settings a resumed run must keep (`Mark`).
 
-Settings that come from people: frozen, strict, and every fault said in one line with its place.
+Validation of user input: frozen, strict, and every fault reported in one line with its place.
 
-A settings class documents each field by the string below it. `read_settings` is how a mapping from a file or a
-command line becomes one:
+A settings class documents each field by the string below it. `read_settings` converts a mapping from a file or a
+command line:
 
     {"optimizr": {…}, "epochs": "two"}  ─▶  UsageError   train.optimizr: unknown key; did you mean 'optimizer'?
                                                          train.epochs: input should be a valid integer, not 'two'
@@ -48,7 +48,7 @@ class Settings(BaseModel):
 
 
 MOST_FAULTS, MOST_LETTERS = 10, 400
-"""How many faults a message has, and how many letters each."""
+"""Limits of a message: number of faults, and letters of each."""
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -69,7 +69,7 @@ def read_settings(kind: type[AnySettings], values: Mapping[str, Any], source: st
 
 
 def _fault(kind: type[Settings], details: ErrorDetails, prefix: str) -> str:
-    """Return one fault as "path: what is wrong"."""
+    """Return one fault as "path: description"."""
     place = details["loc"]
     path = ".".join(shorten(str(key)) for key in ([prefix] if prefix else []) + list(place))
     words = f"{path}: {_reason(kind, details)}"
@@ -77,7 +77,7 @@ def _fault(kind: type[Settings], details: ErrorDetails, prefix: str) -> str:
 
 
 def _reason(kind: type[Settings], details: ErrorDetails) -> str:
-    """Return what is wrong in words, without the place."""
+    """Return the description of a fault, without the place."""
     value, message = details["input"], details["msg"]
     match details["type"]:
         case "extra_forbidden":
@@ -110,7 +110,7 @@ def _section_at(kind: type[Settings], path: Sequence[int | str]) -> type[Setting
 
 
 def _nearest_key(section: type[Settings], key: str) -> str:
-    """Suggest the key that was meant: one of the section, or one of the same name a level below."""
+    """Suggest the intended key: one of the section, or one of the same name a level below."""
     below = [
         f"{name}.{key}"
         for name, field in section.model_fields.items()
@@ -120,44 +120,44 @@ def _nearest_key(section: type[Settings], key: str) -> str:
 
 
 WireName = Literal["auto", "gloo", "nccl"]
-"""What carries messages between processes; "auto": an accelerator's library where each rank has one, else gloo."""
+"""Transport between processes; "auto": an accelerator's library where each rank has one, else gloo."""
 
 TransportName = Literal[WireName, "local"]
-"""What carries messages: a wire between processes, or "local", the threads of one process."""
+"""Transport of messages: a wire between processes, or "local", the threads of one process."""
 
 StrictRules = Literal["rendezvous", "nccl"]
 Rules = Literal["mailbox", StrictRules]
-"""What a wire does with a message, from the most lenient to the strictest.
+"""Rules by which a wire matches messages, from the most lenient to the strictest.
 
 mailbox     matched by tag; copied when it is sent, so that no sender ever waits
-rendezvous  matched by tag; a send is done when its receive is there: gloo's rule
-nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send is done when it is there
+rendezvous  matched by tag; a send completes once its receive is posted: gloo's rule
+nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send completes then
 """
 
 Start = Literal["new", "fresh", "resume"]
-"""How a run begins: where no run was saved; by moving that one away; from its newest checkpoint that is whole."""
+"""Start mode of a run: in an unused folder; moving an earlier run away; from its newest whole checkpoint."""
 
 Precision = Literal["float32", "float64", "bfloat16"]
-"""Type to compute in."""
+"""Dtype to compute in."""
 
 DTYPE_NAMES: Mapping[Precision, str] = MappingProxyType({"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"})
-"""What strategies and descriptions of hardware call them."""
+"""Names of dtypes in strategies and descriptions of hardware."""
 
 ContextMethod = Literal["ring", "gather", "ulysses"]
-"""How attention reaches over the slices of a sequence that lie on the ranks of cp."""
+"""Method of attention over the slices of a sequence, which the ranks of cp hold."""
 
 Proofs = Literal["foreign", "all", "none"]
-"""Which blocks are proved to give the same numbers cut as whole: all but the built-in ones, all, or none."""
+"""Blocks proved to compute the same when sharded as when whole: all but the built-in ones, all, or none."""
 
 LossOver = Literal["samples", "targets", "sum", "microbatch"]
-"""What a loss is over that is one number: a mean over samples, over targets that are not -100, a sum over the samples,
-or what each microbatch has of its own, as contrastive losses do."""
+"""Reduction of a scalar loss: a mean over samples, over targets that are not -100, a sum over the samples,
+or a value per microbatch, as contrastive losses have."""
 
 ZeroSplit = Literal["auto", "element", "parameter"]
-"""What of parameters ZeRO gives to replicas: equal segments, whole parameters, or these where an optimizer needs it."""
+"""Partition of parameters by ZeRO: equal segments, whole parameters, or these where an optimizer needs it."""
 
 BufferChoice = Literal["merge", "sync", "first", "refuse"]
-"""What becomes of buffers that a forward changes, where there are replicas: see `stage.buffers`."""
+"""Handling of buffers that a forward changes, where there are replicas: see `stage.buffers`."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Ties = dict[str, Names]
@@ -170,11 +170,11 @@ def _rule_data(value: Any) -> Any:
 
 
 TensorRuleData = Annotated[str | dict[str, Any], PlainValidator(_rule_data)]
-"""A rule as people write it; see `tensor_rules`."""
+"""A rule as users write it; see `tensor_rules`."""
 
 
 class Mark(Enum):
-    """What holds for a setting, or for a section, when ranks meet and when a run goes on."""
+    """Constraint on a setting, or on a section, when ranks compare theirs and when a run is resumed."""
 
     KEPT = "a run goes on with the same"
     FREE = "a run may go on with another, whatever holds for its section"
@@ -185,13 +185,13 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class InJob:
-    """Where a job file has a setting.
+    """Place of a setting in a job file.
 
     Attributes:
         section: its section.
         key: its key there; "": that of the argument.
-        kind, default: what a job file writes, where that is something else.
-        load: makes of that what an engine takes.
+        kind, default: type and default in a job file, where they differ.
+        load: converts that to the engine's value.
     """
 
     section: str
@@ -210,78 +210,78 @@ def _seconds(value: float | str) -> float | None:
 
 
 class RunSettings(Settings):
-    """The settings of an engine; the arguments of `Engine` that are named so."""
+    """Settings of an engine; the arguments of `Engine` with these names."""
 
     loss_over: Annotated[LossOver | None, InJob("train")] = None
-    """What a loss is over that gives one number: "samples", "targets" (those that are not -100), "sum", "microbatch":
-    that of each microbatch is meant; none: it is examined, and refused where microbatches cannot make it up."""
+    """Reduction of a loss that is one number: "samples", "targets" (those that are not -100), "sum", "microbatch":
+    a value of each microbatch by itself; none: it is tested, and refused where microbatches cannot make it up."""
     clip: Annotated[float | None, InJob("train")] = Field(default=None, gt=0)
     """The largest global norm of the gradient; longer ones are scaled down to it."""
     bucket_mb: Annotated[float, InJob("parallel")] = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     dtype: Annotated[Any, Mark.KEPT, InJob("runtime", "precision", Precision, "float32", _dtype)] = None
-    """Type to compute in, of weights and inputs; None, of an engine: as blocks are built. With bfloat16 and float16,
-    gradients are added up and weights are stepped in float32."""
+    """Dtype to compute in, of weights and inputs; None, of an engine: as blocks are built. With bfloat16 and float16,
+    gradients are accumulated and weights are stepped in float32."""
     context: Annotated[ContextMethod, InJob("parallel")] = "ring"
-    """How attention reaches over the slices of a sequence, where the mesh has cp."""
+    """Method of attention over the slices of a sequence, where the mesh has cp."""
     rules: Annotated[dict[str, TensorRuleData], InJob("parallel")] = Field(default_factory=dict)
-    """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": "column", "4.head": "replicate"}; names
-    are those in the whole model, which begin with the number of a block. {"cut": "column", "parts": 3} says of which
-    fused blocks the outputs consist."""
+    """Layers that tp cuts, and how, beyond the usual ones: {"*.attention.q": "column", "4.head": "replicate"}; names
+    are those in the whole model, which begin with the number of a block. {"cut": "column", "parts": 3} declares the
+    fused blocks of the outputs."""
     prove: Annotated[Proofs, InJob("parallel")] = "foreign"
-    """Which blocks run once, cut beside whole, before the first step: all but the built-in ones, "all", or "none"."""
+    """Blocks that run once before the first step, sharded beside whole: all but built-in ones, "all", or "none"."""
     buffers: Annotated[BufferChoice, Mark.KEPT, InJob("parallel")] = "merge"
-    """What replicas do about buffers that a forward changes: "merge" running statistics, so that they are those of one
+    """Handling, by replicas, of buffers that a forward changes: "merge" running statistics, to those of one
     process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
     sequence_parallel: Annotated[bool, InJob("parallel")] = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     tied: Annotated[Ties | None, Mark.OPEN, InJob("model", "", Ties, {})] = None
-    """Weights of a user's model that are one: {embedding: ["0.weight", "5.weight"]}; the plan ties the same names; see
+    """Tied weights of a user's model: {embedding: ["0.weight", "5.weight"]}; the plan ties the same names; see
     `parallel.tied`."""
     compiled: Annotated[bool, InJob("runtime", "compile")] = False
-    """Whether torch.compile compiles each stage (collectives, products that are cut or put off, and blocks that draw
-    other than by nn.Dropout stay out)."""
+    """Whether torch.compile compiles each stage (excluding collectives, sharded or deferred matrix products, and blocks
+    that draw random numbers other than by nn.Dropout)."""
     cuda_graph: Annotated[bool, InJob("runtime")] = False
     """Whether steps run from CUDA graphs, one for each shape of a batch: on one GPU, for models without dropout."""
     zero_split: Annotated[ZeroSplit, InJob("parallel")] = "auto"
-    """What of parameters ZeRO gives to replicas: equal segments ("element"), or whole ones ("parameter"); "auto": these
+    """Partition of parameters by ZeRO: equal segments ("element"), or whole ones ("parameter"); "auto": these
     for optimizers that work on whole parameters."""
     max_skipped: Annotated[int, Mark.FREE, InJob("train")] = Field(default=5, ge=0)
-    """Steps in a row whose gradient is not finite, and which are skipped, after which the run stops and says where that
+    """Consecutive skipped steps, of a gradient that is not finite, after which the run stops and reports where that
     arose; 0: it never does."""
     verify: Annotated[bool, InJob("runtime")] = False
     """Whether messages carry a checksum that is checked, and ranks compare each collective before they begin it."""
     seed: Annotated[int, InJob("train")] = Field(default=0, ge=0, lt=2**63)
-    """Fixes the initial weights, what is drawn, and the order of the samples."""
+    """Seed of the initial weights, random draws, and the order of the samples."""
     timeout_s: Annotated[float, InJob("runtime")] = Field(default=300.0, gt=0)
     """The longest that one wait for other ranks may take, in seconds; with `compile` at least half an hour."""
     stall_after: Annotated[
         PositiveSeconds | None,
         InJob("runtime", "", PositiveSeconds | Literal["auto"], "auto", _seconds),
     ] = None
-    """Seconds without progress after which a step counts as stalled; by default learnt from the steps before, at least
+    """Seconds without progress after which a step counts as stalled; by default estimated from earlier steps, at least
     ten (300 with `compile`). A first step may take a minute at least; set-up, loading and saving, `timeout_s`."""
 
     @classmethod
     def of_arguments(cls, given: Mapping[str, Any]) -> RunSettings:
-        """Return the settings that arguments of an engine give; raises `UsageError`."""
+        """Return the settings in the arguments of an engine; raises `UsageError`."""
         return read_settings(cls, given, "Engine")
 
     @classmethod
     def of_job(cls, job: Settings) -> RunSettings:
-        """Return what a job says of them."""
+        """Return the settings in a job."""
         return cls(**{name: place.load(getattr(getattr(job, place.section), key)) for name, key, place in places()})
 
 
 def places() -> Iterator[tuple[str, str, InJob]]:
-    """Yield each setting's name, its key in a job file, and where that is."""
+    """Yield each setting's name, its key in a job file, and its place there."""
     for name, field in RunSettings.model_fields.items():
         place = next(found for found in field.metadata if isinstance(found, InJob))
         yield name, place.key or name, place
 
 
 def fields_in(section: str) -> dict[str, Any]:
-    """Return the fields that a section of a job file has of these, as pydantic makes models of them."""
+    """Return the fields of these settings in a section of a job file, as pydantic makes models of them."""
     found: dict[str, Any] = {}
     for name, key, place in places():
         field = RunSettings.model_fields[name]
@@ -297,7 +297,7 @@ Taking = TypeVar("Taking")
 
 
 def taking_settings(kind: type[Taking]) -> type[Taking]:
-    """Give a class that takes settings by name them as arguments, and their words for `{settings}` of its docstring."""
+    """Add the settings to a class's signature, and their descriptions in place of `{settings}` to its docstring."""
     fields = RunSettings.model_fields
     words = (
         wrap(f"{name}: {' '.join((field.description or '').split())}", 108, subsequent_indent="    ")

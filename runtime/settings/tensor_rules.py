@@ -1,11 +1,11 @@
-"""What a rule of tensor parallelism says of a layer: how it is cut, and of which fused blocks its outputs consist.
+"""Rules of tensor parallelism for layers: how a layer is cut, and the fused blocks of its outputs.
 
-column                               the outputs are cut, as names and sizes have it
+column                               the outputs are cut, as names and sizes determine
 {cut: column, parts: 3}              three equal blocks, such as [q; k; v]: each rank has its shard of every one
 {cut: column, parts: [4, 2, 2]}      blocks of these proportions: four heads of queries, two of keys, two of values
-{cut: column, parts: 1}              one block: a head's queries, keys and values lie side by side (heads, 3, size)
-{cut: column, sizes: [num_heads]}    what the module keeps of sizes that are cut, and is divided too
-{cut: row, alone: true}              it takes and gives full tensors, whatever is beside it
+{cut: column, parts: 1}              one block: a head's queries, keys and values are adjacent (heads, 3, size)
+{cut: column, sizes: [num_heads]}    attributes of the module with sizes that are cut, which are divided too
+{cut: row, alone: true}              takes and returns full tensors, whatever is beside it
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quintsched.errors import suggest
 
 
 class TensorSplit(Enum):
-    """What tensor parallelism does to a layer."""
+    """Cut of a layer by tensor parallelism."""
 
     COLUMN = "column"
     ROW = "row"
@@ -27,23 +27,23 @@ class TensorSplit(Enum):
 
 
 Parts = int | tuple[int, ...]
-"""The fused blocks of a layer's outputs: how many equal ones, or their proportions."""
+"""Fused blocks of a layer's outputs: number of equal ones, or their proportions."""
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """What to do with a layer; `parts` and `sizes` are None where names and sizes decide."""
+    """Rule for a layer; `parts` and `sizes` are None where names and sizes decide."""
 
     split: TensorSplit
     parts: Parts | None = None
     sizes: tuple[str, ...] | None = None
-    """The attributes of the module around that are divided, "num_heads" or "config.num_heads"."""
+    """Attributes of the surrounding module that are divided, "num_heads" or "config.num_heads"."""
     alone: bool = False
-    """Whether it takes and gives full tensors."""
+    """Whether it takes and returns full tensors."""
 
 
 def read_rule(value: object) -> TensorRule:
-    """Return the rule that a string or a mapping stands for; raises `ValueError` that says what is wrong."""
+    """Return the rule that a string or a mapping describes; raises `ValueError` with the fault."""
     if not isinstance(value, Mapping):
         return TensorRule(_split_of(value))
     unknown = [key for key in value if key not in ("cut", "parts", "sizes", "alone")]

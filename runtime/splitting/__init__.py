@@ -1,8 +1,8 @@
-"""Whole models of other people cut into blocks, by the code that they have: `split`.
+"""Splitting of whole models, of any library, into pipeline blocks by running or tracing their forward: `split`.
 
-    model ──▶ frame (its forward, no weights) ──▶ flow (what passes between its layers) ──▶ blocks ──▶ proved ──▶ Split
+    model ──▶ frame (its forward, no weights) ──▶ flow (data between its layers) ──▶ blocks ──▶ proved ──▶ Split
 
-`weightless_model` is a copy whose forward can be walked without weights, `flow` what such walks find out,
-`split_blocks` the blocks that come of it, `structure` where layers are, `adapters` what is known of a library; `traced`
-finds the steps of a forward by symbols instead. Imports `examine`, `parallel` and `blocks`.
+`weightless_model` is a copy whose forward runs without weights, `flow` the record of such runs (walks),
+`split_blocks` the blocks made from it, `structure` finds layers, `adapters` has knowledge of libraries; `traced`
+traces a forward symbolically (torch.fx) instead. Imports `examine`, `parallel` and `blocks`.
 """

@@ -1,10 +1,10 @@
-"""Blocks of a model that no rank ever holds whole: it is built without weights, each rank makes those of its blocks.
+"""Blocks of a model that no rank holds whole: it is built on the meta device, each rank materializes its own blocks.
 
     build() on the meta device ──▶ buffers made, by the model's own code ──▶ split as any model
     block k, on its ranks      ──▶ weights made, by the model's own code, under the engine's seed and k
 
-A model's own code is `_init_weights` where it has that (transformers), else the `reset_parameters` of its modules. What
-neither sets is refused.
+A model's own code is `_init_weights` where it has that (transformers), else the `reset_parameters` of its modules.
+Tensors that neither initializes are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNSET = -1_234_567
 
 
 def built_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model with its weights on the meta device, and its buffers as they are."""
+    """Return the model with its weights on the meta device, and its buffers materialized."""
     model = on_meta(build)
     for name, module in model.named_modules():
         metas = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
@@ -37,7 +37,7 @@ def built_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _set_buffers(model: nn.Module, module: nn.Module, metas: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-    """Return what a module's buffers are set to that have been all of one number."""
+    """Return a module's buffers as its code initializes them from buffers filled with one number."""
     module._buffers.update({key: torch.full_like(buffer, start, device="cpu") for key, buffer in metas.items()})
     with draws_undone():
         _initialise(model, module)
@@ -45,10 +45,10 @@ def _set_buffers(model: nn.Module, module: nn.Module, metas: dict[str, Tensor], 
 
 
 def materialised(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a block of a model without weights, or all of it, with weights of its own.
+    """Return a block of a model without weights, or all of it, with initialized weights.
 
     `make` returns it on the meta device. Weights are drawn from torch's global generator; where the default device is
-    that, there are none.
+    the meta device, it is returned as it is.
     """
     block = copy.deepcopy(make())
     if torch.get_default_device().type == "meta":
@@ -70,7 +70,7 @@ def materialised(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def _initialise(model: Any, module: nn.Module) -> None:
-    """Let a module's weights and buffers be what the model starts from."""
+    """Initialize a module's weights and buffers by the model's own code."""
     if hasattr(model, "_init_weights"):
         model._init_weights(module)
     elif callable(reset := getattr(module, "reset_parameters", None)):
@@ -78,7 +78,7 @@ def _initialise(model: Any, module: nn.Module) -> None:
 
 
 def _unset(like: Tensor) -> Tensor:
-    """Return a weight on the CPU that shows whether it was set."""
+    """Return a weight on the CPU filled with a marker, by which an uninitialized one is found."""
     of_whole = _UNSET if like.dtype.itemsize > 2 else 0
     is_real = like.is_floating_point() or like.is_complex()
     return torch.full(like.shape, torch.nan if is_real else of_whole, dtype=like.dtype)

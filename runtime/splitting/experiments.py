@@ -1,11 +1,11 @@
-"""Which values have to travel between blocks besides hidden states: found by leaving out what a block does not have.
+"""Search for values that must travel between blocks besides hidden states, by experiments with NaN.
 
 In the experiment of a block its own weights and its hidden state are finite numbers, and those of all other blocks NaN:
 
     argument of call k    in the experiment of its own block    in that of an earlier block
-    attention mask        finite: it is found again             -
-    relative positions    NaN                                   finite: it rides along from there
-    what mixes both       NaN                                   NaN: refused
+    attention mask        finite: recomputed there              -
+    relative positions    NaN                                   finite: travels along from there (a rider)
+    mixture of both       NaN                                   NaN: refused
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .flow import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_pl
 from .weightless_model import Frame, Walk
 
 Place = tuple[int, str]
-"""A call, and a place among its arguments."""
+"""Number of a call, and a place among its arguments."""
 
 
 def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None) -> Flow:
-    """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer.
+    """Record one run of a model's forward, its calls of layers; raises `MisfitError` where none is called.
 
-    `watch` watches the code between layers.
+    `watch` records what the code between layers does.
     """
     walk = _Capture(frame, model, torch.device("cpu"), watch)
     frame.set_training(
         watch is None or watch.trains
-    )  # code between layers that drops out makes something else of a hidden state
+    )  # dropout in the code between layers makes another tensor of a hidden state
     try:
         with torch.enable_grad(), modes_kept() as walk.around, nullcontext() if watch is None else watch.drawn:
             with asking_elsewhere() if watch else nullcontext(list[str]()) as asked:
@@ -69,13 +69,13 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: Be
 
 
 class _Capture(Walk):
-    """Notes what is called; all weights and hidden states are unknown."""
+    """Records calls; all weights and hidden states are unknown (NaN)."""
 
     def __init__(self, frame: Frame, model: nn.Module, device: torch.device, watch: BetweenLayers | None) -> None:
         super().__init__(frame, device)
         self._model, self._watch = model, watch
         self._stand_ins: list[tuple[str, Tensor]] = []
-        """Other tensors in the memory of what stood for weights, which may be given another one."""
+        """Flat views of stand-ins for weights, by name: a write to their memory is a write to that weight."""
         self.around = Modes.now()
         self.flow = Flow()
         self._hidden: Tensor | None = None
@@ -109,7 +109,7 @@ class _Capture(Walk):
         return made.rebuilt(self._hidden, (args, kwargs))
 
     def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
-        """Run a layer for the form of what it gives: on the meta device, or if it looks at its numbers, as it is."""
+        """Run a layer for the form of its result: on the meta device, or with real numbers if it reads values."""
         name = self.frame.name_of(layer)
         self.inside = True
         try:
@@ -133,7 +133,7 @@ class _Capture(Walk):
         )
 
     def _run_layer(self, name: str, layer: nn.Module, call: Call, device: str) -> tuple[Any, list[Any]]:
-        """Return what a layer gives, and what it was given: tensors of some device, without anything unknown."""
+        """Return a layer's result and its arguments: tensors on a device, with NaN replaced."""
         leaves, spec = tree_flatten(call)
         given = [leaf.to(device).nan_to_num(0.1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(given, spec)
@@ -158,7 +158,7 @@ class _Capture(Walk):
         return stand_in
 
     def written(self) -> str:
-        """Return the name of a weight that code between layers has written to; nothing where there is none."""
+        """Return the name of a weight that code between layers has written to; "" where there is none."""
         written = set() if self._watch is None else self._watch.drawn.written
         return next((name for name, tensor in self._stand_ins if memory_of(tensor) in written), "")
 
@@ -174,7 +174,7 @@ class _Capture(Walk):
 
 @dataclass
 class Found:
-    """What the forward of a model was found to do: what it calls, what its blocks are, and which inputs they need."""
+    """Findings on a model's forward: its calls, its blocks, and inputs that later blocks do not need."""
 
     flow: Flow
     spans: list[Span]
@@ -184,7 +184,7 @@ class Found:
 def explore(
     frame: Frame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
 ) -> Found:
-    """Find out what a forward does; with `is_own`, one that no library has, it has to do the same in every run.
+    """Record a forward; with `is_own`, for user code, check that every run does the same.
 
     Raises `MisfitError`.
     """
@@ -238,7 +238,7 @@ def _run_for_others(run: Callable[[Mapping[str, Any]], None], inputs: Mapping[st
 
 
 def spans_of(flow: Flow) -> list[Span]:
-    """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
+    """Return the blocks: the first and the last phase are blocks of their own where they have weights."""
     count = len(flow.calls)
     before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
     before = before and bool(flow.entries[0])
@@ -256,11 +256,11 @@ def find_riders(
     inputs: Mapping[str, Any],
     select: Callable[[Any], Any],
 ) -> list[Rider]:
-    """Return what travels besides hidden states and inputs.
+    """Return the values that travel besides hidden states and inputs.
 
-    `select` takes what counts of the model's output.
+    `select` takes the relevant part of the model's output.
 
-    Raises `MisfitError` for what a block can neither find again nor be given.
+    Raises `MisfitError` for values that a block can neither recompute nor be passed.
     """
     seen = [_Experiment(frame, flow, number, spans, inputs) for number in range(len(spans))]
     riders: dict[int, Rider] = {}
@@ -293,7 +293,7 @@ def find_unneeded(
     """Return the inputs of floating point (images, sounds) of which no block but the first needs any number or size.
 
     They are tried with NaN in their place, and with twice their sizes, where the model takes such. One with a default,
-    but for the first, is needed: by it later blocks see whether it was given.
+    except the first, is needed: later blocks see by it whether it was passed.
     """
     unneeded: dict[str, Tensor] = {}
     if None in flow.arguments[1:]:
@@ -323,11 +323,11 @@ def find_unneeded(
 
 
 class _Experiment(SpanWalk):
-    """Runs the forward with the finite numbers of one block.
+    """Walk in which one block has finite numbers, and all others NaN.
 
     Attributes:
         known: arguments of later calls that are finite all the same.
-        unknown: the places of arguments that are not.
+        unknown: places of arguments that are not.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class _Experiment(SpanWalk):
         return _finite(filled) if is_own and is_number(filled) else filled
 
     def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As for other walks; what is made of something unknown is not known."""
+        """Call as other walks do; results computed from unknown arguments stay unknown."""
         self._has_unknown = any(map(is_unknown, tree_flatten((args, kwargs))[0]))
         try:
             return super().beside(module, args, kwargs)
@@ -364,7 +364,7 @@ class _Experiment(SpanWalk):
             self._has_unknown = False
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note what a call is given; its own results are finite, all others unknown."""
+        """Record the arguments of a call; results of the block's own calls are finite, all others unknown."""
         result, span = self._known(layer, number), self.span
         if number == 0 and span.enters_call:
             args, kwargs = replaced((args, kwargs), {self.flow.entries[0]: self.hidden})

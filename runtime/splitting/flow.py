@@ -1,14 +1,14 @@
-"""What passes between the layers of a model, found by walking its forward: no weights, no families written out.
+"""Data flow between the layers of a model, recorded by runs of its forward (walks) without weights.
 
-A run of the forward is cut by its calls of layers. What lies between two calls is a phase; a block is some of both:
+A run of the forward is cut at its calls of layers. The code between two calls is a phase; a block consists of both:
 
     phase 0 │ call 0 │ phase 1 │ call 1 │ phase 2 │ … │ call n-1 │ phase n
     block 0 │ block 1│    block 2       │           …            │ block n+1
 
-All blocks but the first are given the hidden state that the call before has left. The rest of what a layer is called
-with is found again by running the forward up to the call with stand-ins for what is not here, as long as it depends on
-the model's inputs only (masks, positions). Whether it does is an experiment: all that depends on weights or on hidden
-states of elsewhere is NaN. What an experiment shows to come from an earlier block rides along from there.
+All blocks but the first are passed the hidden state that the call before returned. A layer's other arguments are
+recomputed by running the forward up to the call with stand-ins for missing values, as long as they depend on
+the model's inputs only (masks, positions). An experiment tests it: all values that depend on weights or hidden
+states of other blocks are NaN. Values that turn out to come from an earlier block travel along from there (riders).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..comm.modes import Modes, modes_kept
 from .weightless_model import Frame, Walk
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call, by place and by name."""
+"""Arguments of a call, by position and by name."""
 
 
 class Mark(Enum):
-    """What stands for the hidden state where that itself is not yet there."""
+    """Placeholder for the hidden state, where that is not yet known."""
 
     HIDDEN = "hidden"
 
@@ -42,13 +42,13 @@ HIDDEN = Mark.HIDDEN
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a model that a block is: its calls, and which phases.
+    """Range of a model that makes a block: its calls, and the phases around them.
 
     Attributes:
         calls: the numbers of its calls of layers.
-        is_first: whether it is given the model's inputs; else what the call before has left.
+        is_first: whether it is passed the model's inputs; else the result of the call before.
         is_last: whether it goes on to the model's output.
-        enters_call: whether it is given what phase 0 leaves: it begins with call 0 itself.
+        enters_call: whether it is passed the result of phase 0: it begins with call 0 itself.
     """
 
     calls: range
@@ -58,20 +58,20 @@ class Span:
 
     @property
     def phases(self) -> range:
-        """The numbers of the phases that it runs."""
+        """Numbers of the phases that it runs."""
         first = self.calls.start + self.enters_call
         return range(first, self.calls.stop + (self.is_last or not self.calls))
 
 
 @dataclass(frozen=True)
 class Rider:
-    """A value that a block makes and later ones take.
+    """A value, besides the hidden state, that a block computes and later ones use.
 
     Attributes:
-        name: by which it travels.
-        source: the number of the block.
-        found: the call, and the place among its arguments, where the block finds it.
-        takers: the same of all calls that take it.
+        name: its name among the extras that blocks pass on.
+        source: the number of the block that computes it.
+        found: the call, and the place among its arguments, where that block finds it.
+        takers: the same of all calls that use it.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Rider:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call gives: `leaves` are `HIDDEN`, a place among the arguments that is handed through, or None."""
+    """Structure of a call's result: `leaves` are `HIDDEN`, the place of an argument that is returned, or None."""
 
     spec: TreeSpec
     leaves: tuple[str | Mark | None, ...]
@@ -90,13 +90,13 @@ class Result:
 
     @property
     def sample(self) -> Tensor:
-        """A hidden state as the call gave it when it was captured, on the meta device."""
+        """Hidden state as the call returned it when it was recorded, on the meta device."""
         found = self.constants[self.leaves.index(HIDDEN)]
         assert isinstance(found, Tensor)
         return found
 
     def rebuilt(self, hidden: Tensor, call: Call) -> Any:
-        """Return a result with a hidden state, what its call was given, and NaN where others stood."""
+        """Return a result from a hidden state and the call's arguments, with NaN in place of other tensors."""
         given = by_place(call)
         leaves = [
             hidden if leaf is HIDDEN else given[leaf] if isinstance(leaf, str) else self._hole(constant, hidden)
@@ -105,7 +105,7 @@ class Result:
         return tree_unflatten(leaves, self.spec)
 
     def _hole(self, constant: Any, hidden: Tensor) -> Any:
-        """Return what stands for a part that nobody has: of other sizes where the hidden state has others by now."""
+        """Return a stand-in for a tensor that is not available; its sizes follow those of the hidden state."""
         if not isinstance(constant, Tensor):
             return constant
         now = {(dim, was): size for dim, (was, size) in enumerate(zip(self.sample.shape, hidden.shape, strict=False))}
@@ -116,20 +116,20 @@ class Result:
 
 @dataclass
 class Flow:
-    """What was found out of a model.
+    """Record of a model's forward.
 
     Attributes:
-        calls: the names of the layers, one for each call.
-        results: what each call gives.
-        beside: the names of the modules that each phase calls.
-        weights: the names of the weights that each phase uses without calling their modules.
+        calls: names of the layers, one for each call.
+        results: structure of each call's result.
+        beside: names of the modules that each phase calls.
+        weights: names of the weights that each phase uses without calling their modules.
         buffers: the same of the buffers that are saved.
-        entries: where each call is given its hidden state; empty where it is given none.
-        keeps: for each call, whether it leaves a hidden state of the shape that it is given.
-        arguments: for each call, what its layer is called with, where that is a hidden state and no other tensor.
-        repeats: for each call, whether what it is called with depends on no hidden state but for that itself.
-        riders: what travels besides the hidden state and the model's inputs.
-        modes: for each call, the modes of torch that it runs under, apart from those around the model.
+        entries: place of the hidden state among each call's arguments; empty where there is none.
+        keeps: for each call, whether its result has the shape of its hidden state.
+        arguments: for each call, its arguments, where they are a hidden state and no other tensor.
+        repeats: for each call, whether its arguments depend on no hidden state except the one passed.
+        riders: values that travel besides the hidden state and the model's inputs.
+        modes: for each call, the modes of torch (no_grad, autocast) around it, apart from those around the model.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -145,19 +145,19 @@ class Flow:
     modes: list[Modes | None] = field(default_factory=list)
 
     def is_like(self, other: Flow) -> bool:
-        """Whether another one calls the same in the same way; samples and settings may be others."""
+        """Whether another record has the same calls in the same way; samples and settings may differ."""
         forms = [[(r.spec, r.leaves, r.sample.shape, r.sample.dtype) for r in flow.results] for flow in (self, other)]
         names = ("calls", "beside", "weights", "buffers", "entries", "keeps", "repeats", "riders", "modes")
         return forms[0] == forms[1] and all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def by_place(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by where they are in it."""
+    """Return the leaves of a tree by their paths in it."""
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
 
 
 def replaced(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """Return a tree with other leaves at some places."""
+    """Return a tree with other leaves at some paths."""
     flat, spec = tree_flatten_with_path(tree)
     return tree_unflatten([leaves.get(keystr(path), leaf) for path, leaf in flat], spec)
 
@@ -168,7 +168,7 @@ def is_number(leaf: Any) -> bool:
 
 
 def is_unknown(leaf: Any) -> bool:
-    """Whether a leaf depends on what is not there."""
+    """Whether a leaf depends on unknown values."""
     return is_number(leaf) and bool(leaf.isnan().any())
 
 
@@ -177,21 +177,21 @@ class Stop(Exception):
 
 
 class SpanWalk(Walk):
-    """Runs the part of the forward that a block is.
+    """Runs a block's part of the forward.
 
     Args:
-        frame: of the model.
-        device: where its tensors are.
-        flow: what is known of the model.
+        frame: the weightless copy of the model.
+        device: device of its tensors.
+        flow: the record of the model.
         number: of the block.
         spans: all blocks.
-        hidden: what the block is given; None for the first.
-        taken: riders that it is given, by name.
+        hidden: the hidden state that the block is passed; None for the first.
+        taken: riders that it is passed, by name.
 
     Attributes:
-        left: the hidden state that it leaves.
-        made: riders that it makes, by name.
-        is_done: whether the rest of the forward does not matter.
+        left: the hidden state that it returns.
+        made: riders that it computes, by name.
+        is_done: whether the rest of the forward can be skipped.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class SpanWalk(Walk):
                 return None
 
     def called(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what one of the block's own calls gives."""
+        """Return the result of one of the block's own calls."""
         raise NotImplementedError
 
     def passed(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at a call behind the block."""
+        """Take the riders that a call after the block is passed."""
         given = by_place((args, kwargs))
         for rider in [rider for rider in self._wanted if rider.found[0] == number]:
             self.made[rider.name] = given[rider.found[1]]
@@ -234,7 +234,7 @@ class SpanWalk(Walk):
         self.is_done = not self._wanted or number == len(self.flow.calls) - 1
 
     def skipped(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return a hidden state of the shape that a call outside of the block leaves; its numbers mean nothing."""
+        """Return a hidden state of the shape that a call outside of the block returns; its numbers are arbitrary."""
         if self.flow.keeps[number]:
             hidden = by_place((args, kwargs))[self.flow.entries[number]]
             assert isinstance(hidden, Tensor)
@@ -246,21 +246,21 @@ class SpanWalk(Walk):
             self.inside = False
 
     def is_training(self) -> bool:
-        """Whether the code between layers trains, where it is the block's."""
+        """Whether the block's own code between layers runs in training mode."""
         return False
 
     def _tell_training(self) -> None:
         self.frame.set_training(self.is_training() and self.calls in self.span.phases, as_model=True)
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call gives: its own result within the block, outside of it what stands for one."""
+        """Return the result of a call: its own within the block, outside of it a stand-in."""
         span, result = self.span, self._known(layer, number)
         self._tell_training()
         if number < span.calls.start:
             is_given = number == span.calls.start - 1
             hidden = self.hidden if is_given else self.skipped(layer, number, args, kwargs)
             assert hidden is not None
-            if is_given and self.is_training():  # code of other blocks has not trained, by which it may have switched
+            if is_given and self.is_training():  # others' code ran in eval mode: put modes as after it
                 for modes in (self._around, self.flow.modes[number] or self._around):
                     modes.put_back()
             return result.rebuilt(hidden, (args, kwargs))
@@ -293,7 +293,7 @@ class SpanWalk(Walk):
 
 
 def hidden_of(result: Result, made: Any) -> Tensor:
-    """Return the hidden state in what a call gave."""
+    """Return the hidden state in a call's result."""
     leaves = tree_flatten(made)[0]
     hidden = leaves[result.leaves.index(HIDDEN)]
     assert isinstance(hidden, Tensor)

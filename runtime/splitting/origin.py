@@ -1,4 +1,4 @@
-"""What the blocks of a model that was split have in common: its forward, and what that calls its layers with."""
+"""Context shared by the blocks of a split model: its forward without weights, and the arguments of its layers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .weightless_model import Frame, in_graph
 
 
 class Origin:
-    """What the blocks of a model have in common.
+    """Context that the blocks of a model share (see `flow`).
 
     Args:
-        frame: the model's forward.
-        found: what its forward was found to do.
-        inputs: the names of the inputs that its forward takes, the first one first.
-        settings: what else its forward is called with.
-        select: what of the model's output the last block returns.
-        sees: whether its attentions can be given what lies beyond a slice of a sequence.
-        pools: whether it gives one output for each sequence, of which the last block then needs all.
-        has_routers: whether its loss has a part of its routers, whose logits ride along to the last block.
+        frame: the model's forward, without weights.
+        found: the record of it.
+        inputs: names of the inputs that the forward takes, the first one first.
+        settings: further arguments of the forward.
+        select: function to the part of the model's output that the last block returns.
+        sees: whether its attentions can reach beyond a slice of a sequence.
+        pools: whether it returns one output per sequence, for which the last block needs all of it.
+        has_routers: whether its loss has a part of its routers, whose logits travel to the last block.
 
     Attributes:
-        flow: what passes between its layers.
-        spans: which part each block is.
+        flow: data flow between its layers.
+        spans: range of the model in each block.
         uncarried: inputs that no later block needs, as samples on the meta device.
         unused: names of weights and saved buffers that no block uses; the last one has them, to be saved with the rest.
-        frames: the frames in which its forward runs: its own, and those of blocks.
+        frames: the frames in which the forward runs: its own, and those of blocks.
         evaluates: see `Source`.
     """
 
@@ -74,7 +74,7 @@ class Origin:
         return self
 
     def watch(self, model: nn.Module, search: Callable[[nn.Module], Found]) -> None:
-        """Follow what the forward of a model reads on the host; `search` finds again what it does."""
+        """Watch the host state that a model's forward reads; `search` records the forward again when it has changed."""
         self._watched = Followed(model, self.frame.followed), search
         self.frame.flags = self._watched[0].flags
         self._held = {name: model.get_buffer(name) for names in self.flow.buffers for name in names}
@@ -84,10 +84,10 @@ class Origin:
         return [] if self._watched is None else self._watched[0].tensors()
 
     def follow(self) -> None:
-        """Let the forward be that of the model as it is now; raises `MisfitError` where it does something else."""
+        """Update the forward to the model's present host state; raises `MisfitError` where it does something else."""
         if self._watched is None or (model := self._watched[0].model()) is None:
             return
-        for name, held in self._held.items():  # blocks have these themselves
+        for name, held in self._held.items():  # blocks hold these themselves
             if (now := model.get_buffer(name)).shape != held.shape:
                 raise MisfitError(f"{name!r} has another shape than when the model was split; {SPLIT_AGAIN}")
             if now is not held:
@@ -124,22 +124,22 @@ class Origin:
         return {id(tensor): tensor._version for tensors in held for tensor in tensors if not tensor.is_inference()}
 
     def is_training(self, block: bool) -> bool:
-        """Whether code between layers trains in a block, whose own flag is given: the loop may have set that."""
+        """Whether code between layers trains in a block, whose own training flag is `block`: user code may set it."""
         return block if self.evaluates is None else not self.evaluates
 
     def takes(self, number: int) -> tuple[str, ...]:
-        """Return by which names block `number` takes more than what the block before leaves."""
+        """Return the names of extras that block `number` takes besides the hidden state."""
         calls = self.spans[number].calls
         riders = (r.name for r in self.flow.riders if any(call in calls for call, _ in r.takers))
         of_routers = range(len(self.flow.calls)) if self.has_routers and self.spans[number].is_last else ()
         return (*self.inputs, *riders, *map(routers.rider, of_routers), *(("context", "past") if self.sees else ()))
 
     def inputs_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what of that which a block is given by name are inputs of the model."""
+        """Return those of a block's extras that are inputs of the model."""
         return {name: value for name, value in given.items() if name in self.inputs and value is not None}
 
     def sight_of(self, given: Mapping[str, Any]) -> Sight | None:
-        """Return how far attentions see beyond a slice, where a block is given one."""
+        """Return the reach of attentions beyond a slice, where a block is passed one."""
         context, past = given.get("context"), given.get("past")
         if self.has_routers and (context is not None or past is not None):
             raise MisfitError(
@@ -151,7 +151,7 @@ class Origin:
     def arguments(
         self, number: int, hidden: Tensor, given: Mapping[str, Any], sight: Sight | None, *, training: bool = False
     ) -> tuple[Call, Modes | None]:
-        """Return what the layer is called with that is all of block `number`, and modes if others are around it."""
+        """Return the arguments of the layer that is all of block `number`, and modes if others are around it."""
         call, inputs = self.spans[number].calls.start, self.inputs_of(given)
         plain, modes, flags = self.flow.arguments[call], self.flow.modes[call], tuple(self.frame.flags().values())
         is_as_found = self._is_theirs or (training and all(flags))
@@ -174,7 +174,7 @@ class Origin:
     def _remembered(
         self, number: int, hidden: Tensor, inputs: dict[str, Any], sight: Sight | None, training: bool
     ) -> dict[int, Call]:
-        """Return what this call and later ones get: if possible from the last walk, where it had the same inputs."""
+        """Return arguments of this and later calls: from the last walk, if it had the same inputs."""
         old, dtype, calls = self._last
         key = (training, *inputs.keys(), *inputs.values(), *(() if sight is None else (sight.context, sight.past)))
         is_same = len(old) == len(key) and all(map(is_, old, key))
@@ -207,9 +207,9 @@ class Origin:
     def called_with(
         self, inputs: Mapping[str, Any], like: Tensor, sight: Sight | None, *, is_first: bool = False
     ) -> dict[str, Any]:
-        """Return what the forward is called with for a batch of as many samples as `like` has.
+        """Return the arguments of the forward for a batch of as many samples as `like` has.
 
-        Of `uncarried` inputs the first block has all that there are, and later ones what stands in for them.
+        Of `uncarried` inputs the first block gets the actual ones, and later ones stand-ins.
         """
         device = computable(like).device
         stand_ins = {
@@ -223,7 +223,7 @@ class Origin:
         return {**called, **transformers.unpacked(self.frame.root, called)} if self.sees else called
 
     def _of_slice(self, called: Mapping[str, Any], sight: Sight) -> dict[str, Any]:
-        """Return what tells a forward where the tokens of a slice are in their sequences."""
+        """Return the arguments that place the tokens of a slice in their sequences."""
         ids = called[self.inputs[0]]
         samples, length = ids.shape[:2]
         told: dict[str, Any] = {}
@@ -241,11 +241,11 @@ class Origin:
 
 
 class _ArgumentsWalk(SpanWalk):
-    """Finds what a layer is called with; if it goes `on`, what later ones are, too, with the same hidden state.
+    """Finds the arguments of a layer; if it goes `on`, those of later ones too, with the same hidden state.
 
     Attributes:
-        found: that, by the number of the call.
-        modes: those at the call that is the block's, as in `Flow`.
+        found: arguments by the number of the call.
+        modes: those at the block's own call, as in `Flow`.
     """
 
     def __init__(self, origin: Origin, number: int, hidden: Tensor, on: bool, training: bool) -> None:

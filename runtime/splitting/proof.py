@@ -1,7 +1,7 @@
-"""The proof of a split: the whole model and the chain of its blocks do the same with a small input.
+"""Proof of a split: the whole model and the chain of its blocks compute the same from a small input.
 
-in evaluation          outputs, gradients of weights and of inputs
-in training, of own    the same, and what is left in buffers; unless numbers were drawn
+in evaluation             outputs, gradients of weights and of inputs
+in training, user code    the same, and the buffers afterwards; unless random numbers were drawn
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .flow import is_number
 from .weightless_model import by_place_or_name
 
 TOLERANCE = 1e-5
-"""Of the largest number; the same operations run, so there is no rounding to speak of."""
+"""Tolerance relative to the largest number; the same operations run, so rounding hardly differs."""
 
 _ROUNDING, _MOST, _LEAST = 1e3, 0.05, 1e-6
-"""Sums of gradients may be in another order: by so many times their precision, at most by so much; less is nothing."""
+"""Tolerances of gradients, whose sums may be in another order: multiples of eps, an upper limit, and a zero level."""
 
 _ADVICE = (
     "its forward does more between its layers than can be found by running it (an iterator that moves, a hook, asking "
@@ -42,15 +42,15 @@ _ADVICE = (
 
 @dataclass
 class _Result:
-    """What a run of a model, or of a chain, has given.
+    """Result of a run of a model, or of a chain of blocks.
 
     Attributes:
         outputs: copies of its tensors.
-        gradients: by what the model calls a weight or an input: a sum of the gradient's numbers, and its norm; None:
+        gradients: by the model's name of a weight or an input: weighted sum of the gradient, and its norm; None:
             the outputs have no gradient.
-        buffers: what it has left in those of the model.
-        has_drawn: whether it has drawn numbers.
-        changed: the ids of what it has changed of the model.
+        buffers: the model's buffers after the run.
+        has_drawn: whether it has drawn random numbers.
+        changed: the ids of objects of the model that it has changed.
     """
 
     outputs: list[Any]
@@ -67,11 +67,11 @@ def require_equal(
     select: Callable[[Any], Any],
     own_names: Mapping[str, str],
 ) -> set[int]:
-    """Raise `MisfitError` unless the blocks, one after the other, do what the model does; all stay as they are.
+    """Raise `MisfitError` unless the chain of blocks computes what the model does; all state is restored.
 
-    Returns the ids of what a training run of the model changes.
+    Returns the ids of objects that a training run of the model changes.
 
-    `own_names` has what the model calls a weight of a block, "<block>.<name in the block>".
+    `own_names` maps "<block>.<name in the block>" to the model's own name of a weight.
     """
     first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     known = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -102,7 +102,7 @@ def require_equal(
 
 
 def _require_tree(what: str, leaves: Sequence[Any]) -> None:
-    """Raise `MisfitError` for an output that holds objects in which nobody looks for tensors."""
+    """Raise `MisfitError` for an output with objects that are not searched for tensors."""
     other = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | str | bool | int | float | None)), None)
     if other is not None:
         raise MisfitError(
@@ -119,7 +119,7 @@ def _result_of(
     *,
     training: bool = False,
 ) -> _Result:
-    """Return what a run gives, from the same state of modules, the model first, and of generators each time."""
+    """Return the result of a run, each from the same state of modules, the model first, and of generators."""
     with untouched(nn.ModuleList(modules)) as kept, torch.enable_grad():
         for module in modules:
             module.train(training)
@@ -133,10 +133,10 @@ def _result_of(
 
 
 class _Sums:
-    """Sums over gradients, of one weight at a time: no two of them are kept.
+    """Weighted sums over gradients, of one weight at a time: no two gradients are held at once.
 
     Args:
-        weights: by what the model calls them; several may be one.
+        weights: with the model's names; several may be one.
     """
 
     def __init__(self, weights: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -144,7 +144,7 @@ class _Sums:
         self._found: dict[str, tuple[float, float]] = {}
 
     def entered(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return inputs that have gradients."""
+        """Return copies of the inputs, as leaves that require gradients where they are floating point."""
 
         def enter(name: str, given: Any) -> Any:
             if not isinstance(given, Tensor):
@@ -157,14 +157,14 @@ class _Sums:
         return {name: tree_map(partial(enter, name), given) for name, given in inputs.items()}
 
     def of(self, outputs: Sequence[Any]) -> dict[str, tuple[float, float]] | None:
-        """Return the sums for what a run gave; None where that has no gradients."""
+        """Return the sums for a run's outputs; None where these have no gradients."""
         numbers = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
         leaves = [(name, leaf) for name, leaf in self._leaves if leaf.requires_grad]  # a forward may freeze its own
         before = [leaf.grad for _, leaf in leaves]
         hooks = [self._watched(name, leaf) for name, leaf in leaves]
         try:
             torch.autograd.backward([_sum(number) for number in numbers]) if numbers else None
-        except RuntimeError:  # what it is made of has no gradients, or not twice
+        except RuntimeError:  # no gradient, or backward not possible twice
             return None
         finally:
             for (_, leaf), gradient, hook in zip(leaves, before, hooks, strict=True):
@@ -189,7 +189,7 @@ class _Sums:
 
 
 def _sum(numbers: Tensor) -> Tensor:
-    """Return a sum of numbers, each times another."""
+    """Return a weighted sum of the elements, so that permuted elements differ."""
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
     flat = numbers.reshape(-1, numbers.shape[-1]) if numbers.dim() else numbers.reshape(1, 1)
@@ -245,7 +245,7 @@ def _compare_gradients(
 def require_equal_loss(
     model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], loss_fn: Callable[..., Any] | None
 ) -> None:
-    """Raise `MisfitError` unless the loss that goes with the blocks is the model's own; the ids are the labels."""
+    """Raise `MisfitError` unless the loss of the blocks equals the model's own; the ids are the labels."""
     assert loss_fn is not None
     labels = next(iter(inputs.values()))
     modules = [model, *blocks]
@@ -267,7 +267,7 @@ def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def chain(blocks: Sequence[nn.Module], given: Any) -> Any:
-    """Run blocks one after the other, with what rides along."""
+    """Run blocks one after the other, passing riders along."""
     riders: dict[str, Tensor] = {}
     for block in blocks:
         accepts = accepted_extras(block)

@@ -1,9 +1,9 @@
-"""A whole model cut into blocks that an engine takes: `split(model)`.
+"""Split of a whole model into blocks that an engine takes: `split(model)`.
 
 model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
-      ─▶ blocks, ties taken apart ─▶ proved: the chain of the blocks gives what the model gives
+      ─▶ blocks, ties taken apart ─▶ proved: the chain of blocks computes what the model computes
 
-A model of which no example is given is traced, if it can be (`traced`); so is one whose walk finds no blocks.
+A model without an example is traced if possible (`traced`); so is one in whose walk no blocks are found.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ NOT_INPUTS = frozenset(
 
 
 class Split(Sequence[Block]):
-    """The blocks of a model, for `Engine(plan, split(model), …)`.
+    """Blocks of a model, for `Engine(plan, split(model), …)`.
 
     Attributes:
-        tied: name → the weights that are one, "<block>.<name in the block>".
-        rules: which layers tensor parallelism cuts, as for `Engine`.
-        own_names: names of weights and of buffers that are saved, "<block>.<name in the block>", to those in the model.
+        tied: name → tied weights, each as "<block>.<name in the block>".
+        rules: layers that tensor parallelism cuts, as for `Engine`.
+        own_names: names of weights and of saved buffers, "<block>.<name in the block>", to those in the model.
         aliases: all names that the model has for a tensor, by each of them, where there are several.
-        optional: the model's names of what is saved and no layer has: a checkpoint may lack it, and it stays as it is.
+        optional: the model's names of saved tensors that no layer has: a checkpoint may lack them, and they stay then.
         config: that of the model, where its library has one.
         conversions: the rules by which the model's library changes names of checkpoints as it loads them.
         generation_config: the settings of generation that the library saves beside the weights, or None.
-        loss_fn: the loss that goes with the model's head: (output, targets) → (sum, weight); None: not known.
+        loss_fn: the loss of the model's head: (output, targets) → (sum, weight); None: not known.
         cuts: the names of the modules of the model that are in each block.
-        copies: lets copies of the model's modules follow these.
-        changing: what a forward of the whole model was seen to change: numbers of blocks, and its names there.
+        copies: keep copies of the model's modules equal to these.
+        changing: objects that a forward of the whole model changed: numbers of blocks, and names there.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Split(Sequence[Block]):
         self.conversions, self.generation_config = tuple(conversions), generation_config
 
     def of(self, blocks: Sequence[Block]) -> Split:
-        """Return the same of other blocks, which have the same weights by the same names."""
+        """Return the same split with other blocks, which have the same weights by the same names."""
         other = copy.copy(self)
         other._blocks = list(blocks)
         return other
@@ -113,26 +113,26 @@ def split(
     example: Tensor | Mapping[str, Any] | None = None,
     prove: bool = True,
 ) -> Split:
-    """Cut a whole model into blocks: what comes before its layers, each layer, and what comes behind.
+    """Split a whole model into blocks: the code before its layers, each layer, and the code after them.
 
     Args:
         model: an `nn.Sequential`, a model of transformers, one whose forward can be traced (timm's, for example), or
-            any module whose forward calls a list of layers one after the other. A function that builds one of the
-            last two kinds has no rank hold it whole: each makes the weights of its own blocks, under the engine's
-            seed, as the model itself starts them.
+            any module whose forward calls a list of layers one after the other. For a function that builds one of the
+            last two kinds, no rank holds the model whole: each initializes the weights of its own blocks, under the
+            engine's seed, by the model's own code.
         blocks: the names of the modules that are blocks, in the order in which they are called, patterns among them
             (["embed", "layers.*", "norm", "head"]); None: the entries of its lists of modules.
-        example: small inputs of two samples or more: what the forward is called with, a tensor or a mapping by name.
-            Models of transformers need none, and models that can be traced are so without any, or if nothing else finds
-            their blocks.
+        example: small inputs of two samples or more for the forward: a tensor, or a mapping by name. Models of
+            transformers need none; a model that can be traced needs none, or is traced where a walk finds no
+            blocks.
         prove: whether the model and the chain of its blocks run once on these inputs, to be compared; afterwards the
             model, its buffers and the global generators are as before.
 
     Raises:
         UsageError: there are no such modules, or no layers, or no inputs.
-        MisfitError: the model cannot be split so, or its blocks give other numbers.
+        MisfitError: the model cannot be split so, or its blocks compute other numbers.
     """
-    with GENERATORS, draws_undone():  # ranks of one process split one after the other
+    with GENERATORS, draws_undone():  # ranks that are threads of one process split one after the other
         if isinstance(model, nn.Module):
             return _whole(_adapted(model), blocks, example, prove)
         return _built(model, blocks, example, prove)
@@ -141,7 +141,7 @@ def split(
 def _whole(
     model: nn.Module, blocks: Sequence[str] | None, example: Tensor | Mapping[str, Any] | None, prove: bool
 ) -> Split:
-    """Split a model that is there."""
+    """Split a model that has its weights."""
     require_sized(model, f"the model ({type(model).__name__})")
     if not is_of_library(type(model)):
         require_undone(Snapshot({"model": model}, numbers=False), "its forward")
@@ -166,7 +166,7 @@ def _whole(
         except FINAL:
             raise
         except (MisfitError, Untraceable) as other:
-            if isinstance(error, UsageError):  # no layers: tracing is what it was to be cut by
+            if isinstance(error, UsageError):  # no layers: tracing was the way to find blocks
                 raise UsageError(f"{_untraced(model, other)}; and {error}") from error
             raise MisfitError(f"{error}; {_untraced(model, other)}") from error
 
@@ -179,7 +179,7 @@ def _untraced(model: nn.Module, error: Exception) -> str:
 def _walked(
     model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str, Any], prove: bool, *, longer: bool
 ) -> Split:
-    """Split a model by what a walk of its forward finds; with `longer`, it is proved for two lengths."""
+    """Split a model by a walk of its forward; with `longer`, it is proved for two lengths."""
     origin, prefixes = _origin(model, blocks, inputs)
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
     found = _found_by_walk(model, made, prefixes, origin)
@@ -194,7 +194,7 @@ def _walked(
 
 
 def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
-    """Return the segments of a model that gives the same for some inputs; raises `Untraceable`, `MisfitError`."""
+    """Return the traced segments of a model, proved on some inputs; raises `Untraceable`, `MisfitError`."""
     parts = segments(model)
     found = _traced(model, parts)
     require_equal(model, parts, inputs, lambda output: output, found.own_names)
@@ -210,9 +210,9 @@ def _found(
     is_row: bool = False,
     **known: Any,
 ) -> Split:
-    """Return blocks with all that is known of them; weights that they share are taken apart.
+    """Return a split with all that is known of it; weights that blocks share become tied copies.
 
-    Names of what is saved have these prefixes in the model, but for tensors whose `first` name is given, by their ids.
+    Names of saved tensors have these prefixes in the model, except tensors whose `first` name is given, by their ids.
     """
     both = list(zip(made, prefixes, strict=True))
     own_names = {
@@ -241,7 +241,7 @@ def _found_by_walk(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequen
 
 
 def _places(blocks: Sequence[nn.Module], ids: Collection[int]) -> Iterator[tuple[int, str]]:
-    """Yield what blocks hold of some ids, by their numbers and its names."""
+    """Yield (block number, name there) of the objects with these ids."""
     for number, block in enumerate(blocks):
         yield from ((number, n) for n, held in Snapshot({"": block}, numbers=False).holders() if held in ids)
 
@@ -260,7 +260,7 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 MOST_PROVED = 20_000_000
-"""So many weights of a model that is built without any are made for its proof, on every rank."""
+"""Most weights of a model built without any for which they are made, on every rank, to prove the split."""
 
 
 def _built(
@@ -283,18 +283,18 @@ def _built(
 
 
 def _is_row(model: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether a model does no more than call its modules one after the other."""
+    """Whether a model only calls its modules one after the other."""
     has_own = "forward" in vars(model) or is_hooked(model)
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not has_own
 
 
 def _sequential(model: nn.Sequential) -> Split:
-    """Return the entries of a row, of which one module may be several."""
+    """Return the entries of an `nn.Sequential`, which may have one module several times."""
     return _found(model, apart(model), [f"{key}." for key in model._modules], is_row=True)
 
 
 def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
-    """Return segments, whose weights have the names that they have in the model."""
+    """Return traced segments, whose weights have the names that they have in the model."""
     first = {id(tensor): name for name, tensor in reversed(saved_tensors(model).items())}
     config = getattr(model, "pretrained_cfg", None)
     return _found(model, parts, [""] * len(parts), first, config=config, aliases=_aliases(model))
@@ -316,7 +316,7 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None, untra
 
 
 def _adapted(model: nn.Module) -> nn.Module:
-    """Return the model that PEFT has put adapters into; its wrapper adds nothing to what they do."""
+    """Return the model inside of a PEFT wrapper, with its adapters; the wrapper adds no computation."""
     configs, base = getattr(model, "peft_config", None), getattr(model, "get_base_model", None)
     if configs is None or not callable(base):
         return model
@@ -330,7 +330,7 @@ def _adapted(model: nn.Module) -> nn.Module:
 
 
 def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the names of the inputs that a model's forward takes; one of one's own takes all that its example has."""
+    """Return the names of the inputs that a forward takes; a user's model takes all that its example has."""
     parameters = arguments_of(model.forward).values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     others = NOT_INPUTS if transformers.is_one(model) else NOT_INPUTS.difference(example)
@@ -341,7 +341,7 @@ def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str, Any]) -> tuple[Origin, list[str]]:
-    """Find out what passes between the layers; return also with what the names of each block's weights begin."""
+    """Record the data flow between layers; return also the prefix of the weights' names in each block."""
     for name, given in inputs.items():
         if isinstance(given, Mapping | list | tuple):
             raise MisfitError(
@@ -368,7 +368,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
 
 
 def _unused(model: nn.Module, flow: Flow) -> list[str]:
-    """Return the names of saved tensors that no part of the forward uses; of weights only those that are made yet."""
+    """Return the names of saved tensors that no part of the forward uses, without weights on the meta device."""
     modules = [model.get_submodule(name) for name in (*flow.calls, *chain.from_iterable(flow.beside))]
     used = {id(tensor) for module in modules for tensor in saved_tensors(module).values()}
     saved, read = saved_tensors(model), set(chain.from_iterable((*flow.weights, *flow.buffers)))
@@ -378,7 +378,7 @@ def _unused(model: nn.Module, flow: Flow) -> list[str]:
 
 
 def _is_layer(origin: Origin, number: int) -> bool:
-    """Whether a block is no more than a layer."""
+    """Whether a block is exactly one layer."""
     span, flow = origin.spans[number], origin.flow
     is_alone = not any(flow.beside[phase] or flow.weights[phase] or flow.buffers[phase] for phase in span.phases)
     makes_riders = any(rider.source == number for rider in flow.riders)
@@ -392,6 +392,6 @@ def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
 
 
 def _output(output: Any) -> Any:
-    """Return what a forward gives; of a tuple without other tensors, as (logits, None), the first entry."""
+    """Return a forward's output; of a tuple without other tensors, as (logits, None), the first entry."""
     is_one = isinstance(output, tuple) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output[1:]))
     return output[0] if is_one and output else output

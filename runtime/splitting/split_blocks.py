@@ -1,6 +1,6 @@
-"""The blocks of a model that was split: layers as they are, and segments of what comes before, between and behind.
+"""Blocks of a split model: layers as they are, and segments of the code before, between and after them.
 
-    stage ──▶ LayerBlock    hidden ─▶ what the model's forward calls the layer with ─▶ the layer, its names as they are
+    stage ──▶ LayerBlock    hidden ─▶ the arguments in the model's forward ─▶ the layer, its names as they are
           ──▶ Segment       hidden ─▶ the model's forward, in which the block's own modules are real
 
 A block's weights are the model's own modules. The forward that leads to them runs on a frame, without weights.
@@ -33,14 +33,14 @@ from .weightless_model import Frame, needed
 
 
 class _Itself:
-    """The layer of the model that a block is called for; it is no part of the block."""
+    """Reference to the layer of the model that a block runs; it is not registered as a submodule."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 
 
 class _LayerBlock:
-    """What a layer's class is mixed with: it is called as a block, and calls itself as the model's forward does."""
+    """Mixin for a layer's class: it is called as a block, and calls the layer as the model's forward does."""
 
     _origin: Origin
     _number: int
@@ -68,7 +68,7 @@ class _LayerBlock:
         return Carry(left, **{routers.rider(call): routers.joined(logits, len(hidden))}) if logits else left
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward, on the layer itself where this is no copy: code may ask which one it is."""
+        """Run the layer's forward, on the original layer unless this is a copy: its code may check identity."""
         layer = self._itself.layer
         if vars(self) is vars(layer):
             return type(layer).forward(layer, *args, **kwargs)
@@ -76,9 +76,9 @@ class _LayerBlock:
 
 
 def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
-    """Return block `number`: the layer, to be called as a block.
+    """Return block `number`: the layer, in a form that is called as a block.
 
-    What it has is one `__dict__`: what the loop sets in the layer the block has, and what the block sets the layer has.
+    Both share one `__dict__`: attributes that user code sets in the layer are those of the block, and vice versa.
     """
     span, flow = origin.spans[number], origin.flow
     layer = model.get_submodule(flow.calls[span.calls.start])
@@ -98,7 +98,7 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
 
 @cache
 def block_class(kind: type, role: type, takes: tuple[str, ...]) -> type:
-    """Return a class of blocks whose forward says by its signature what a stage is to give it."""
+    """Return a class of blocks whose forward names in its signature the extras that a stage passes."""
 
     def forward(self: Any, given: Any, /, **extras: Any) -> Any:
         return self._run(given, extras)
@@ -113,7 +113,7 @@ def block_class(kind: type, role: type, takes: tuple[str, ...]) -> type:
 
 
 def _seeing(block: Any, frame: Frame, sight: Sight | None) -> AbstractContextManager[None]:
-    """Return a context in which the attentions of a block, and the forward that leads to it, see so far."""
+    """Set, within a context, the reach of the attentions of a block and of the forward that leads to it."""
     if sight is not None:
         look_here((*block.modules(), *frame.root.modules()))
     return seeing(sight)
@@ -131,7 +131,7 @@ class Segment(nn.Module):
 
     Args:
         model: the model whose modules they are.
-        origin: what the blocks of the model have in common.
+        origin: the context that the model's blocks share.
         number: of the block.
     """
 
@@ -189,7 +189,7 @@ class Segment(nn.Module):
         return Carry(left, **(as_meta(beside) if like.is_meta else beside)) if beside else left
 
     def _named(self, given: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model's inputs by name, from what a batch has: the first of them, or all by name."""
+        """Return the model's inputs by name from a batch: a tensor is the first of them, a mapping has all."""
         origin = self._origin
         if not isinstance(given, Mapping):
             return {origin.inputs[0]: given}
@@ -201,14 +201,14 @@ class Segment(nn.Module):
         return origin.inputs_of(given)
 
     def _carried(self, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what later blocks need of the inputs, and are not given as extras."""
+        """Return the inputs that later blocks need, except those passed to them as extras."""
         if not self._origin.spans[self._number].is_first:
             return {}
         kept = {name: value for name, value in inputs.items() if extras.get(name) is None}
         return {name: value for name, value in kept.items() if name not in self._origin.uncarried}
 
     def _settle(self, *, is_meta: bool) -> None:
-        """Let the frame have the block's modules as they are now; where only shapes matter, its own."""
+        """Put the block's modules into the frame as they are now; where only shapes matter, the frame's own."""
         frame = self._place.frame
         for name, parent, key, stand_in in self._place.slots:
             parent._modules[key] = stand_in if is_meta else self.get_submodule(name)
@@ -219,7 +219,7 @@ class Segment(nn.Module):
 
 
 class _Place:
-    """A frame with places for a block's own modules, which are not the block's by that; copies of a block share it."""
+    """A frame with slots for a block's own modules, without registering them; copies of a block share it."""
 
     def __init__(self, frame: Frame, names: Sequence[str]) -> None:
         self.frame = frame
@@ -231,7 +231,7 @@ class _Place:
 
 
 TARGET_NAMES = ("labels", "targets", "label", "label_ids", "start_positions", "end_positions")
-"""What a batch may have beside the model's inputs: it is for the loss."""
+"""Names of a batch that are for the loss, beside the model's inputs."""
 
 
 class _SegmentWalk(SpanWalk):
@@ -241,10 +241,10 @@ class _SegmentWalk(SpanWalk):
         super().__init__(block._place.frame, device, origin.flow, block._number, origin.spans, hidden, taken)
         self._block = block
         self.logits: Mapping[int, Tensor | None] | None = None
-        """Of routers, by call, where the output is to have their loss."""
+        """Router logits by call, where the output includes their loss."""
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call gives; what its routers gave on another stage is collected as if it had run here."""
+        """Return the result of a call; router logits of another stage are collected as if it had run here."""
         logits = None if self.logits is None or number in self.span.calls else self.logits[number]
         if logits is not None:
             routers.give(logits)
@@ -269,7 +269,7 @@ class _SegmentWalk(SpanWalk):
         return super().beside(module, args, kwargs)
 
     def _require_own(self, name: str, own: Collection[str]) -> None:
-        """Raise `MisfitError` where the block's part of the forward uses what it did not when the model was split."""
+        """Raise `MisfitError` where the block's part of the forward uses a module or weight of another block."""
         if self.calls in self.span.phases and name not in own:
             raise MisfitError(
                 f"the forward of {type(self.frame.root).__name__} uses {name!r} in this step, which the example of the "
@@ -292,7 +292,7 @@ def outermost(names: Iterable[str]) -> list[str]:
 
 
 def _show_weights(frame: Frame, block: nn.Module, names: Iterable[str], *, is_meta: bool) -> None:
-    """Let code on a frame use the weights that a block has, and, but where only shapes matter, its buffers."""
+    """Make a block's weights visible to code on a frame, and, unless only shapes matter, its buffers."""
     for name in names:
         owner, _, key = name.rpartition(".")
         mine, place = block.get_submodule(owner), frame.root.get_submodule(owner)

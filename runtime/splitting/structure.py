@@ -1,6 +1,6 @@
-"""Where the layers of a model are: the lists of modules that hold most of its weights, or what a user names.
+"""Layers of a model: the lists of modules that hold most of its weights, or modules that the user names.
 
-Weights that several blocks of a model share: each block gets a copy, and the engine keeps the copies equal.
+Also ties: each block gets a copy of a weight that several blocks share, and the engine keeps the copies equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from quintsched.errors import UsageError, nearest
 
 SMALLEST = 0.1
-"""A list of modules with less than this share of the largest one's weights is no list of layers."""
+"""Share of the largest list's weights below which a list of modules is no list of layers."""
 
 
 def find_layers(model: nn.Module) -> list[str]:
@@ -41,7 +41,7 @@ def find_layers(model: nn.Module) -> list[str]:
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost lists; a list of lists is so many lists."""
+    """Yield the outermost lists; of a list of lists, the inner ones."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if isinstance(child, nn.ModuleList) and not all(isinstance(c, nn.ModuleList) for c in child):
@@ -51,9 +51,9 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def named_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the modules that patterns name, each once, in the order of the patterns.
+    """Return the modules that patterns match, each once, in the order of the patterns.
 
-    Raises `UsageError` for a pattern that is for no module, and for modules within each other.
+    Raises `UsageError` for a pattern without a match, and for modules within each other.
     """
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str] = {}
@@ -72,9 +72,9 @@ def named_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def untie(blocks: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Give each block weights of its own; return what was one: name → "<block>.<name in the block>" of each copy.
+    """Give each block its own copy of shared weights; return ties: name → "<block>.<name in the block>" of each copy.
 
-    The modules of the model that the blocks are of stay as they are: those that get a copy are copied around it.
+    The modules of the model stay as they are: where a weight is replaced, the modules around it are copied.
     """
     homes: dict[int, list[tuple[int, str]]] = {}
     for number, block in enumerate(blocks):
@@ -92,29 +92,29 @@ def untie(blocks: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
 
 
 def apart(blocks: nn.Sequential) -> list[nn.Module]:
-    """Return blocks with another module, of the same parts, for each that comes again."""
+    """Return the blocks, with a shallow copy in place of each repeated one."""
     found = {id(block): number for number, block in reversed(list(enumerate(blocks)))}
     return [block if found[id(block)] == k else shallow_copy(block) for k, block in enumerate(blocks)]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Return another module of the same class and parts; those that are parametrized refuse `copy.copy`."""
+    """Return another module of the same class and parts; parametrized modules refuse `copy.copy`."""
     made: nn.Module = object.__new__(type(module))
     object.__setattr__(made, "__dict__", dict(vars(module)))
     return made
 
 
 def _fresh(weight: str, taken: Collection[str]) -> str:
-    """Return a name for what is tied, by the first weight of it; blocks may have different weights of one name."""
+    """Return a name for a tie, from its first weight; blocks may have different weights of one name."""
     name = "_".join(weight.split(".")[-3:])
     return next(n for n in (name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))) if n not in taken)
 
 
 def _give_copy(block: nn.Module, name: str) -> None:
-    """Let a block have a copy of a weight wherever it has it, in copies of the modules around it."""
+    """Replace a weight in a block by a copy wherever it occurs, in copies of the modules around it."""
     weight = block.get_parameter(name)
     before = vars(block)
-    object.__setattr__(block, "__dict__", dict(before))  # a layer that is a block has the same one
+    object.__setattr__(block, "__dict__", dict(before))  # a layer's block shares the layer's
     _bind_methods(block, before)
     own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     for path, found in list(block.named_parameters(remove_duplicate=False)):
@@ -137,7 +137,7 @@ def _own_child(module: nn.Module, key: str) -> nn.Module:
 
 
 def _bind_methods(copied: nn.Module, before: dict[str, Any]) -> None:
-    """Let methods that a module keeps of itself, `self.act = self._gelu`, be those of a copy."""
+    """Rebind methods that a module stores in itself (`self.act = self._gelu`) to its copy."""
     for key, method in before.items():
         if isinstance(method, MethodType) and getattr(method.__self__, "__dict__", None) is before:
             copied.__dict__[key] = MethodType(method.__func__, copied)

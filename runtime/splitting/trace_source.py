@@ -1,7 +1,7 @@
-"""What the segments of a traced model have in common: its steps, traced again when what its forward reads has changed.
+"""Trace shared by the segments of a traced model: its fx graphs, traced again when the host state it reads changes.
 
-attributes, closures, globals    numbers      the steps have the new ones
-                                 all else     what steers the flow, or a size: refused, split the model again
+attributes, closures, globals    numbers      the graph gets the new ones
+                                 all else     if it changes the control flow, or a size: refused, split the model again
 buffers, tensors in attributes                the model's own, as they are at each call
 modes around a segment                        one trace for each (no_grad, autocast, …)
 """
@@ -24,23 +24,23 @@ from .tracing import IN_PLACE, Traced, Untraceable, skeleton, trace
 from .weightless_model import ends_of
 
 _MOST_CROSSING = 8
-"""So many values may cross a cut between what a model itself calls; one, where it is within a part of it."""
+"""Most values that may cross a cut between modules that the model itself calls; within one of its parts, one."""
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "truediv", "div", "pow", "iadd", "isub", "imul", "itruediv", "ipow"})
 
 _Key = tuple[tuple[bool, ...], Modes]
-"""Which modules train, of those whose code is traced and that it calls, and the modes around the model."""
+"""Training flags of the modules whose code is traced and of those it calls, and the modes around the model."""
 
 
 class TraceSource:
-    """The steps of each segment of a model.
+    """The fx graph of each segment of a model.
 
     Args:
         model: the model; it is not kept alive.
 
     Attributes:
-        targets: for each segment, the names of the modules, weights and other tensors that its steps use.
-        constants: tensors that the forward makes without looking at its inputs.
+        targets: for each segment, the names of the modules, weights and other tensors that its graph uses.
+        constants: tensors that the forward makes independently of its inputs.
         segments: the model's segments.
         evaluates: see `Source`.
 
@@ -75,7 +75,7 @@ class TraceSource:
         return self
 
     def graph(self, number: int, training: bool) -> fx.Graph:
-        """Return the steps of a segment, for the modes that are around it now, and with what trains of the model."""
+        """Return the graph of a segment, for the modes around it now, and the model's present training flags."""
         training = training if self.evaluates is None else not self.evaluates
         flags = tuple(flag and training for flag in self._followed.flags().values())
         if torch.compiler.is_compiling():
@@ -90,7 +90,7 @@ class TraceSource:
         return self._followed.tensors()
 
     def follow(self) -> None:
-        """Let the steps be those of the model as it is now; raises `MisfitError` where these are others."""
+        """Update the graphs to the model's present host state; raises `MisfitError` where their operations change."""
         model = self._followed.model()
         if model is None:
             return
@@ -114,7 +114,7 @@ class TraceSource:
             segment.changes += 1
 
     def _cut(self, model: nn.Module, traced: Traced) -> list[fx.Graph]:
-        """Return the pieces of a trace, and take its constants."""
+        """Return the pieces of a trace, and store its constants."""
         known = self.constants
         if not all(torch.equal(known[name], t) for name, t in traced.constants.items() if name in known):
             raise Untraceable("its forward makes other constants while it trains than while it does not")
@@ -122,7 +122,7 @@ class TraceSource:
         return _pieces(traced.graph, _cuts(traced.graph, model))
 
     def _again(self, key: _Key) -> list[fx.Graph]:
-        """Return the steps of each segment as the model takes them now."""
+        """Return the graph of each segment, traced again from the model's present state."""
         try:
             with key[1].entered():
                 traced = trace(self._spare, dict(zip(self._followed.flags(), key[0], strict=True)))
@@ -145,7 +145,7 @@ class TraceSource:
         return graphs
 
     def _require_own_state(self, model: nn.Module, graphs: list[fx.Graph]) -> None:
-        """Raise `Untraceable` for what the forward changes in place, and several segments use; for any weight."""
+        """Raise `Untraceable` for a tensor changed in place that several segments use; and for any changed weight."""
         for graph in graphs:
             for name in _changed_targets(graph):
                 if isinstance(_attribute(model, name), nn.Parameter):
@@ -160,22 +160,22 @@ class TraceSource:
                     )
 
     def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors that steps use and that are no weights, as the model has them."""
+        """Return the model's tensors that the graphs use, except weights."""
         names = {name for targets in self.targets for name in targets} - self.constants.keys()
         found = {name: _attribute(model, name) for name in sorted(names)}
         return {n: t for n, t in found.items() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
 
     def _follow_tensors(self, model: nn.Module) -> None:
-        """Let segments have the model's tensors, where these are others, or were changed while they have copies."""
+        """Update the segments' tensors where the model's were replaced, or changed while segments hold copies."""
         for name, now in self._tensors(model).items():
             seen, version = self._seen.get(name, (None, 0))
             if seen is now and version == now._version:
                 continue
-            self._seen[name] = now, now._version  # held: the id of one that is gone would be that of another
+            self._seen[name] = now, now._version  # held, so that its id is not reused
             self._put(name, now)
 
     def _put(self, name: str, now: Tensor) -> None:
-        """Let segments have a tensor, or its numbers where they have a copy of another type, or elsewhere."""
+        """Replace a tensor in segments; where they hold a copy of another dtype or device, copy its numbers."""
         for segment in self.segments:
             owner, key = _owner(segment, name)
             mine = None if owner is None else owner._buffers.get(key)
@@ -203,7 +203,7 @@ def _attribute(model: nn.Module, name: str) -> Any:
 
 
 def _cuts(graph: fx.Graph, model: nn.Module) -> list[int]:
-    """Return the places of the steps that segments begin with, but for the first."""
+    """Return the indices of the nodes that segments begin with, except the first."""
     nodes = list(graph.nodes)
     crossing = [len(_crossing(nodes, place)) for place in range(len(nodes))]
     heavy = [k for k, node in enumerate(nodes) if node.op == "call_module" and _is_heavy(model, node)]
@@ -221,20 +221,20 @@ def _is_heavy(model: nn.Module, node: fx.Node) -> bool:
 
 
 def _is_outside(model: nn.Module, node: fx.Node) -> bool:
-    """Whether the model calls a module itself, or one in a row of its own."""
+    """Whether a module is called by the model itself, or is in a list of the model's own."""
     owners = str(node.target).split(".")[:-1]
     rows = [model.get_submodule(".".join(owners[: k + 1])) for k in range(len(owners))]
     return all(isinstance(row, nn.Sequential | nn.ModuleList) for row in rows)
 
 
 def _crossing(nodes: Sequence[fx.Node], place: int) -> list[fx.Node]:
-    """Return the steps before `place` whose results are used from there on; weights are not results."""
+    """Return the nodes before `place` whose results are used from there on; weights are not counted."""
     later = set(nodes[place:])
     return [node for node in nodes[:place] if node.op != "get_attr" and not later.isdisjoint(node.users)]
 
 
 def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
-    """Return the graph of each segment: what crosses into it as parameters, what crosses out of it as its result."""
+    """Return the graph of each segment: values that cross into it are placeholders, those that cross out its result."""
     nodes = list(graph.nodes)
     pieces = []
     for start, stop in zip([0, *cuts], [*cuts, len(nodes)], strict=True):
@@ -263,7 +263,7 @@ def _targets(graph: fx.Graph) -> list[str]:
 
 
 def _changed_targets(graph: fx.Graph) -> Iterator[str]:
-    """Yield the names of the weights and buffers that steps change in place."""
+    """Yield the names of the weights and buffers that nodes change in place."""
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         is_call = node.op in ("call_method", "call_function") and not name.endswith("__")
@@ -273,7 +273,7 @@ def _changed_targets(graph: fx.Graph) -> Iterator[str]:
 
 
 def _base(node: Any) -> Iterator[str]:
-    """Yield the name of the tensor that a step's result may be a view of."""
+    """Yield the name of the tensor that a node's result may be a view of."""
     while isinstance(node, fx.Node) and node.op in ("call_method", "call_function") and node.args:
         node = node.args[0]
     if isinstance(node, fx.Node) and node.op == "get_attr":
@@ -281,7 +281,7 @@ def _base(node: Any) -> Iterator[str]:
 
 
 def _same_but_numbers(one: fx.Graph, other: fx.Graph) -> bool:
-    """Whether two graphs take the same steps, apart from floats, and whole numbers that are only computed with."""
+    """Whether two graphs are equal, apart from floats, and integers that are used in arithmetic only."""
     return list(map(_form, one.nodes)) == list(map(_form, other.nodes))
 
 

@@ -1,11 +1,11 @@
-"""Models whose forward can be traced, cut between the modules that it calls: timm's, and most of one's own.
+"""Splitting of models whose forward can be traced, between the modules that it calls: timm's, and many users' own.
 
     forward, traced:    stem ─▶ + pos_embed ─▶ blocks.0 ─▶ blocks.1 ─▶ norm ─▶ mean ─▶ head
     segments:          └──────── 0 ────────┘  └── 1 ──┘   └── 2 ──┘   └──────── 3 ────────┘
 
-Modules are opened as long as they hold a row of modules, `nn.Sequential` first of all; those that are not are called
-whole. A cut is made before a module with matrices, where the fewest values cross. Weights that several segments use are
-tied. Code between modules is traced for training and for evaluation; see `trace_source` for what it reads.
+Modules that hold a row of modules, such as `nn.Sequential`, are traced into; others are leaf modules of the trace. A
+cut is made before a module with matrices, where the fewest values cross. Weights that several segments use are
+tied. Code between modules is traced for training and for evaluation; see `trace_source` for the state it reads.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .trace_source import TraceSource
 
 
 class Segment(nn.Module):
-    """A part of a traced forward: its steps, and the modules and weights that these use, under the model's names.
+    """A part of a traced forward: its graph, and the modules and weights it uses, under the model's names.
 
     Args:
         model: whose modules and weights it takes.
-        source: what it has in common with the other segments.
-        number: of the segment; the first is given the model's inputs, others what the segment before has left.
-        targets: the names of the modules, weights and other tensors that its steps use.
-        constants: tensors that the forward makes without looking at its inputs.
+        source: the trace shared with the other segments.
+        number: of the segment; the first is passed the model's inputs, others the result of the segment before.
+        targets: the names of the modules, weights and other tensors that its graph uses.
+        constants: tensors that the forward makes independently of its inputs.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Segment(nn.Module):
         take(self, targets, model, constants)
 
     def forward(self, given: Any) -> Any:
-        """Run the steps on what the segment before has left, or on the model's inputs."""
+        """Run the graph on the result of the segment before, or on the model's inputs."""
         return self._run(given, {})
 
     def _run(self, given: Any, extras: Mapping[str, Any]) -> Any:
@@ -66,7 +66,7 @@ class Segment(nn.Module):
 
 
 def _plain(tree: Any) -> Any:
-    """Return a tree with the containers that the forward made: steps have immutable ones."""
+    """Return a tree with plain containers in place of fx's immutable ones."""
     if isinstance(tree, dict):
         return {key: _plain(value) for key, value in tree.items()} if type(tree) is immutable_dict else tree
     if type(tree) in (immutable_list, tuple):
@@ -76,7 +76,7 @@ def _plain(tree: Any) -> Any:
 
 
 class _Steps(fx.Interpreter):
-    """Runs steps under the modes that they were traced under; consecutive ones of the same modes enter them once."""
+    """Runs nodes under the modes that they were traced under; consecutive nodes of the same modes enter them once."""
 
     def __enter__(self) -> None:
         self._modes: Modes | None = None
@@ -86,7 +86,7 @@ class _Steps(fx.Interpreter):
         self._entered.close()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a step."""
+        """Run a node."""
         if n.meta.get("modes") != self._modes:
             self._entered.close()
             self._modes = n.meta.get("modes")
@@ -96,7 +96,7 @@ class _Steps(fx.Interpreter):
 
 
 def _by_names(given: Any, extras: Mapping[str, Any], names: Sequence[str]) -> Sequence[Any]:
-    """Return the values for a model's inputs: of a batch one for one, by name, or in order; others by their names."""
+    """Return the values of a model's inputs: from a batch by name, or in order; extras by their names."""
     beside = {name: value for name, value in extras.items() if value is not None}
     if beside and not isinstance(given, Mapping):
         given = {next((name for name in names if name not in beside), names[0]): given}
@@ -108,7 +108,7 @@ def _by_names(given: Any, extras: Mapping[str, Any], names: Sequence[str]) -> Se
         )
     if isinstance(given, Mapping):
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
-        if len(names) == 1 and missing and len(unknown) > 1:  # a dict is what the model takes
+        if len(names) == 1 and missing and len(unknown) > 1:  # the model takes a dict
             return [given]
         if missing or unknown:
             raise MisfitError(f"the model takes {', '.join(names)}; it was given {', '.join(map(str, given))}")
@@ -121,7 +121,7 @@ def _in_order(given: Any, names: Sequence[str]) -> Sequence[Any]:
 
 
 def segments(model: nn.Module) -> list[Segment]:
-    """Return the model cut wherever it can be; raises `Untraceable` where it cannot be traced, or has no place to cut.
+    """Return the model cut wherever possible; raises `Untraceable` where it cannot be traced, or has no place to cut.
 
     The segments share the model's weights and modules.
     """
@@ -136,7 +136,7 @@ def segments(model: nn.Module) -> list[Segment]:
 
 
 def _keep_unused(model: nn.Module, made: Sequence[Segment]) -> None:
-    """Let the last segment have the weights and saved buffers that no step uses: they are saved with the others."""
+    """Register in the last segment the weights and saved buffers that no graph uses, to be saved with the others."""
     used = {id(tensor) for segment in made for tensor in saved_tensors(segment).values()}
     unused = {name: tensor for name, tensor in saved_tensors(model).items() if id(tensor) not in used}
     first = {id(tensor): name for name, tensor in reversed(unused.items())}

@@ -1,14 +1,14 @@
-"""The steps of a forward, found by running it on symbols: torch.fx's graph, made without its global patches.
+"""Symbolic trace of a forward: torch.fx's graph, made without its global patches.
 
     model ──▶ skeleton: the same code, weights without data, classes that ask the tracer ──▶ forward(symbols) ──▶ graph
-                        a call of a module      one step, or what it does inside, if it is opened
-                        a weight, a buffer, a tensor in an attribute    one step
-                        x += y                  one step, which changes x in place
+                        a call of a module      one node, or those inside, if it is traced into
+                        a weight, a buffer, a tensor in an attribute    one node
+                        x += y                  one node, which changes x in place
 
-What a forward is traced to must not depend on the moment: code that draws numbers, or that sets attributes, is not
-traced. Each step has the modes that it ran under (no_grad, autocast, …), where these are not those around the model.
+A trace must be deterministic: code that draws random numbers, or that sets attributes, is not traced. Each node records
+the modes that it ran under (no_grad, autocast, …), where these are not those around the model.
 
-torch.fx's own `trace` replaces methods of `nn.Module` for as long as it runs, which other threads would meet: ranks may
+torch.fx's own `trace` replaces methods of `nn.Module` while it runs, which would affect other threads: ranks may
 be threads. Here only the skeleton's modules have other methods.
 """
 
@@ -37,17 +37,17 @@ from .weightless_model import by_place_or_name, needed
 
 
 class Untraceable(Exception):
-    """A forward that cannot be traced: its code asks for numbers, or for what symbols do not have."""
+    """A forward that cannot be traced: its code reads values, or uses what symbols do not have."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What a trace found.
+    """Result of a trace.
 
     Attributes:
-        graph: the steps; modules and weights go by their names in the model.
-        constants: tensors that the forward makes without looking at its inputs, by the names that steps have for them.
-        entered: the names of the modules whose code was run.
+        graph: the nodes; modules and weights go by their names in the model.
+        constants: tensors that the forward makes independently of its inputs, by their names in the graph.
+        entered: the names of the modules that were traced into.
     """
 
     graph: fx.Graph
@@ -56,16 +56,16 @@ class Traced:
 
 
 _TRIES = 3
-"""So often is a trace tried in which generators have moved: another thread may have drawn."""
+"""Attempts at a trace during which generators have moved: another thread may have drawn."""
 
 
 def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
-    """Return the steps of a model's forward, with as many modules opened as hold rows of others; the model stays as is.
+    """Return the graph of a model's forward, tracing into modules that hold rows of others; the model is unchanged.
 
-    `training` says of modules by their names whether they train.
+    `training` has training flags of modules, by their names.
 
-    Raises `Untraceable`, and one of `FINAL` where it asks elsewhere itself or leaves modes; modules that do are called
-    whole.
+    Raises `Untraceable`, and one of `FINAL` where the model's own forward has calls that are not plain, or leaves modes
+    switched; modules that do become leaf modules.
     """
     kept, opened, tries = set[str](), set[str](), 0
     while True:
@@ -92,7 +92,7 @@ def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
 
 
 def _steady(tracer: _Tracer) -> Traced:
-    """Return what a tracer finds, where it found nothing that the next run of the same code may find otherwise."""
+    """Return a tracer's result if it is deterministic: no random numbers drawn, no host state changed."""
     host, generators = HostChanges(tracer.root), AllGenerators()
     try:
         with asking_elsewhere(backwards=False) as tracer.asked:
@@ -114,11 +114,11 @@ def _steady(tracer: _Tracer) -> Traced:
 
 
 class _Drawn(Exception):
-    """Numbers are drawn while a forward is traced."""
+    """Random numbers are drawn while a forward is traced."""
 
 
 class _Unpacked(TraceError):
-    """The result of a module that was called whole is taken apart, so that it has to be opened."""
+    """The result of a leaf module is unpacked, so that the module has to be traced into."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the result of {name} is taken apart")
@@ -126,7 +126,7 @@ class _Unpacked(TraceError):
 
 
 class _Symbol(fx.Proxy):
-    """A symbol that is changed in place by `+=` and its kind, as tensors are."""
+    """Proxy that supports in-place operators (`+=`), as tensors do."""
 
     def register_hook(self, hook: Any) -> Any:
         """Refuse a hook, which belongs to the tensor of one run."""
@@ -149,7 +149,7 @@ IN_PLACE: tuple[Callable[..., Any], ...] = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
     *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
 )
-"""What changes its first argument, where that is a tensor."""
+"""Operators that change their first argument in place, where that is a tensor."""
 
 for _function in IN_PLACE:
     setattr(_Symbol, f"__{_function.__name__}__", _in_place(_function))
@@ -159,8 +159,8 @@ class _Tracer(fx.Tracer):
     """Runs a skeleton on symbols.
 
     Attributes:
-        inside: the names of the opened modules that it is in; it stays so if one raises.
-        asked: what code asks elsewhere, while it runs.
+        inside: the names of the traced modules around the present node; it stays so if one raises.
+        asked: calls that are not plain torch or Python (clocks, files), made by the code while it runs.
     """
 
     def __init__(self, model: nn.Module, training: Mapping[str, bool], kept: set[str], opened: set[str]) -> None:
@@ -178,12 +178,12 @@ class _Tracer(fx.Tracer):
             plain = {name for name in tensors_in(module) if name in vars(module)}
             module.__dict__.update(_tracer=self, _tensors=plain)
             for name in plain:
-                del module.__dict__[name]  # so that it is asked for
+                del module.__dict__[name]  # so that reads reach `__getattr__`
             kind: type = type(module)
             module.__class__ = _watched(kind, frozenset(name for name in plain if hasattr(kind, name)))
 
     def run(self) -> Traced:
-        """Return the steps of the root's forward."""
+        """Return the trace of the root's forward."""
         symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in needed(self.root)}
         with modes_kept() as around:
             result = self._opened(self.root, *by_place_or_name(self.root, symbols))
@@ -195,11 +195,11 @@ class _Tracer(fx.Tracer):
         return Traced(self.graph, constants, frozenset(self.entered))
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return the symbol of a step's result."""
+        """Return the proxy of a node's result."""
         return _Symbol(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """Return what a step has for an argument; constants become attributes of the root."""
+        """Return an argument of a node; constants become attributes of the root."""
         if isinstance(a, torch.Generator):
             raise TraceError("the forward draws from a generator of its own; draw in a module of its own")
         before, self._stows = self._stows, True
@@ -209,9 +209,9 @@ class _Tracer(fx.Tracer):
             self._stows = before
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Make a step, which has the modes that it runs under if these are not those around the model.
+        """Create a node, with the modes that it runs under if these are not those around the model.
 
-        Differentiating is none, since it takes the graph of steps before it, which may be elsewhere.
+        Differentiation is refused: it needs the autograd graph of earlier nodes, which may be on another rank.
         """
         if target in (torch.autograd.grad, torch.autograd.backward, "backward"):
             raise TraceError("the forward differentiates")
@@ -221,7 +221,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make one step of a call, or those inside."""
+        """Create one node for a call, or trace into the module."""
         name = self.names[id(module)]
         if not self._opens(module, name):
             return self.create_proxy("call_module", name, args, kwargs)
@@ -241,11 +241,11 @@ class _Tracer(fx.Tracer):
         return name not in self.kept and (name in self.opened or _holds_row(module))
 
     def attribute(self, module: nn.Module, name: str) -> fx.Proxy:
-        """Make a step of a weight, a buffer or another tensor that a module has."""
+        """Create a node for a weight, a buffer or another tensor that a module has."""
         return self.create_proxy("get_attr", f"{self.names[id(module)]}.{name}".lstrip("."), (), {})
 
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Refuse what sets an attribute, but for a tensor that was changed in place, and is the same."""
+        """Refuse to set an attribute, except to the tensor already in it, after an in-place operation."""
         if self._stows:
             return object.__setattr__(module, name, value)
         own = self.names[id(module)]
@@ -262,7 +262,7 @@ class _Tracer(fx.Tracer):
         )
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Unpack a result; one that comes from a module called whole is found by opening it."""
+        """Unpack a result; for that of a leaf module, request that it be traced into."""
         try:
             return super().iter(obj)
         except TraceError:
@@ -284,9 +284,9 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 @cache
 def _watched(kind: type, shadowed: Set[str] = frozenset()) -> type:
-    """Return the class of a skeleton's modules of a kind: calls and weights are the tracer's.
+    """Return a subclass for a skeleton's modules, with calls and weights routed to the tracer.
 
-    So are tensors that have the names of `shadowed` attributes of the class, which would be found in their place.
+    `shadowed` names tensors whose names are also class attributes, which Python would find first.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +323,7 @@ def _is_row(module: nn.Module) -> bool:
 
 
 def _stays(node: fx.Node) -> bool:
-    """Whether a step counts even if nothing takes its result: it is a module's, or changes something."""
+    """Whether a node must be kept without users: it is a module's, or has a side effect."""
     if node.op in ("placeholder", "output", "call_module"):
         return True
     if node.target in IN_PLACE or "out" in node.kwargs:

@@ -1,14 +1,14 @@
-"""A model's forward without its weights: it can be walked anywhere, to learn what it passes to its layers.
+"""Weightless copy of a model (frame): its forward runs anywhere, to find the arguments of its layers.
 
     model                     frame: the same code and settings          role
-    ├─ embed (weights)        ├─ embed     gives what has its shapes     beside
+    ├─ embed (weights)        ├─ embed     returns a stand-in            beside
     ├─ rotary (no weights)    ├─ rotary    runs                          beside
     ├─ layers                 ├─ layers                                  way
     │  ├─ 0 … n-1             │  ├─ 0 … n-1  ask the walk               layer
-    └─ head (weights)         └─ head      gives what has its shapes     beside
+    └─ head (weights)         └─ head      returns a stand-in            beside
 
-A `Walk` runs the forward of a frame once, and decides what the calls of layers give. What a module beside them would
-give is filled with NaN, so that whatever depends on weights that are not there shows it, or with finite numbers.
+A `Walk` runs the forward of a frame once, and supplies the results of layers. The result of a module beside them is a
+tensor filled with NaN, so that NaN marks all that depends on missing weights, or with finite numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Frame:
     Attributes:
         root: the copy.
         followed: the names of the modules whose code runs in it.
-        flags: says which modules of the model train, by their names; of others it is not known.
+        flags: returns training flags of the model's modules, by their names; may lack some.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ class Frame:
         return other
 
     def follow_tensors(self, model: nn.Module) -> None:
-        """Let what runs in the frame have the model's buffers and tensors in attributes, or their numbers elsewhere."""
+        """Replace the frame's buffers and attribute tensors by the model's; on another device, copy their numbers."""
         for name in self.followed:
             module, its = self.root.get_submodule(name), tensors_in(model.get_submodule(name))
             own = tensors_in(module)
@@ -104,30 +104,30 @@ class Frame:
                     own[key].copy_(its[key])
 
     def name_of(self, module: nn.Module) -> str:
-        """Return the name of a module of the frame in the model."""
+        """Return the name, in the model, of a module of the frame."""
         return self.names[id(module)]
 
     def places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
-        """Yield where a module hangs, parent and name there: the modules of one object may hang in several places."""
+        """Yield the places of a module as (parent, name there): one module may be registered in several."""
         wanted = self.root.get_submodule(name)
         for module in self.root.modules():
             yield from ((module, key) for key, child in module._modules.items() if child is wanted)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Let the weights that are not here be of this type."""
+        """Cast the meta weights to a dtype, as the block computes in it."""
         for parameter in self.root.parameters():
             if parameter.is_meta and parameter.is_floating_point() and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
 
     def move(self, device: torch.device) -> None:
-        """Bring what runs in a frame to a device."""
+        """Move the frame's buffers to a device."""
         for module in self.root.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
 
     def set_training(self, training: bool, *, as_model: bool = False) -> None:
-        """Let the code between the layers know whether it is training; with `as_model`, only what does in the model."""
+        """Set the training flag of the code between layers; with `as_model`, only where the model's own flag is set."""
         flags = self.flags() if as_model and training else {}
         for way in self.ways:
             way.training = training and flags.get(self.names[id(way)], True)
@@ -139,7 +139,7 @@ def _is_here(module: nn.Module) -> bool:
 
 
 def ends_of(name: str) -> list[int]:
-    """Return where the names of what contains `name` end."""
+    """Return the positions in `name` at which the names of its parents end."""
     parent = name.rpartition(".")[0]
     return [0, *(place for place, letter in enumerate(parent) if letter == "."), len(parent)]
 
@@ -148,13 +148,13 @@ class Walk:
     """One run of a frame's forward.
 
     Args:
-        frame: whose.
-        device: where its tensors are.
+        frame: the frame.
+        device: device of its tensors.
 
     Attributes:
-        calls: how many calls of layers there were.
-        inside: whether a module beside runs, in which nothing is replaced.
-        records: whether stand-ins are to have the graphs of what they stand for.
+        calls: number of calls of layers so far.
+        inside: whether a module beside the layers runs, in which no call is replaced.
+        records: whether stand-ins join the autograd graphs of the tensors that they replace.
     """
 
     records = False
@@ -174,11 +174,11 @@ class Walk:
             _CURRENT.reset(token)
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what call `number` of a layer gives."""
+        """Return the result of call `number` of a layer."""
         raise NotImplementedError
 
     def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a module beside the layers gives: what has no weights runs, all else is filled."""
+        """Return the result of a module beside the layers: one without weights runs, that of others is filled."""
         if isinstance(module, nn.modules.dropout._DropoutNd):
             return args[0] if args else next(iter(kwargs.values()))
         self.inside = True
@@ -197,20 +197,20 @@ class Walk:
         return run_alone(lambda call: module(*call[0], **call[1]), given, name)[0]
 
     def filled(self, tree: Any) -> Any:
-        """Return a tree of tensors like those of `tree`, on the walk's device."""
+        """Return a tree of stand-ins for the tensors of `tree`, on the walk's device."""
         return tree_map_only(Tensor, lambda leaf: in_graph(self.fill(leaf), leaf), tree)
 
     def fill(self, like: Tensor) -> Tensor:
-        """Return what stands for a tensor whose numbers are not known."""
+        """Return a stand-in for a tensor whose numbers are not known: NaN, or 0 for integers."""
         number = torch.nan if like.is_floating_point() or like.is_complex() else 0
         return torch.full(like.shape, number, dtype=like.dtype, device=self.device)
 
     def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
-        """Return what stands for a weight that code uses without calling the module that has it."""
+        """Return a stand-in for a weight that code uses without calling its module."""
         return in_graph(self.fill(parameter), parameter) if self.records else self.fill(parameter)
 
     def note_read(self, owner: nn.Module, name: str) -> None:
-        """Note that code reads a buffer without calling the module that has it."""
+        """Record that code reads a buffer without calling its module."""
 
 
 class _StandIn(torch.autograd.Function):
@@ -220,14 +220,14 @@ class _StandIn(torch.autograd.Function):
 
 
 def in_graph(stand_in: Tensor, tensor: Tensor) -> Tensor:
-    """Return what stands for a tensor, behind that in its graph: nobody runs a backward, but may look through it."""
+    """Return a stand-in that follows a tensor in its autograd graph, for code that inspects it; it has no backward."""
     return _StandIn.apply(stand_in, tensor) if tensor.requires_grad else stand_in  # type: ignore[no-untyped-call]
 
 
 def by_place_or_name(model: nn.Module, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with: by place, as hooks on inputs expect it, else by name.
+    """Return the arguments of a model: by position, as hooks on inputs expect them, else by name.
 
-    Hooks that look at names as well have the first by place, as in a step.
+    For hooks that take keyword arguments too, only the first is passed by position, as in a step.
     """
     is_theirs = is_of_library(type(model)) and not isinstance(model, nn.Sequential)
     if not model._forward_pre_hooks or is_theirs:
@@ -238,13 +238,13 @@ def by_place_or_name(model: nn.Module, given: Mapping[str, Any]) -> tuple[tuple[
 
 
 def needed(model: nn.Module) -> list[str]:
-    """Return the names of what the forward of a model has to be given."""
+    """Return the names of the required arguments of a model's forward."""
     _, *parameters = arguments_of(type(model).forward).values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 class _Watched:
-    """What the classes of a frame's modules have in common: weights that are not here are asked of the walk."""
+    """Base of the classes of a frame's modules: reads of missing weights go to the walk."""
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)  # type: ignore[misc]
@@ -284,7 +284,7 @@ def _become(module: nn.Module, role: type) -> None:
 
 @cache
 def _in_role(kind: type, role: type) -> type:
-    """Return a class that is `kind` in a role; its `device`, if it derives one from weights, is that of the walk."""
+    """Return a subclass of `kind` with a role; a `device` property, often derived from weights, is that of the walk."""
     body: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     if isinstance(getattr(kind, "device", None), property):
         body["device"] = property(_device_of)

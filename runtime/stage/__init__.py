@@ -1,5 +1,5 @@
-"""The stages of a rank: some blocks of the model, wrapped for its mesh, their forward, microbatches and tied weights.
+"""The stages of a rank: blocks of the model, wrapped for its mesh, with their forward, microbatches and tied weights.
 
 `rank_model` sets all of it up once; `balance` cuts blocks into stages, `build` builds these, `stage_forward` runs one.
-Imports `parallel`, `blocks`, `data`, `autograd`, `comm` and `job`.
+Imports `examine`, `agreement`, `parallel`, `objects`, `blocks`, `data`, `autograd`, `comm` and `settings`.
 """

@@ -1,4 +1,4 @@
-"""Cut blocks into contiguous stages so that the slowest stage is as fast as it can be."""
+"""Partition of blocks into contiguous stages that minimizes the cost of the slowest stage."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from quintsched.errors import MisfitError
 
 
 def partition(costs: Sequence[float], stages: int) -> list[range]:
-    """Return `stages` ranges of blocks, each at least one, with the exact minimum of the largest sum of costs.
+    """Return `stages` non-empty ranges of blocks, with the exact minimum of the largest sum of costs.
 
-    Among the cuts that reach that minimum, the first stages take as much as they can. Dynamic programming over
+    Among the optimal cuts, earlier stages take as many blocks as they can. Dynamic programming over
     (stages, blocks), O(stages x blocks²) at worst; costs are not negative.
     Raises `MisfitError` where there are fewer blocks than stages.
     """

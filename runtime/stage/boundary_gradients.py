@@ -1,9 +1,9 @@
-"""Whether what a stage is given requires a gradient, as it does in one process, and gets one.
+"""Gradients of stage inputs: `requires_grad` as in one process, and a check that a gradient is computed.
 
-stages before all frozen      x has requires_grad=False, as there: code may ask, reentrant checkpoints go by it
-a stage that detaches x       no gradient comes back in the whole step: refused, since those before would be stepped
-                              with zeros, which decay and momenta apply, and in one process not at all
-one that uses h of (h, c)     refused as well, if weights get gradients through c alone; else the zeros change nothing
+all earlier stages frozen     x.requires_grad is False, as in one process: code may read it, reentrant checkpoints do
+a stage that detaches x       no gradient in the whole step: refused, since earlier weights would be stepped with zero
+                              gradients (weight decay, momentum), and in one process not at all
+a stage that uses h of (h, c) refused as well if weights get gradients through c alone; else zeros change nothing
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from ..blocks.trees import DIFFERENTIABLE, TreeSpec
 
 
 class Given(Protocol):
-    """What a unit is given, as all ranks of its pipeline know it."""
+    """Specs of a unit's inputs and extras, as all ranks of its pipeline know them."""
 
     @property
     def inputs(self) -> TreeSpec:
-        """Its inputs."""
+        """Specs of its inputs."""
 
     @property
     def extras(self) -> tuple[tuple[str, TreeSpec], ...]:
-        """Its extras, by name."""
+        """Specs of its extras, by name."""
 
 
 class _Watched(NamedTuple):
-    """The first parameter before a stage that is trained, and those before it, which are `frozen`."""
+    """Parameters before a stage up to the first trained one; `frozen` is the number of frozen ones before it."""
 
     parameters: Sequence[ref[nn.Parameter]]
     frozen: int
 
 
 class BoundaryGradients:
-    """The stages of one rank, and what is trained before them.
+    """Input gradients of one rank's stages, by the trained parameters before each.
 
     Args:
-        blocks: the whole model; of what is not built yet the outlines say what is trained.
-        outlines: all blocks without data.
+        blocks: the whole model; for blocks not built yet, the outlines show which parameters are trained.
+        outlines: all blocks on the meta device.
         cuts: the blocks of each stage.
         stages: those of this rank.
-        dtype: of the weights.
+        dtype: dtype of the weights.
 
     Attributes:
-        constant: the stages whose inputs require no gradient in this step.
-        reached: those of which backwards of this step gave gradients to all of their inputs.
+        constant: stages whose inputs require no gradient in this step.
+        reached: stages all of whose inputs got gradients in backwards of this step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BoundaryGradients:
         self.reached: set[int] = set()
 
     def begin_step(self, given: Callable[[], Given | None], *, is_first: bool, is_last: bool) -> None:
-        """Find out what is frozen in a step, or one call of it, whose units are `given` this."""
+        """Update which earlier stages are frozen, for a step, or one call of it, with the specs of a unit `given`."""
         self._given, self._is_last = given, is_last
         if is_first:
             self.reached.clear()
@@ -96,7 +96,7 @@ class BoundaryGradients:
                 self._look_through(stage, given())
 
     def _look_through(self, stage: int, unit: Given | None) -> None:
-        """Find out which parameters before a stage are trained, and whether its inputs require gradients."""
+        """Find which parameters before a stage are trained, and whether its inputs require gradients."""
         before = self._before[stage]
         parameters = [reference() for reference in before]
         flags = tuple(map(_is_trained, before))
@@ -118,7 +118,7 @@ class BoundaryGradients:
         return trace_graphs(before, flags, unit.inputs, dict(unit.extras), self._dtype)
 
     def note(self, stage: int, given: Sequence[Tensor]) -> None:
-        """Note which inputs of a stage a backward has given gradients, where some had none so far."""
+        """Record which inputs of a stage have got a gradient in a backward, as long as some have had none."""
         without = {place for place, tensor in enumerate(given) if tensor.grad is None and tensor.requires_grad}
         self._missing[stage] = missing = self._missing.get(stage, without) & without
         if not missing:
@@ -127,7 +127,7 @@ class BoundaryGradients:
     def require_reached(self, stage: int, arriving: Parcel, parcels: Sequence[Parcel]) -> None:
         """Raise `MisfitError` where no backward of a step gave inputs of a stage gradients that trained weights need.
 
-        `arriving` is what it is given, of what blocks leave, their `parcels`: some rides past it.
+        `arriving` is the stage's input; `parcels` are the outputs of blocks, some of which bypass the stage.
         """
         missing, unit = frozenset(self._missing.get(stage, ())), self._given()
         if not (self._is_last and missing and unit is not None):
@@ -143,7 +143,7 @@ class BoundaryGradients:
     def _only_through(
         self, stage: int, unit: Given, missing: Collection[int], arriving: Parcel, parcels: Sequence[Parcel]
     ) -> dict[int, Sequence[int]]:
-        """Return the numbers of the weights that get gradients through none but missing inputs, by the place of one."""
+        """Return, per missing input, the numbers of the weights that get gradients through missing inputs alone."""
         graphs, everything = self._trace(stage, unit), range(len(self._before[stage]))
         if graphs is None:
             has_none = len(missing) == sum(spec.dtype in DIFFERENTIABLE for spec in arriving.specs)
@@ -156,7 +156,7 @@ class BoundaryGradients:
             nodes = _behind([row[place]]) - others
             found = {id(node.variable) for node in nodes if hasattr(node, "variable")}
             known = [number for number, weight in enumerate(weights) if weight in found]
-            alone[place] = known if found.issubset(weights) else everything  # else graphs begin behind a block
+            alone[place] = known if found.issubset(weights) else everything  # else a leaf is no weight
         return alone
 
     def _words(self, stage: int, arriving: Parcel, place: int, trained: Sequence[int]) -> str:
@@ -174,7 +174,7 @@ class BoundaryGradients:
 
 
 def _behind(tensors: Iterable[Tensor]) -> set[Any]:
-    """Return the nodes of graphs that gradients of some tensors go through."""
+    """Return the nodes of the autograd graph that are reachable from these tensors."""
     todo, found = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad], set[Any]()
     while todo:
         node = todo.pop()

@@ -1,13 +1,13 @@
-"""Buffers that a forward changes, such as the running statistics of batch norms: the same on all replicas.
+"""Buffers that a forward mutates, such as the running statistics of batch norms, kept equal on all replicas.
 
-    "merge"    running averages become those of one process that goes through the microbatches of replica 0, 1, …; other
+    "merge"    running averages become those of one process that runs the microbatches of replica 0, 1, … in turn; other
                buffers that differ between replicas are refused
     "sync"     batch norms share their statistics in every forward (`parallel.synced_norm`); others as above
-    "first"    after every step, all take what the first replica has
+    "first"    after every step, all copy those of the first replica
     "refuse"   a buffer that changes is refused
 
-A running average r of statistics s₁ … s_k with momentum a is (1-a)^k r₀ + what came: so what every replica made of the
-same r₀ in k microbatches can be put one behind the other, whatever the s are:
+A running average r of statistics s₁ … s_k with momentum a is (1-a)^k r₀ plus a term of the s alone: so the updates of
+replicas, each from the same r₀ over k microbatches, can be chained, whatever the s are:
 
     r = (1-a)^k r + (r_j - (1-a)^k r₀)      for replica j = 0, 1, …
 """
@@ -38,7 +38,7 @@ _logger = logging.getLogger("quintsched.runtime")
 
 @dataclass(frozen=True)
 class _Average:
-    """A norm with running statistics, and what these were when the step began."""
+    """A norm with running statistics, and a copy of these from the start of the step."""
 
     norm: _NormBase
     before: tuple[Tensor, Tensor]
@@ -46,20 +46,20 @@ class _Average:
 
     @classmethod
     def of(cls, norm: _NormBase) -> _Average:
-        """Take note of a norm."""
+        """Copy the running statistics of a norm."""
         assert norm.running_mean is not None
         assert norm.running_var is not None
         return cls(norm, (norm.running_mean.clone(), norm.running_var.clone()), updates_of(norm))
 
 
 class SharedBuffers:
-    """Keeps the buffers of a rank's stages the same on all replicas.
+    """Keeps the buffers of a rank's stages equal on all replicas.
 
     Args:
-        choice: how; see the module.
-        stages: this rank's.
-        plan: which has replicas, and says how often a stage runs in a step.
-        replicas: the ranks that hold the same weights, and work on other samples or tokens.
+        choice: the method; see the module.
+        stages: the stages of this rank.
+        plan: has the number of runs of a stage per step.
+        replicas: the ranks that hold the same weights, and run other samples or tokens.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SharedBuffers:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """A context for one training step; behind it buffers are the same on all replicas (collective)."""
+        """Return a context for one training step; after it buffers are equal on all replicas (collective)."""
         averages = [_Average.of(norm) for _, norm in self._norms] if self._choice == "merge" else []
         is_first = self._known is None
         states = [_state(module, key, is_first) for _, module, key in self._buffers]
@@ -101,7 +101,7 @@ class SharedBuffers:
         self._compare()
 
     def _learn(self, changed: set[str]) -> None:
-        """Find out in the first step which buffers change; of those that begin later nobody else knows."""
+        """Find the buffers that change in the first step; a later change is known to this rank alone."""
         if self._known is None:
             self._known = changed
             agree("which buffers a forward changes", " ".join(sorted(changed)), self._replicas)
@@ -117,7 +117,7 @@ class SharedBuffers:
             )
 
     def learn_late(self, world: Group) -> None:
-        """Hear which buffers have begun to change on any rank (collective): they are like others from now on."""
+        """Exchange the buffers that have begun to change on any rank (collective): they are shared from now on."""
         late = sorted({name for names in share_texts(world, " ".join(self.late)) for name in names.split()})
         if late and self._choice == "refuse":
             self._refuse(late[0], "changes in a forward")
@@ -125,7 +125,7 @@ class SharedBuffers:
         self.late.clear()
 
     def _watched(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers that change, in an order that all replicas have."""
+        """Return the buffers that change, in the same order on all replicas."""
         known = self._known or set()
         found = ((name, module._buffers.get(key)) for name, module, key in self._buffers if name in known)
         return [(name, buffer) for name, buffer in found if buffer is not None]
@@ -137,7 +137,7 @@ class SharedBuffers:
             buffer.data.copy_(sent)
 
     def _merge(self, averages: list[_Average]) -> None:
-        """Put what the replicas have made of their running averages one behind the other."""
+        """Chain the running averages of all replicas."""
         mine = torch.cat([_flat(average, self._microbatches) for average in averages])
         gathered = mine.new_empty(self._replicas.size * len(mine))
         self._replicas.all_gather(gathered, mine).wait()
@@ -170,7 +170,7 @@ class SharedBuffers:
 
 
 def synced_choice(choice: BufferChoice, blocks: Sequence[nn.Module]) -> BufferChoice:
-    """Return how buffers are shared where users have put SyncBatchNorm into their blocks."""
+    """Return the method for buffers: "sync" where user blocks contain SyncBatchNorm."""
     asked = any(isinstance(module, nn.SyncBatchNorm) for block in blocks for module in block.modules())
     return "sync" if asked and choice == "merge" else choice
 
@@ -181,7 +181,7 @@ def has_batch_norms(blocks: Sequence[nn.Module]) -> bool:
 
 
 def updates_of(norm: _NormBase) -> int:
-    """Return how often running statistics were updated, as far as the norm counts."""
+    """Return the number of updates of running statistics, as far as the norm counts them."""
     return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
 
 
@@ -194,15 +194,15 @@ def _averaging(stages: Mapping[int, Stage]) -> Iterator[tuple[str, _NormBase]]:
 
 
 def _own_buffers(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield where the buffers of a block are; the counts of a mixture's experts are a rank's own."""
+    """Yield the places of a block's buffers; the token counts of a mixture of experts are per rank, and left out."""
     for name, module in block.named_modules():
         for key in module._buffers if not isinstance(module, MoE) else ():
             yield f"{name}.{key}" if name else key, module, key
 
 
 def _state(module: nn.Module, key: str, by_numbers: bool) -> tuple[int, int, float]:
-    """Return what tells that a buffer has changed; not all that torch does in place moves its version counter."""
-    buffer = module._buffers.get(key)  # a loop may delete it
+    """Return a key that changes with a buffer; some in-place operations of torch do not bump its version counter."""
+    buffer = module._buffers.get(key)  # user code may delete it
     if buffer is None:
         return 0, 0, 0.0
     total = float(_numbers(buffer).nan_to_num().sum()) if by_numbers else 0.0
@@ -215,12 +215,12 @@ def _numbers(buffer: Tensor) -> Tensor:
 
 
 def _flat(average: _Average, microbatches: int) -> Tensor:
-    """Return how often a norm was updated in the step, and what its running statistics are, float64."""
+    """Return the number of updates of a norm in the step, then its running statistics, as one row, float64."""
     norm, mean = average.norm, average.before[0]
     assert norm.running_mean is not None
     assert norm.running_var is not None
     count = updates_of(norm) - average.updates
-    if not isinstance(norm, _BatchNorm):  # which does not count
+    if not isinstance(norm, _BatchNorm):  # no counter
         count = microbatches if not torch.equal(mean, norm.running_mean) else 0
     number = torch.tensor([count], dtype=torch.float64, device=mean.device)
     return torch.cat([number, norm.running_mean.double(), norm.running_var.double()])

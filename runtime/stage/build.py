@@ -1,7 +1,7 @@
-"""The stages of one rank: cut from the blocks, built one block at a time, split over ep (experts) and tp.
+"""Stages of one rank: cut from the blocks, built one block at a time, sharded over ep (experts) and tp.
 
 blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's shard
-stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by what blocks cost, or as the plan says
+stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by block costs, or as the plan fixes it
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .balance import partition
 BlockBuilder = Callable[[Block, int], nn.Module]
 
 _trained_by: WeakKeyDictionary[nn.Module, ref[Thread]] = WeakKeyDictionary()
-"""Modules that are in stages, and the thread that trains them: in process, a rank."""
+"""Modules in stages, and the thread that trains them: with ranks as threads, the rank."""
 
 
 class Stage(nn.Module):
     """One contiguous piece of the model; blocks keep their numbers in the whole model. `StageForward` runs it.
 
-    `partial` are the weights whose gradients are partial sums on the ranks of tp (see `parallel.tensor.sequence`).
+    `partial` are the weights whose gradients are partial sums over tp (see `parallel.tensor.sequence`).
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Stage(nn.Module):
         self._known: list[int] = []
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight".
+        """Return the trained parameters, by their names in the whole model: "3.attn.qkv.weight".
 
-        These are all that were not frozen when the stage was made; some may be since.
+        These are all that were not frozen when the stage was made; some may have been frozen since.
         """
         return {name.removeprefix("blocks."): p for name, p in self.named_parameters() if name not in self._frozen}
 
     def require_known_weights(self, known: Container[nn.Parameter]) -> None:
-        """Raise `MisfitError` for a parameter that is to be trained and is not `known`.
+        """Raise `MisfitError` for a trainable parameter that is not `known`.
 
-        It was frozen when the stage was made, or was put in a known one's place since.
+        It was frozen when the stage was made, or has replaced a known parameter since.
         """
         held = self._held
         now = [*map(len, held), *map(id, chain.from_iterable(map(dict.values, held)))]  # cheap, for every step
@@ -104,9 +104,9 @@ def cut(costs: Sequence[float], layout: Layout) -> list[range]:
 
 
 def cuts_of(plan: PlanData, blocks: Blocks, costs: Sequence[float] | None) -> list[range]:
-    """Return each stage's blocks: as the plan says, or else by what they cost (None: as estimated).
+    """Return each stage's blocks: as the plan fixes them, or else balanced by costs (None: estimated).
 
-    Raises `UsageError` for costs of other blocks, or where the plan leaves nothing to balance.
+    Raises `UsageError` for costs of another number of blocks, or costs where the plan fixes the stages.
     """
     if plan.blocks_per_stage:
         if costs is not None:
@@ -122,7 +122,7 @@ def cuts_of(plan: PlanData, blocks: Blocks, costs: Sequence[float] | None) -> li
 
 
 def cut_as_planned(plan: PlanData, num_blocks: int) -> list[range]:
-    """Return each stage's blocks, as many as the plan says; raises `MisfitError` where these are not all blocks."""
+    """Return each stage's blocks, as many as in the plan; raises `MisfitError` where the total is not the model's."""
     layout, planned = plan.layout, plan.blocks_per_stage
     counts = dict(sorted((layout.part_of(stage), blocks) for stage, blocks in enumerate(planned)))
     ends = [0, *accumulate(counts.values())]
@@ -153,9 +153,9 @@ def build_stages(
 ) -> dict[int, Stage]:
     """Build the stages of `pp_rank`; at no time does it hold more than one full block.
 
-    All ranks that hold a block start from the same weights: those of the first of them. Dropouts draw by `masks`.
-    `prover` takes note of blocks while they are whole. Raises `MisfitError` on all ranks for a function that gave
-    another block than when the outlines were made (collective).
+    All ranks that hold a block start from the weights of the first of them. Dropouts draw by `masks`. `prover` records
+    blocks while they are whole. Raises `MisfitError` on all ranks for a function that built another block than for the
+    outlines (collective).
     """
     unlike: list[str] = []
 
@@ -173,7 +173,7 @@ def build_stages(
         take_over_synced(module)
         builder = None if isinstance(blocks[number], nn.Module) else blocks[number]
         choice = prover.choose(number, module, builder)
-        apply_expert_parallel(module, groups.experts, groups.context, tokens_alike=True)  # as every step says anew
+        apply_expert_parallel(module, groups.experts, groups.context, tokens_alike=True)  # set anew per step
         cut = tensor.apply(number, module, choice)
         prover.note(number, cut)
         return cut
@@ -189,11 +189,11 @@ def build_stages(
 
 
 def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor: Group) -> None:
-    """Raise `MisfitError` for modules that cannot be cut into stages, and by tp and ep, each by itself.
+    """Raise `MisfitError` for modules that cannot be cut into stages, and sharded over tp and ep, independently.
 
-    These are modules that were cut before, and a weight that modules of several stages hold, or several modules that
-    are cut: each stage trains what it holds, so the copies would diverge silently. `blocks` are as `on_meta` has them,
-    so that functions that build several around one weight are found too.
+    These are modules that were sharded before, and weights shared by modules of several stages, or by several modules
+    that are sharded: each stage trains its own copy, so the copies would diverge silently. `blocks` are on the meta
+    device (`on_meta`), so that functions that build several blocks around one weight are found too.
     """
     _require_whole(blocks)
     homes: dict[int, tuple[int, int]] = {}
@@ -213,7 +213,7 @@ def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor:
 
 
 def _require_own(number: int, module: nn.Module) -> None:
-    """Raise `MisfitError` for a module that another rank of this process trains: both would change its weights."""
+    """Raise `MisfitError` for a module that another rank of this process trains: both would step its weights."""
     owner = _trained_by.get(module, lambda: None)()
     if owner is not None and owner is not current_thread() and owner.is_alive():
         raise MisfitError(
@@ -224,7 +224,7 @@ def _require_own(number: int, module: nn.Module) -> None:
 
 
 def _require_whole(blocks: Sequence[nn.Module]) -> None:
-    """Raise `MisfitError` for a module that was cut before, in place, as by another engine: it would be cut again."""
+    """Raise `MisfitError` for a module that is sharded already, as by another engine: it would be sharded twice."""
     for number, block in enumerate(blocks):
         if any(shard_of(parameter) is not None for parameter in block.parameters()):
             raise MisfitError(f"block {number} is cut over tp already; give each engine whole blocks, it cuts them")

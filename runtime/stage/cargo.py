@@ -1,10 +1,10 @@
-"""What travels between stages: with each output what rides along with it, and skips, past the stages between.
+"""Messages between stages: each output with the tensors carried along, and skips that bypass stages in between.
 
-    Carry(y, h=…, k=…)     y + k ─▶ the next stage ─▶ …         k rides along
-                           h ─▶ each rank that takes it, once   h is a skip of the plan; it stays for later takers there
+    Carry(y, h=…, k=…)     y + k ─▶ the next stage ─▶ …         k is carried along
+                           h ─▶ each rank that takes it, once   h is a skip of the plan; later takers there reuse it
 
-Within a stage nothing differs: a stage is given, and leaves, what it would if h rode along, less the skips with which
-it has nothing to do. So every gradient is added up in the same order, and the bits are the same.
+Within a stage nothing differs: its inputs and outputs are those that it would have if h were carried along, less the
+skips that it neither makes nor takes. So gradients are accumulated in the same order, and are bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .stage_forward import chains_of
 
 
 class Cargo:
-    """What the values of a plan consist of that go from stage to stage.
+    """Contents of the messages of a plan: the tensors of each value that is sent between stages.
 
     Args:
-        plan: says which tensors that ride along are skips.
+        plan: its skips are the carried tensors that bypass stages.
         cuts: the blocks of each stage.
-        parcels: what every block leaves for the next, all that rides along with it.
+        parcels: each block's output for the next, with all tensors carried along.
 
     Attributes:
-        nbytes: the bytes of the largest value that goes from stage to stage.
-        width: the most tensors of a value.
-        strides: of what arrives at a stage, where some of it does not lie in memory in order, as messages do.
-        keeping: the stages whose forwards keep objects, such as a message, whose memory is used again.
+        nbytes: size of the largest value sent between stages, in bytes.
+        width: the largest number of tensors of a value.
+        strides: per stage, strides of its inputs; only where some are not contiguous, which messages always are.
+        keeping: stages whose forwards keep references to their inputs, such as receive buffers that are reused.
     """
 
     def __init__(self, plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
@@ -66,24 +66,24 @@ class Cargo:
         self._specs = [dict(parcel.riders)[name] for name, parcel in zip(self._skips, behind_source, strict=True)]
 
     def outputs_of(self, stage: int) -> Parcel:
-        """Return what leaves the last block of a stage, with all that rides along and that the stage has to do with."""
+        """Return the output of a stage's last block, with the carried tensors that concern the stage."""
         if stage not in self._outputs:
             self._outputs[stage] = self.of_stage(stage)[self._cuts[stage].stop - 1]
         return self._outputs[stage]
 
     def of_stage(self, stage: int) -> list[Parcel]:
-        """Return what every block leaves for the next as far as a stage has to do with it."""
+        """Return each block's output, with the carried tensors that concern a stage."""
         others = {name for name, holders in self._holders.items() if stage not in holders}
         return [_without(parcel, others) for parcel in self._parcels] if others else [*self._parcels]
 
     def specs(self, value: Value) -> tuple[TensorSpec, ...]:
-        """Return the specs of the tensors of a value that travels."""
+        """Return the specs of the tensors of a value that is sent."""
         if value.kind in SKIPS:
             return (self._specs[value.number % MAX_SKIPS],)
         return self._rows[value.stage][value.kind is Kind.OUTPUT]
 
     def places(self, value: Value, row: Parcel) -> tuple[int, ...]:
-        """Return where the tensors of a value are in the row of a parcel."""
+        """Return the places of a value's tensors in the row of a parcel."""
         if value.kind in SKIPS:
             return (row.place(self._skips[value.number % MAX_SKIPS]),)
         left = self._left[value.stage]
@@ -92,16 +92,16 @@ class Cargo:
 
 
 def _goes(specs: Sequence[TensorSpec], *, is_output: bool) -> list[bool]:
-    """Return which of the tensors behind a stage belong to a value: ids and flags have no gradient.
+    """Return which tensors of a stage's output belong to a value: ids and masks have no gradient to send back.
 
-    Where nothing has one, zeros go back: a plan has a message there.
+    Where no tensor is differentiable, all are included: zeros are sent, as the plan has a message there.
     """
     numbers = [spec.dtype in DIFFERENTIABLE for spec in specs]
     return [True] * len(specs) if is_output or not any(numbers) else numbers
 
 
 def _require_known(block: int, tree: Tree) -> None:
-    """Raise `MisfitError` for an object at the border of a stage that nothing is known of."""
+    """Raise `MisfitError` for an opaque object in an output that crosses a stage boundary."""
     found = tree.unknown()
     if found is not None:
         path, value = found
@@ -112,17 +112,17 @@ def _require_known(block: int, tree: Tree) -> None:
 
 
 class TakenSkips:
-    """The skips that a stage is given, at some places of what arrives: later takers get them as they were."""
+    """The skips among a stage's inputs, at some places of the row: later takers must get them unmodified."""
 
     def __init__(self, stage: int, arriving: Parcel, places: Sequence[int]) -> None:
         self._stage, self._arriving, self._places = stage, arriving, places
 
     def versions(self, given: Sequence[Tensor]) -> list[int]:
-        """Return how often each was changed so far."""
+        """Return the version counter of each skip."""
         return [given[place]._version for place in self._places]
 
     def require_unchanged(self, given: Sequence[Tensor], versions: Sequence[int]) -> None:
-        """Raise `MisfitError` where one was changed since."""
+        """Raise `MisfitError` where a version counter has changed."""
         for place, version in zip(self._places, versions, strict=True):
             if given[place]._version != version:
                 name = self._arriving.names[place - self._arriving.width]
@@ -140,7 +140,7 @@ def _without(parcel: Parcel, names: Mapping[str, object] | set[str]) -> Parcel:
 def require_planned_skips(
     plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel], blocks: list[nn.Module]
 ) -> None:
-    """Raise `MisfitError` unless the skips of a plan go from and to those stages whose blocks make and take them."""
+    """Raise `MisfitError` unless the skips of a plan connect the stages whose blocks make and take them."""
     if not plan.skips:
         return
     riders = {name for parcel in parcels for name in parcel.names}
@@ -164,7 +164,7 @@ def require_planned_skips(
 def require_numbers_alone(
     plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel], blocks: list[nn.Module]
 ) -> None:
-    """Raise `MisfitError` where tensors are more than numbers behind a stage, or behind blocks that are recomputed."""
+    """Raise `MisfitError` where a message, or recomputation, would lose a tensor's attributes or subclass."""
     for stage, numbers in enumerate(cuts):
         for chain, is_dropped in chains_of(numbers, plan.layout.recompute_every(stage)) if numbers else ():
             is_left = is_dropped or chain[-1] + 1 == numbers.stop
@@ -180,7 +180,7 @@ def require_numbers_alone(
 
 
 def _stages_of(name: str, cuts: Sequence[range], parcels: Sequence[Parcel], blocks: list[nn.Module]) -> Iterator[int]:
-    """Yield the stage of the block that makes a rider, then those of the blocks that take it."""
+    """Yield the stage of the block that makes a carried tensor, then those of the blocks that take it."""
     stage_of = {block: stage for stage, numbers in enumerate(cuts) for block in numbers}
     source = next(number for number, parcel in enumerate(parcels) if name in parcel.names)
     yield stage_of[source]

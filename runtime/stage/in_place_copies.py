@@ -1,8 +1,8 @@
-"""What blocks change in place of what a stage, or a chain of it, is given: they get copies.
+"""Copies of stage inputs that blocks mutate in place.
 
-What arrives is a message, or what an earlier stage of this rank keeps; and where blocks are run again, it is given
-again. A copy is all that it takes, unless something else has to change with it: another tensor in the same memory, or
-an extra that a later stage takes as well. In one process it would; so that is refused.
+An input is a received message, or a tensor that an earlier stage of this rank keeps; and recomputation passes the
+same input again. So it is cloned before a block mutates it. A clone is not enough where another tensor has to see the
+mutation, as it does in one process: one that shares its memory, or an extra that a later stage takes too. This raises.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..blocks.blocks import Parcel, accepted_extras
 
 @dataclass(frozen=True)
 class Copied:
-    """What is copied of a row of tensors, by its places, and of extras, by their names."""
+    """Inputs to clone: tensors of a row, by their places, and extras, by their names."""
 
     places: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
 
     def of(self, given: tuple[Tensor, ...], extras: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Mapping[str, Any]]:
-        """Return what is given with copies of what is changed."""
+        """Return the inputs and extras, with clones of those that blocks mutate."""
         row = tuple([tensor.clone() if place in self.places else tensor for place, tensor in enumerate(given)])
         if not self.names:
             return row, extras
@@ -37,7 +37,7 @@ NOTHING_COPIED = Copied()
 
 
 def copied_in(blocks: range, parcels: Sequence[Parcel], arriving: Parcel, skips: Collection[str]) -> Copied:
-    """Return what some consecutive blocks change of what the first of them is given; of skips they change nothing."""
+    """Return the inputs of the first of some consecutive blocks that the blocks mutate; skips are not mutated."""
     if not blocks:
         return NOTHING_COPIED
     changed = {change.what for change in parcels[blocks.start].changes if change.block in blocks}.difference(skips)
@@ -51,7 +51,7 @@ def _arrives(what: int | str, arriving: Parcel) -> bool:
 
 
 def require_own_memory(cuts: Sequence[range], parcels: Sequence[Parcel], blocks: Sequence[nn.Module]) -> None:
-    """Raise `MisfitError` where what a stage changes in place has to be seen elsewhere."""
+    """Raise `MisfitError` where an in-place mutation by a stage has to be visible elsewhere."""
     for numbers in dict.fromkeys(cuts):
         for change in parcels[numbers.start].changes if numbers else ():
             if change.block not in numbers:

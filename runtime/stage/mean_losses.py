@@ -1,12 +1,12 @@
-"""Losses weighed by what they are over, so that the loss of microbatches is that of the whole batch.
+"""Losses with a weight per microbatch, so that the losses of microbatches add up to that of the whole batch.
 
     microbatch 0    targets 3 4 – –    mean 2.0      sum 4.0, weight 2 ─┐
     microbatch 1    targets 1 7 5 2    mean 1.0      sum 4.0, weight 4 ─┴▶ 8.0 / 6     not (2.0 + 1.0) / 2
 
-A loss function that returns (sum, weight) says so itself, and `loss_over` says it of one that returns a number. Unless
-that is given, either is examined when it is first called, and watched (`examine.losses.examined`); what was found is
-bound, and ranks agree on it before the optimizer first steps (`interpreter.run_losses`). Where blocks have auxiliary
-losses, means count by samples (`EvenWeights`), both alike; sums are added up, both alike.
+A loss function that returns (sum, weight) states its weight; for a plain number, `loss_over` may state its unit. A loss
+without `loss_over` is examined at its first call, and checked later (`examine.losses.examined`); the finding is bound,
+and ranks agree on it before the optimizer first steps (`interpreter.run_losses`). Where blocks have auxiliary losses,
+means are weighted by samples (`EvenWeights`), both alike; sums are added up, both alike.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NEXT_TO_NOTHING = 1e-30
 
 
 class Counted(NamedTuple):
-    """A microbatch's loss, what it weighs, and how many times it counts; `is_sum`: sums are added up, not divided."""
+    """A microbatch's loss, its weight, and the factor it counts by; `is_sum`: sums are added up, not divided."""
 
     loss: Tensor
     weight: Tensor | float
@@ -67,36 +67,35 @@ class Counted(NamedTuple):
 _counted: Callable[[tuple[Any, ...]], Counted] = partial(tuple.__new__, Counted)
 
 Found = Any
-"""What a loss function gives: a loss, or (sum, weight)."""
+"""Result of a loss function: a loss, or (sum, weight)."""
 
 
 class WeighedLoss:
-    """A loss function of the user's, weighed by what it is over.
+    """A user loss function, weighted by the number of elements that its mean is over.
 
     Args:
-        loss_fn: the user's.
-        over: what it is over, as the user says; None: it is examined.
-        is_cut: whether sequences are cut, in training.
-        is_captured: whether steps are replayed, in which nobody looks at what a microbatch weighs.
+        loss_fn: the loss function.
+        over: the unit of its mean, as the caller states it; None: it is examined.
+        is_cut: whether sequences are sharded or sliced in training.
+        is_captured: whether steps are replayed from a graph, without a check of weights on the host.
 
     Attributes:
-        function: the user's.
-        has_others: whether blocks have losses of their own beside it.
-        supposed: what it is supposed to be over while blocks before it weigh theirs, and nobody has called it.
-        has_supposed: whether some of theirs was so weighed that it would be another by another rule.
-        is_alone: whether there is one microbatch alone.
-        is_uneven: whether samples of a microbatch do not weigh as others do beside losses of blocks.
-        is_learned: whether a weight that it has given has a gradient.
-        means: the loss, where it is a sum of means.
-        examined: what is known of it, or of its terms; nothing of what is given.
-        real: keeps the microbatches of a step, if they are compared with what was found.
+        function: the user function.
+        has_others: whether blocks return auxiliary losses.
+        supposed: its presumed unit, by which auxiliary losses are weighted before its first call.
+        has_supposed: whether an auxiliary loss was weighted so that another unit would give another result.
+        is_alone: whether there is a single microbatch.
+        is_uneven: whether sample weights differ between microbatches, with auxiliary losses present.
+        is_learned: whether it returned a weight that requires a gradient.
+        means: the loss, where it is a `SumOfMeans`.
+        examined: findings about it, or about its terms; empty where the unit is stated.
+        real: keeps the microbatches of a step, if they are compared with the finding.
         was_called: whether it was called in this step.
-        is_known: whether it is known what it is over, here, and nobody has changed what it goes by.
-        is_settled: whether all ranks have agreed on what it is over.
+        is_known: whether its unit is known on this rank, and the state that it reads is unchanged.
+        is_settled: whether all ranks have agreed on its unit.
         watched: the context that the user's function runs in.
-        apart: where outputs have tensors that belong to no sample, whatever their rows.
-        misuses: why this rank refuses what it gave, in words, which all ranks hear when they settle the step; None:
-            it is refused at once.
+        apart: paths of output tensors without a sample dimension, whatever their rows.
+        misuses: why this rank refuses its result, in words, exchanged when ranks settle the step; None: raise at once.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class WeighedLoss:
 
     @property
     def refusal(self) -> str:
-        """Why no weights of microbatches make it the loss of the batch, as far as this rank sees; "": some do."""
+        """Reason why no weights of microbatches give the loss of the batch, as far as this rank sees; "": some do."""
         for number, examined in enumerate(self.examined):
             if why := examined.refusal:
                 is_term = self.means is not None
@@ -134,26 +133,26 @@ class WeighedLoss:
 
     @property
     def rule(self) -> LossWeight | None:
-        """What a microbatch weighs; None: nobody knows, or somebody has changed what it goes by."""
+        """Rule for the weight of a microbatch; None: unknown, or state that it reads has changed."""
         return None if None in [examined.rule for examined in self.examined] else self._weight
 
     @property
     def of_each(self) -> list[float | None]:
-        """What each sample weighs in means that are none over samples, where blocks have losses of their own."""
+        """Weight of each sample, for means not over samples, where blocks have auxiliary losses."""
         return [even.of_each for even in self._evens]
 
     def begin_step(self) -> None:
-        """Begin a step whose samples may weigh otherwise than those of others."""
+        """Begin a step, whose samples may have other weights than earlier ones."""
         for even in self._evens:
             even.of_each = None
 
     @property
     def weighs_otherwise(self) -> bool:
-        """Whether samples weigh otherwise than when ranks agreed on that."""
+        """Whether samples have other weights than those that ranks agreed on."""
         return any(even.of_each not in (None, even.agreed) for even in self._evens)
 
     def take_over(self, rule: LossWeight) -> None:
-        """Take over what some rank has found, and all have agreed on."""
+        """Adopt the rule that some rank has found, and all have agreed on."""
         self._weight = rule
         for even in self._evens:
             even.agreed = even.of_each or even.agreed
@@ -163,17 +162,17 @@ class WeighedLoss:
 
     @property
     def is_bare(self) -> bool:
-        """Whether a microbatch weighs as much as it has samples of the usual number."""
+        """Whether a microbatch is weighted by its number of samples alone."""
         return self._weight is not None and self._weight.over in _BY_SAMPLES
 
     def expect_others(self, beside: Sequence[LossWeight] = ()) -> None:
-        """Say that blocks have losses of their own, and which means they are that are none over samples."""
+        """Register that blocks return auxiliary losses, and the rules of those that are means not over samples."""
         self.has_others, self._beside = True, list(beside)
         if self._weight is not None:
             self._weigh_evenly(self._evens[0].rule if self._evens else self._weight)
 
     def _weigh_evenly(self, rule: LossWeight) -> None:
-        """Let means weigh as samples do, and have these weigh alike in all microbatches."""
+        """Weight means by samples, and check that samples weigh the same in all microbatches."""
         if rule.over in SUMS or rule.over is Over.MICROBATCH:
             return
         rules = [one for one in (rule, *self._beside) if one.over is not Over.SAMPLES]
@@ -184,7 +183,7 @@ class WeighedLoss:
             self._refusal = f"blocks have losses of their own beside it, and there is {self._evens[0].rule}"
 
     def try_kind(self, output: Any, targets: Any, samples: int) -> Over:
-        """Return what it is over, as numbers like those of an output tell, which it is called with for once."""
+        """Return its unit, by a trial call on made-up numbers in the shape of an output."""
         if self._weight is not None or self.means is not None:
             return Over.SUM if self.means is not None or self._weight is None else self._weight.over
         kept = FunctionKept(self.function, next((t.device for t in tensors_of(output)), torch.device("cpu")))
@@ -196,13 +195,13 @@ class WeighedLoss:
                     return Over.STATED
                 weight = LossExamination(self.function, output, targets, samples, apart=self.apart).run().weight
             return Over.SAMPLES if weight is None else weight.over
-        except Exception:  # what a user's code says to numbers that no block has given
+        except Exception:  # user code may raise on numbers that no block computed
             return Over.SAMPLES
         finally:
             kept.put_back()
 
     def weigh_other(self, loss: Tensor, samples: int, usual: int) -> Tensor:
-        """Return a block's own loss of a microbatch, weighed by samples as this one is, if that is a mean."""
+        """Return an auxiliary loss of a microbatch, weighted by samples unless losses are sums."""
         if samples == usual:
             return loss
         self.has_supposed = self.has_supposed or self._weight is None
@@ -210,10 +209,10 @@ class WeighedLoss:
         return loss if over in SUMS else loss * (samples / usual)
 
     def __call__(self, output: Any, targets: Any, samples: int = 1, usual: int = 1, slices: int = 1) -> Counted:
-        """Return the loss of a microbatch, as it counts; raises `MisfitError` for what is none.
+        """Return the loss of a microbatch with its weight; raises `MisfitError` for an invalid result.
 
-        `samples` is how many it has; one of `usual` weighs 1 where the loss counts by samples. Each sequence is cut
-        into as many `slices`.
+        `samples` is its number of samples; one of `usual` samples weighs 1 where the loss is weighted by samples.
+        Each sequence is cut into as many `slices`.
         """
         self.was_called = True
         if self.real is not None:
@@ -248,28 +247,28 @@ class WeighedLoss:
         return self._weigh(found, output, targets, samples, usual, slices) if is_number else _stated(found)
 
     def defer(self, error: MisfitError, output: Any) -> Counted:
-        """Note why a microbatch's loss is refused, and return what counts for nothing; raise it where that is to be."""
+        """Record why a microbatch's loss is refused, and return a zero loss; raise at once without `misuses`."""
         note_misuse(error, self.misuses)
         nothing = sum((t.sum() * 0 for t in tensors_of(output) if t.requires_grad), torch.zeros(()))
         is_sum = self._weight is not None and self._weight.over is Over.SUM
         return Counted(nothing, 0.0 if is_sum else 1.0, is_sum=is_sum)
 
     def _require_kind(self, found: Found) -> None:
-        """Raise `MisfitError` for a tuple that was a number before, or the other way round."""
+        """Raise `MisfitError` for a tuple where the loss was a number before, or the other way round."""
         is_pair = isinstance(found, tuple)
         if not self._is_given and (is_pair or isinstance(found, Tensor)):
             was, now = ("one number", "a tuple") if is_pair else ("(sum, weight)", "one number")
             raise MisfitError(f"the loss function has given {was}, and now {now}; return (sum, weight) always")
 
     def _guard(self, output: Any) -> None:
-        """Let an output have no gradient where its targets weigh nothing, as that of 0 / 0 is not finite."""
+        """Zero the gradient of an output whose targets weigh nothing, since that of 0 / 0 is NaN."""
         nothing = self._nothing = [torch.zeros((), dtype=torch.bool)]
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: torch.where(nothing[0], 0.0, gradient))
 
     def begin(self, targets: Iterable[Any], device: torch.device, group: Group | None) -> None:
-        """Add up how many things each mean of a sum of means is over, in all microbatches (collective)."""
+        """Sum the number of elements of each mean of a `SumOfMeans`, over all microbatches (collective)."""
         assert self.means is not None
         total = torch.zeros(len(self.means.terms), dtype=torch.float64, device=device)
         for some in targets:
@@ -277,18 +276,18 @@ class WeighedLoss:
         if group is not None:
             group.all_reduce(total).wait()
         if self._totals.shape == total.shape and self._totals.device == total.device:
-            self._totals.copy_(total)  # where a graph of the device knows it
+            self._totals.copy_(total)  # a captured graph reads this memory
         else:
             self._totals = total
 
     def _find_terms(self, output: Any, targets: Any, samples: int) -> None:
-        """Find out whether the terms of a sum of means are sums with what they are over."""
+        """Examine whether the terms of a `SumOfMeans` are sums with their numbers of elements."""
         for examined in () if self.is_known else self.examined:
             examined.find((), output, targets, samples)
         self._weight, self.is_known = LossWeight(Over.SUM), True
 
     def _find(self, found: Found, output: Any, targets: Any, samples: int) -> None:
-        """Find out what the loss is over, if it has a gradient; one that was only handed on says it by its graph."""
+        """Examine the unit of the loss, if it has a gradient; a loss passed on by a block shows it by its graph."""
         for examined in self.examined:
             is_new = examined.rule is None
             rule = examined.find(found, output, targets, samples)
@@ -301,7 +300,7 @@ class WeighedLoss:
                 self._guard(output)
 
     def _weigh(self, found: Tensor, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Counted:
-        """Return a loss as it counts."""
+        """Return a loss with its weight by the rule."""
         rule = self._weight or LossWeight(Over.SAMPLES)
         if rule.over is Over.SUM:
             return Counted(found, 0.0, is_sum=True)
@@ -315,12 +314,12 @@ class WeighedLoss:
             return _counted((found, weight, float(weight), False))
         if rule.is_clamped:
             weight = _clamped(torch.as_tensor(weight), found.detach())
-        is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; all else is said to be infinite
+        is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; others are reported
         wide = found.to(torch.promote_types(found.dtype, torch.float32))
         return Counted(torch.where(is_nothing, 0.0, wide * weight), weight)
 
     def _weight_by(self, rule: LossWeight, output: Any, targets: Any, samples: int) -> Tensor | float:
-        """Return what a microbatch weighs by a rule for means that are not over samples."""
+        """Return the weight of a microbatch by a rule for means not over samples."""
         if rule.over is Over.TOKENS:
             if isinstance(output, Tensor) and output.dim() > 1 and output.dtype in DIFFERENTIABLE:
                 return float(samples * output.shape[1])
@@ -329,7 +328,7 @@ class WeighedLoss:
         return rule.of_targets(named(targets), self.examined[0].tables if self.examined else [])
 
     def _require_even(self, even: EvenWeights, output: Any, targets: Any, samples: int) -> None:
-        """Refuse a microbatch whose samples do not weigh as those of others, before weights change on all ranks."""
+        """Record a microbatch whose samples weigh differently from others; all ranks refuse it before a step."""
         if self.is_alone:
             return
         why = even.doubt(self._weight_by(even.rule, output, targets, samples), samples)
@@ -338,14 +337,14 @@ class WeighedLoss:
 
 
 def note_misuse(error: MisfitError, misuses: list[str] | None) -> None:
-    """Note why a rank refuses something, or raise it where nothing is noted."""
+    """Record why a rank refuses a result, or raise the error where nothing is recorded."""
     if misuses is None:
         raise error
     misuses.append(str(error))
 
 
 def _without_leaves(output: Any) -> Any:
-    """Return an output with views of what is a weight itself, whose hooks would stay behind the microbatch."""
+    """Return an output with views in place of leaves, as hooks on a leaf (a weight) would outlive the microbatch."""
     if isinstance(output, Tensor) and not output.is_leaf:
         return output
     are_any = any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_of(output))
@@ -354,7 +353,7 @@ def _without_leaves(output: Any) -> Any:
 
 
 def _stated(found: object) -> Counted:
-    """Return the sum and the weight that a loss function gave; raises `MisfitError` for anything else."""
+    """Return the sum and the weight that a loss function returned; raises `MisfitError` for anything else."""
     loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 0)
     is_weight = (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
     if loss is found or not isinstance(loss, Tensor) or loss.dim() or loss.is_complex() or not is_weight:
@@ -373,12 +372,12 @@ def _term(
 
 
 def _clamped(weight: Tensor, found: Tensor) -> Tensor:
-    """Return what a microbatch weighs; one of nothing so little that it matters only where all are."""
+    """Return the weight of a microbatch; an empty one gets one that is negligible unless all are empty."""
     return torch.where((weight == 0) & found.isfinite(), _NEXT_TO_NOTHING, weight.double())
 
 
 def some_numbers(tensor: Tensor) -> Tensor:
-    """Return a tensor of small numbers that are unlike each other, or of zeros where they are whole."""
+    """Return a tensor of small distinct numbers (repeating every 13), or of zeros for integer types."""
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor)
     return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)

@@ -1,8 +1,8 @@
-"""One rank's stages of the model, set up once: which blocks are a stage, how they are cut over tp, what serves them.
+"""The stages of one rank, set up once: blocks of each stage, their tensor-parallel sharding, and helpers for steps.
 
-blocks ──▶ cuts (blocks of each stage) ──▶ tensor cuts ──▶ stages, built and the same on all their holders
-                                                        ──▶ tied weights, queues of put-off weight gradients
-batch  ──▶ units, each with what of it this rank needs
+blocks ──▶ cuts (blocks of each stage) ──▶ tensor cuts ──▶ stages, built with the same weights on all holders
+                                                        ──▶ tied weights, queues of deferred weight gradients
+batch  ──▶ units, each with the parts that this rank needs
 """
 
 from __future__ import annotations
@@ -62,33 +62,33 @@ class RankModel:
     """The stages of one rank.
 
     Args:
-        plan: says which stages there are, and where.
+        plan: has the stages and their ranks.
         blocks: the whole model, built or not.
         groups: the groups of the mesh.
-        transport: this rank's.
-        options: how blocks become stages.
-        block_costs: what each block costs; None estimates it.
-        cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
+        transport: the transport of this rank.
+        options: settings of the run.
+        block_costs: the cost of each block; None estimates it.
+        cut_logits: whether loss and metrics accept logits sharded over the vocabulary.
 
     Attributes:
         cuts: the blocks of each stage.
-        outlines: all blocks, without weights (see `blocks.outlines`).
-        target_stages: the stages whose blocks take targets.
-        shared_state: what blocks of several stages have in common besides weights.
-        boundaries: whether what stages are given requires gradients, and gets them.
-        common: what blocks here may change that others read; None: nothing.
-        own_blocks: the blocks of these stages, by their numbers.
-        late_state: the numbers that code of its blocks changes.
-        elsewhere: the weights that this rank has not whole.
-        tensor: how blocks are cut over tp.
-        prover: proves that blocks give the same numbers cut as whole.
-        stages: this rank's.
+        outlines: all blocks on the meta device (see `blocks.outlines`).
+        target_stages: stages whose blocks take targets.
+        shared_state: Python state that blocks of several stages share besides weights.
+        boundaries: `requires_grad` of stage inputs, and checks of their gradients.
+        common: shared state that blocks here may mutate and others read; None: none.
+        own_blocks: blocks of these stages, by number.
+        late_state: numbers that code of its blocks mutates.
+        elsewhere: weights that this rank does not hold whole.
+        tensor: the tensor-parallel sharding of blocks.
+        prover: proves that sharded blocks compute the same numbers as whole ones.
+        stages: the stages of this rank.
         batches: cuts a batch into units.
-        synced: lets batch norms share their statistics over the replicas; None: they do not.
-        buffers: keeps what forwards change the same on all replicas.
-        same_data, marks: compare what ranks of one replica are given.
-        queues: where the weight gradients of split backwards wait, per stage that has such.
-        deferred_share: which share of the weights of these stages has gradients that can wait; None without such.
+        synced: shares batch norm statistics over the replicas; None: not shared.
+        buffers: keeps buffers that forwards mutate equal on all replicas.
+        same_data, marks: compare the data of the ranks of one replica.
+        queues: deferred weight gradients, per stage with split backwards.
+        deferred_share: share of the weights of these stages whose gradients can be deferred; None without such stages.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class RankModel:
         self.queues, self.deferred_share = self._defer()
 
     def bind_copies(self) -> None:
-        """Let weights of the model that are tied be those of the copies on this rank, wherever these lie by now."""
+        """Bind tied weights of a split model to this rank's copies, at their present memory."""
         for copies in self._copies:
             copies.bind(self.stages.values(), self.cuts)
 
     def _cut(self, blocks: Blocks, block_costs: Sequence[float] | None, *, cut_logits: bool) -> None:
-        """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
+        """Choose the blocks of each stage and their tensor-parallel sharding, before any block is built."""
         options, tensor = self.options, self._groups.tensor
         built = [on_meta(block) for block in blocks]
         require_saved(built)
@@ -148,7 +148,7 @@ class RankModel:
         self._require_usable(lambda number: False)
 
     def _require_usable(self, is_sliced: Callable[[int], bool]) -> None:
-        """Raise the error for the first block that the plan can do nothing with."""
+        """Raise the error for the first block that the plan cannot run."""
         device, graphs = self._transport.device, self.options.cuda_graph
         run = Run(self.plan, device, self.outlines, self.cuts, is_sliced, self._buffer_choice, graphs)
         require_usable_blocks(run)
@@ -180,7 +180,7 @@ class RankModel:
             device=device,
         )
         self.tensor.settle(self.prover.share(self._groups.world))
-        if options.sequence_parallel:  # only now it is known which blocks get slices
+        if options.sequence_parallel:  # known only after the proof
             self._require_usable(self.tensor.tokens.inside)
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
         self.own_blocks = {int(n): b for stage in self.stages.values() for n, b in stage.blocks.items()}
@@ -213,7 +213,7 @@ class RankModel:
         )
 
     def _defer(self) -> tuple[dict[int, WeightQueue], float | None]:
-        """Let the weight gradients of stages with split backwards wait; return also which share of weights can."""
+        """Defer the weight gradients of stages with split backwards; return the share of weights that allow it too."""
         split = {i.stage for i in self.plan.programs[self.pp_rank] if isinstance(i, BwdInput)}
         queues = {stage: WeightQueue(compiled=self.options.compiled) for stage in split}
         waiting = sum(defer_weights(self.stages[stage], queue) for stage, queue in queues.items())
@@ -221,7 +221,7 @@ class RankModel:
         return queues, waiting / total if total else None
 
     def _share_buffers(self) -> tuple[SyncedNorms | None, SharedBuffers]:
-        """Return what lets batch norms share statistics over the replicas, if they do, and what shares buffers."""
+        """Return the shared batch norm statistics, if any, and the object that keeps buffers equal on replicas."""
         groups, choice = self._groups, self._buffer_choice
         synced = None
         if choice == "sync" and groups.replicas.size > 1 and has_batch_norms(self.outlines):
@@ -230,7 +230,7 @@ class RankModel:
         return synced, shared
 
     def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:
-        """Now and then raise `MisfitError` where ranks of a replica are not given the same (collective)."""
+        """Raise `MisfitError` where ranks of a replica have different data, in steps that compare it (collective)."""
         needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
@@ -244,9 +244,9 @@ class RankModel:
             self.same_data.require(compared, extras)
 
     def publish(self, kind: object, inputs: Any, targets: Any) -> None:
-        """Say how much this rank is given of one more batch, of a kind, so that a verdict can tell who has others.
+        """Publish the size of this rank's share of a batch, for the verdict on a hang: ranks may differ in it.
 
-        What the rank does not need is told of when it is compared, if it is no place holder.
+        Data that the rank does not need is published by `compare`, unless it is a placeholder.
         """
         if kind is None or kind is not self._published[0]:
             rows = shape_of(targets)[0] if self.needs_targets else 0
@@ -255,33 +255,33 @@ class RankModel:
 
     @property
     def expert_shares(self) -> str | None:
-        """What ep shares out, in a line; None without it."""
+        """Report, in one line, of the experts sharded over ep; None without it."""
         size = self._groups.experts.size
         return expert_report(self.outlines, size) if size > 1 else None
 
     @cached_property
     def sources(self) -> list[Source]:
-        """What blocks of split models have in common: each lets them be those of the model as it is now."""
+        """Shared state of split models' blocks; each source refreshes it from the model as it is now."""
         return [
             *sources_of(block for stage in self.stages.values() for block in stage.blocks.values()),
             *self._copies,
         ]
 
     def evaluating(self, run: Callable[[], Result]) -> Result:
-        """Return what is run with the blocks in evaluation mode; those that trained do so again after."""
+        """Return the result of `run` with the blocks in evaluation mode; training flags are restored afterwards."""
         return self.running(partial(self._evaluating, run), evaluates=True)
 
     def running(self, run: Callable[[], Result], *, evaluates: bool = False) -> Result:
-        """Return what is run while blocks of a split model are told whether they train, whatever their own flags say.
+        """Return the result of `run`, with `evaluates` set for a split model's blocks, whatever their own flags are.
 
-        Raises `ModesLeftError` where other modes are in force behind it than before.
+        Raises `ModesLeftError` where `run` leaves other torch modes active than before.
         """
         around = Modes.now()
         if self._given is not None and [*map(id, self._given)] != self._given_ids:
             self._require_as_given(self._given)
         for source in self.sources:
             source.evaluates = evaluates
-        if not evaluates and not self._num_steps & (self._num_steps - 1):  # what is put in between comes to light
+        if not evaluates and not self._num_steps & (self._num_steps - 1):  # finds later additions
             self.common = self.shared_state.common(self.own_blocks)
         self._num_steps += not evaluates
         if self.common is not None:
@@ -311,7 +311,7 @@ class RankModel:
                 source.evaluates = None
 
     def _require_as_given(self, blocks: Sequence[Any]) -> None:
-        """Raise `MisfitError` where blocks were put in place of those that the engine was given; it may be emptied."""
+        """Raise `MisfitError` where the caller's list of blocks was changed; it may be emptied or set to None."""
         found = [*zip(map(id, blocks), self._given_ids, strict=False)]
         places = [k for k, (one, was) in enumerate(found) if one != was and blocks[k] is not None]
         if len(blocks) and (places or len(blocks) != len(self._given_ids)):
@@ -328,53 +328,53 @@ class RankModel:
                 stage.eval()
             return run()
         finally:
-            for module, trains in before:  # a class may have a `train` of its own, which takes back what `eval` did
+            for module, trains in before:  # a class may override `train` and undo `eval`
                 if module.training is not trains:
                     module.train(trains)
 
     @cached_property
     def needs_inputs(self) -> bool:
-        """Whether this rank holds a first stage, and so has to be given inputs."""
+        """Whether this rank holds a first stage, and so needs inputs."""
         return any(route.stages[0] in self.stages for route in self.plan.routes)
 
     @cached_property
     def needs_targets(self) -> bool:
-        """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
+        """Whether this rank holds a last stage, or another that takes targets, and so needs them."""
         lasts = {route.stages[-1] for route in self.plan.routes}
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
 
     @cached_property
     def may_draw(self) -> bool:
-        """Whether blocks draw by the numbers of samples in the whole batch: dropouts do, and those not built in may."""
+        """Whether draws depend on sample numbers in the whole batch: dropout does, and user blocks may draw."""
         modules = (module for block in self.outlines for module in on_meta(block).modules())
         drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
         return drops or not all(is_built_in(on_meta(block)) for block in self.outlines)
 
     @cached_property
     def computes_empty_units(self) -> bool:
-        """Whether units without samples are computed too, since ranks of several replicas meet within a forward."""
+        """Whether units without samples are computed too, for collectives between replicas inside a forward."""
         meet = self._groups.experts.size > 1 or self.synced is not None
         return meet or any(is_sharded(stage) for stage in self.stages.values())
 
     @cached_property
     def pads_over_experts(self) -> bool:
-        """Whether mixtures of experts pad, of which all ranks of ep have to know whether they have as many tokens."""
+        """Whether mixtures of experts pad to capacity: then all ranks of ep must know if token counts are equal."""
         pads = (layer.pad_to_capacity for block in self.outlines for layer in mixtures(on_meta(block)).values())
         return self._groups.experts.size > 1 and any(pads)
 
     @cached_property
     def mixtures(self) -> list[MoE]:
-        """The mixtures of experts of this rank."""
+        """The mixture-of-experts layers of this rank."""
         return [layer for stage in self.stages.values() for layer in mixtures(stage).values()]
 
     @cached_property
     def num_replicas(self) -> int:
-        """How many replicas divide the batch (dp x ep)."""
+        """Number of replicas that divide the batch (dp x ep)."""
         return self.plan.mesh.axis_size("dp") * self.plan.mesh.axis_size("ep")
 
     @cached_property
     def replica(self) -> int:
-        """Which of them this rank belongs to."""
+        """Index of the replica that this rank belongs to."""
         return self._replica_of(self._transport.rank)
 
     def _replica_of(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""What an engine's user may want to know of its rank: its place among the replicas, and which data it needs."""
+"""Public properties of an engine's rank: its place among the replicas, and the data it needs."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from .rank_model import RankModel
 
 
 class RankView:
-    """What a rank needs, and its place among the replicas, as whoever has a `RankModel` shows them."""
+    """Properties of a rank's `RankModel`, for classes that have one: the data it needs, its place among replicas."""
 
     _model: RankModel
 
     @property
     def deferred_share(self) -> float | None:
-        """Which share of the weights of stages with split backwards has gradients that wait; None without such."""
+        """Share of the weights whose gradients are deferred, on stages with split backwards; None without these."""
         return self._model.deferred_share
 
     @property
     def tensor_cuts(self) -> str | None:
-        """What tensor parallelism cuts of the model and what stays whole, in a line; None without tp."""
+        """Report, in a line, of the parts that tensor parallelism shards and those that stay whole; None without tp."""
         return self._model.tensor.report
 
     @property
     def expert_shares(self) -> str | None:
-        """Which experts are shared out over ep, and which are on all of its ranks, in a line; None without ep."""
+        """Report, in one line, of experts sharded over ep and experts on all its ranks; None without ep."""
         return self._model.expert_shares
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether this rank holds a first stage, and so has to be given inputs."""
+        """Whether this rank holds a first stage, and so needs inputs."""
         return self._model.needs_inputs
 
     @property
     def needs_targets(self) -> bool:
-        """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
+        """Whether this rank holds a last stage, or another that takes targets, and so needs them."""
         return self._model.needs_targets
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas divide the batch (dp x ep)."""
+        """Number of replicas that divide the batch (dp x ep)."""
         return self._model.num_replicas
 
     @property
     def replica(self) -> int:
-        """Which of them this rank belongs to."""
+        """Index of the replica that this rank belongs to."""
         return self._model.replica
 
     def expert_tokens(self) -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
-"""Losses on stages before the last: a block that takes `targets` finds its own, and returns it beside its output.
+"""Losses on stages before the last: a block that takes `targets` computes a loss, and returns it beside its output.
 
     class Exit(nn.Module):
         def forward(self, x, targets):    return x, cross_entropy(self.head(x), targets, reduction="sum")
 
-The plan names the stages that have such blocks (`compile --losses 1,3`), so that its proof knows of their losses, and
-their ranks are given targets (`engine.needs_targets`).
+The plan names the stages with such blocks (`compile --losses 1,3`), so that its proof includes their losses, and
+their ranks get targets (`engine.needs_targets`).
 
-A loss that looks at the tokens next to one has no use for slices of sequences. With `prepare` it says how whole targets
-are made such that each token has all it needs, and with `prepared` what the loss of these is.
+A loss that reads neighbouring tokens cannot run on slices of sequences. Its `prepare` transforms whole targets so that
+each token has all it needs, and its `prepared` is the loss for these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def target_stages(cuts: Sequence[range], blocks: Sequence[nn.Module]) -> set[int
 
 
 def require_planned_losses(layout: Layout, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
-    """Raise `MisfitError` where the plan has a loss on a stage before the last, and none of its blocks returns one."""
+    """Raise `MisfitError` where the plan has a loss on a stage before the last, but no block of it returns one."""
     for stage in layout.losses[:-1]:
         if not any(parcels[number].has_loss for number in cuts[stage]):
             raise MisfitError(
@@ -45,13 +45,13 @@ def require_planned_losses(layout: Layout, cuts: Sequence[range], parcels: Seque
 
 
 class FirstLosses:
-    """Which blocks return losses in the first step of a mode: how they are weighed, and what they are, goes by these.
+    """The blocks that return losses in the first step of a mode: weights and examinations are based on these.
 
     Args:
-        is_meant: whether the loss of each microbatch is, whatever it is.
+        is_meant: whether the loss of each microbatch is meant, so that later losses are allowed.
 
     Attributes:
-        refusal: which block has begun to since, in words; "": none.
+        refusal: a block that has begun to return a loss since, in words; "": none.
     """
 
     def __init__(self, *, is_meant: bool) -> None:
@@ -59,17 +59,17 @@ class FirstLosses:
         self.refusal = ""
 
     def expect(self, mode: str, parcels: Sequence[Parcel]) -> None:
-        """Expect losses of blocks in a mode, as its first step has them."""
+        """Record which blocks return losses in the first step of a mode."""
         self._first[mode] = {number for number, parcel in enumerate(parcels) if parcel.has_loss}
 
     def require_first(self, mode: str, number: int, block: nn.Module) -> None:
-        """Note that a block gives a loss, which it may not have done in the first step."""
+        """Check that a block that returns a loss did so in the first step."""
         if number not in self._first[mode] and not self._is_meant:
             self.refusal = _BEGUN.format(number, type(block).__name__)
 
 
 def for_slices(plan: Plan, loss_fn: Callable[..., Any]) -> tuple[Callable[[Any], Any] | None, Callable[..., Any]]:
-    """Return what is done with targets before they are cut, if anything, and the loss, which may look beyond one."""
+    """Return the function that prepares targets before they are cut (None: none), and the loss for its results."""
     prepare = getattr(loss_fn, "prepare", None)
     if prepare is None or not cuts_sequences(plan):
         return None, loss_fn
@@ -77,5 +77,5 @@ def for_slices(plan: Plan, loss_fn: Callable[..., Any]) -> tuple[Callable[[Any],
 
 
 def cuts_sequences(plan: Plan) -> bool:
-    """Whether a unit has but a part of its sequences."""
+    """Whether a unit has only a part of its sequences."""
     return plan.schedule.slices > 1 or plan.mesh.axis_size("cp") > 1

@@ -1,11 +1,11 @@
-"""What the blocks of a stage draw follows from the unit that they run on.
+"""Random draws of a stage's blocks, as a function of the unit that they run on.
 
-    first step     blocks that are not built in are watched          ─┬─▶ nothing: they run as they are
-                                                                      └─▶ something: generators are seeded round each
-    a later step   torch's generators have moved all the same        ───▶ all are watched again
+    first step     user blocks are watched                           ─┬─▶ no draws: they run as they are
+                                                                      └─▶ draws: generators are seeded around each
+    a later step   torch's generators have moved nevertheless        ───▶ all are watched again
 
-The masks of an nn.Dropout need none of that (`parallel.dropout`). Blocks that draw otherwise are left out of compiled
-code, which would draw by itself.
+The masks of nn.Dropout need none of this (`parallel.dropout`). Blocks that draw otherwise are not compiled, as compiled
+code would draw from its own generator.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..parallel.dropout import KeyedDropout, Masks, Unit
 from ..parallel.tensor.rules import is_built_in
 
 Outputs = tuple[Any, ...]
-"""A row of tensors: those of the output, then what rides along, in the order of the parcel's specs.
+"""A row of tensors: those of the output, then those carried along, in the order of the parcel's specs.
 
-That of the last stage has nothing but its output, as the last block gave it.
+The last stage's row is its output alone, as the last block returned it.
 """
 
 Extras = Mapping[str, Any]
 Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
 
 UNIT = "the unit"
-"""Under this key a unit's extras say which one it is (a `dropout.Unit`), where blocks draw; blocks never see it."""
+"""Key in a unit's extras of the unit itself (a `dropout.Unit`), where blocks draw; blocks never see it."""
 
 _NOTHING = nullcontext()
 
@@ -41,17 +41,17 @@ _logger = logging.getLogger("quintsched.runtime")
 
 
 class StageDraws:
-    """The draws of one stage.
+    """The random draws of one stage.
 
     Args:
-        masks: what the rank draws by.
-        blocks: by number.
-        sliced: block number → the ranks over which the tokens are sliced that it is given, if they are.
-        beside: a mode that the blocks always run in, and are not compiled for.
+        masks: keys and generators of this rank's draws.
+        blocks: blocks by number.
+        sliced: block number → the group over which its input tokens are sharded; None: they are not.
+        beside: a torch function mode that the blocks always run in; they are not compiled with it.
 
     Attributes:
-        may_draw: whether blocks draw, or may, by what is known of the steps so far.
-        alarms: how many the masks had then: blocks want their unit, too, where there have been others since.
+        may_draw: whether blocks draw, or may, as far as the steps so far have shown.
+        alarms: the masks' number of alarms when that was found; blocks need their unit again after further ones.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class StageDraws:
 
     @property
     def have_drawn(self) -> bool:
-        """Whether blocks have drawn so far, or drop out."""
+        """Whether blocks have drawn so far, or have dropout."""
         modules = (module for block in self._blocks.values() for module in block.modules())
         drops = any(isinstance(module, KeyedDropout) and module.p > 0 for module in modules)
         return drops or self.have_drawn_otherwise
 
     @property
     def have_drawn_otherwise(self) -> bool:
-        """Whether blocks have drawn so far other than by an nn.Dropout."""
+        """Whether blocks have drawn so far, other than by nn.Dropout."""
         return bool(self._draws.drawn)
 
     def around(self, number: int, block: nn.Module) -> Callable[..., Any]:
-        """Return what calls a block for the unit of the masks; other modules around it are called as they are."""
+        """Return a callable that runs a block under its unit's seed; modules around a block run as they are."""
         if block is not self._blocks[number]:
             return block
 
@@ -95,14 +95,14 @@ class StageDraws:
         return call
 
     def by_unit(self, plain: Run, watched: Run, compiled: Run | None) -> Run:
-        """Return what runs some of the blocks by the unit of their extras.
+        """Return a callable that runs some blocks with the draws of the unit in their extras.
 
-        Its attribute `plain` runs them where they are given no unit.
+        Its attribute `plain` runs them without a unit.
 
         Args:
-            plain: runs them.
-            watched: calls them by `around`.
-            compiled: runs them compiled, which they are where they draw nothing.
+            plain: runs the blocks.
+            watched: runs them by `around`.
+            compiled: runs them compiled, for blocks that draw nothing.
         """
         self._is_compiled, beside = self._is_compiled or compiled is not None, self.beside
         plain = plain if compiled is None or beside is not None else compiled
@@ -123,7 +123,7 @@ class StageDraws:
         return run
 
     def again(self, unit: Unit) -> AbstractContextManager[object]:
-        """Return the context for the backward of a unit, which may run parts of the forward again and draw."""
+        """Return the context for a unit's backward, which may rerun parts of the forward with the same draws."""
         if self.beside is None and not self._watched:
             return self.masks.again(unit)
         return self._again_in_modes(unit)
@@ -134,7 +134,7 @@ class StageDraws:
             yield
 
     def _settle(self, unit: Unit) -> None:
-        """Stop watching what has drawn nothing in the first step; begin again where something was drawn since."""
+        """Stop watching blocks that drew nothing in the first step; watch all again after a later draw."""
         if self.alarms != self.masks.alarms:
             self.alarms, self._since = self.masks.alarms, None
             self._watched, self.may_draw = set(self._blocks), True
@@ -150,7 +150,7 @@ class StageDraws:
             self._since = -1
 
     def _tell(self, since: int) -> None:
-        """Say once that blocks draw where that costs something, or began late."""
+        """Warn once that drawing blocks are not compiled, or that they began to draw after the first step."""
         numbers = ", ".join(map(str, sorted(self._watched)))
         if self._is_compiled:
             _logger.warning("blocks %s draw random numbers other than by nn.Dropout, and are not compiled", numbers)

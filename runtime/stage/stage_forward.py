@@ -1,8 +1,8 @@
-"""Running a stage forward: its blocks one after the other, whole or in chains, some of which are run again later.
+"""Forward of a stage: its blocks in sequence, as one chain or several, some of which are recomputed for backwards.
 
 stage of 6 blocks        recompute 0    [ 0 1 2 3 4 5 ]                    one chain, everything is kept
                          recompute 1    ( 0 1 2 3 4 5 )                    one chain, only its input is kept
-                         recompute 3    [ 0 1 ] ( 2 ) [ 3 4 ] ( 5 )        every third block is run again
+                         recompute 3    [ 0 1 ] ( 2 ) [ 3 4 ] ( 5 )        every third block is recomputed
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["UNIT", "Chain", "Extras", "Outputs", "Run", "StageForward", "apart"]
 
 
 class Chain:
-    """Some consecutive blocks.
+    """Some consecutive blocks, run one after the other.
 
     Args:
-        blocks: with what is around them, and the numbers of those.
-        tree: how what the first block is given is built; None: it is a tensor. `width` is how many tensors it has.
-        arriving: names of what rides along into the first block.
-        leaving: what leaves the last; None: the output of the model, which is left as it is.
-        begins: told of each block that gives a loss.
-        copied: what the blocks change in place of what they are given, which get copies of it.
-        called: number, block → what calls it.
+        blocks: (number, module), including the modules that run around blocks.
+        tree: the structure of the first block's input; None: a single tensor. `width` is its number of tensors.
+        arriving: names of the tensors carried along into the first block.
+        leaving: the agreed output of the last; None: the output of the model, of any structure.
+        begins: called for each block that returns a loss.
+        copied: inputs that the blocks mutate in place, which are cloned first.
+        called: (number, block) → a callable that runs the block.
         compiled: whether torch.compile compiles the blocks.
     """
 
@@ -68,7 +68,7 @@ class Chain:
         self._through = torch.compile(self._run, dynamic=False) if compiled and blocks else self._run
 
     def __call__(self, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
-        """Return what leaves the last block, and the sum of the auxiliary losses (None where no block has one)."""
+        """Return the last block's output row, and the sum of auxiliary losses (None where no block has one)."""
         width = self._width
         if self._copied is not None:
             given, extras = self._copied.of(given, extras)
@@ -82,12 +82,12 @@ class Chain:
 
     @property
     def direct(self) -> Run:
-        """What does the same as the chain, without its preparations where there is nothing to prepare."""
+        """A callable equal to the chain; without its preparations where there is nothing to prepare."""
         prepares = self._copied is not None or self._tree is not None or self._arriving or self._leaves_tree
         return self if prepares else self._through
 
     def _run(self, given: Outputs, beside: Extras) -> tuple[Outputs, Tensor | None]:
-        """Return the last block's output and what rides along behind it, and the sum of the auxiliary losses."""
+        """Return the last block's output with the tensors carried along, and the sum of auxiliary losses."""
         activation: Any = given[0]
         total: Tensor | None = None
         for number, block, call, accepts in self._blocks:
@@ -106,7 +106,7 @@ class Chain:
         return (activation, *[beside[name] for name in self._names]) if self._names else (activation,), total
 
     def _tensors_of(self, output: object) -> Tensors:
-        """Return the tensors of what leaves; raises `MisfitError` unless it is built as the ranks agreed."""
+        """Return the tensors of an output; raises `MisfitError` unless it has the agreed structure."""
         assert self._leaving is not None
         tensors = self._leaving.output.tree.tensors_of(output)
         if tensors is None:
@@ -118,7 +118,7 @@ class Chain:
 
 
 class Whole:
-    """A chain at the end of the model that is run again: its output's tensors, and how they are put together."""
+    """A recomputed chain at the end of the model: returns output tensors, and rebuilds the output from them."""
 
     def __init__(self, chain: Run) -> None:
         self._chain, self._tree = chain, PLAIN
@@ -130,31 +130,31 @@ class Whole:
         return tensors, total
 
     def output(self, tensors: Outputs) -> Outputs:
-        """Return the output that the latest run gave, with these tensors."""
+        """Return the output, in the structure of the latest run, with these tensors."""
         return (self._tree.build(tensors),)
 
 
 class StageForward:
-    """One stage, ready to be run on a microbatch.
+    """The forward of one stage for a microbatch.
 
     Args:
-        blocks: the stage's blocks by number; a stage without any gives what it gets.
-        start: how many blocks of the model come before.
-        parcels: what every block of the model leaves for the next.
-        inputs: a unit of inputs, as ranks agreed on it.
-        input_tree: how the inputs of the current step are built, whose values may change from step to step.
-        skips: names of what the plan sends past stages, of which no block changes anything.
-        recompute: every k-th block is recomputed; 1: the stage as a whole, 0: none.
+        blocks: the stage's blocks by number; a stage without blocks returns its input.
+        start: number of blocks of the model before this stage.
+        parcels: each block's output for the next.
+        inputs: spec of a unit of inputs, as ranks agreed on it.
+        input_tree: returns the structure of the current step's inputs, whose plain values may change between steps.
+        skips: names of the plan's skips, which no block mutates.
+        recompute: every k-th block is recomputed; 1: the whole stage, 0: none.
         compiled: whether torch.compile compiles each chain.
-        around: number, block → the block with what runs before and behind it.
-        masks: what the blocks draw by.
-        sliced: number → the ranks over which the tokens are sliced that a block is given, if they are.
-        beside: a mode that the blocks run in.
-        begins: told of each block that gives a loss, by its number.
+        around: (number, block) → the block with the modules that run before and after it.
+        masks: keys of the random draws of blocks.
+        sliced: number → the group over which a block's input tokens are sharded; None: they are not.
+        beside: a torch function mode that the blocks run in.
+        begins: called with the number of each block that returns a loss.
     """
 
     _num_runs = 0
-    """How often it ran in training."""
+    """Number of runs in training."""
 
     def __init__(
         self,
@@ -175,17 +175,17 @@ class StageForward:
     ) -> None:
         numbers = list(blocks)
         self.arriving = parcels[start - 1] if start else Parcel(inputs)
-        """What the stage is given."""
+        """Spec of the stage's input."""
         self.parcel = parcels[start + len(numbers) - 1]
-        """What it leaves: its output, and what rides along from there or is taken past stages."""
+        """Spec of its output, with tensors carried along to later stages and skips."""
         self.blocks = dict(blocks)
-        """Its blocks, by their numbers."""
+        """The blocks of the stage, by number."""
         named = (f"{number} {type(block).__name__}" for number, block in blocks.items())
         self.title = f"blocks {', '.join(named)}" if blocks else "no blocks"
-        """Its blocks, in words."""
+        """The blocks of the stage, in words."""
         self.takes_targets = any(map(takes_targets, blocks.values()))
         self.draws = StageDraws(masks, blocks, sliced, beside)
-        """What the blocks draw; where they do, they are given their unit (see `UNIT`)."""
+        """Random draws of the blocks; blocks that draw get their unit (see `UNIT`)."""
         self._final: Whole | None = None
 
         def chain(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
@@ -213,12 +213,12 @@ class StageForward:
 
         self._chains = [chain(some, dropped) for some, dropped in chains_of(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
-        """What runs the stage, where nothing of it is recomputed."""
+        """The callable that runs the stage, where nothing is recomputed and there is a single chain."""
         self.plain: Run | None = getattr(self.whole, "plain", None)
-        """The same, where blocks draw nothing."""
+        """The same without random draws."""
 
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
-        """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""
+        """Run the stage; with gradients enabled, recomputation that a backward needs first is added to `reruns`."""
         total: Tensor | None = None
         self._num_runs += torch.is_grad_enabled()
         is_compared = not self._num_runs & (self._num_runs - 1)  # the first, second, 4th, 8th, …
@@ -233,23 +233,23 @@ class StageForward:
 
     @cached_property
     def is_of_torch(self) -> bool:
-        """Whether no code of users runs in it, which may ask whether what it is given is a leaf."""
+        """Whether it runs torch's modules alone, and no user code that could test whether its input is a leaf."""
         return all(map(is_of_torch, self.blocks.values()))
 
     @cached_property
     def hooks(self) -> list[dict[int, Any]]:
-        """Where hooks are, now or later, that are given what its modules are."""
+        """The forward hook dicts of its modules, now or later non-empty, which see the modules' inputs."""
         return [hooks for block in self.blocks.values() for hooks in forward_hooks(block)]
 
     def without_weights(self, outputs: Sequence[Tensor]) -> Outputs:
-        """Return what leaves a stage, copied where it is a weight or a buffer, which may change or be freed by then."""
+        """Return outputs, with clones of weights and buffers: these may be modified or freed before they are sent."""
         tensors = (t for module in self.blocks.values() for t in (*module.parameters(), *module.buffers()))
         held = {tensor.untyped_storage()._cdata for tensor in tensors}
         return tuple([o.clone() if o.untyped_storage()._cdata in held else o for o in outputs])
 
 
 def _run_recorded(chain: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
-    """Run blocks that differentiate in their forwards, with a graph that is gone behind them if nobody records one."""
+    """Run blocks that differentiate in their forwards; without grad mode, the graph is dropped afterwards."""
     if torch.is_grad_enabled():
         return chain(given, extras)
     with torch.enable_grad():
@@ -266,7 +266,7 @@ def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
 
 
 def chains_of(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:
-    """Cut a stage's blocks into chains; return which of them drop their activations."""
+    """Cut a stage's blocks into chains; return (blocks, whether the chain drops its activations) for each."""
     if every <= 1:
         return [(list(numbers), every == 1)]
     places = range(len(numbers))
@@ -277,20 +277,20 @@ def chains_of(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]
 
 
 def apart(made: Tensor, taken: Outputs) -> Tensor:
-    """Return what was made, copied where it lies in the memory of what was taken (a stage that only reshapes).
+    """Return a tensor, cloned where it shares memory with inputs (a stage that only reshapes).
 
-    That memory may be a receive buffer, which serves again while what was made is still being sent.
+    That memory may be a receive buffer, which is reused while the output is still being sent.
     """
     return outside(made, spans_of(taken))
 
 
 def spans_of(taken: Outputs) -> Sequence[tuple[int, int]]:
-    """Return where the memory of tensors begins and ends."""
+    """Return the (begin, end) addresses of tensors' memory."""
     return [(begin := tensor.data_ptr(), begin + tensor.nbytes) for tensor in taken if tensor is not None]
 
 
 def outside(made: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return what was made, copied where it lies in such memory."""
+    """Return a tensor, cloned where its memory begins inside one of the spans."""
     place = made.data_ptr()
     for begin, end in spans:
         if begin <= place < end:

@@ -1,11 +1,11 @@
-"""Weights that several stages hold as one: an embedding and the head that reads it out, say.
+"""Tied weights, held by several stages as one: an embedding and an output head, for example.
 
     stage 0    0.tokens.weight ─┐
-                                ├─ "embedding": start alike, gradients are added up (`SyncTied`), step alike
+                                ├─ "embedding": same start, gradients are summed (`SyncTied`), same steps
     stage 3    5.head.weight  ──┘
 
-Each stage keeps a copy. The plan says which stages a name ties (`compile(…, tied={"embedding": (0, 3)})`), the engine
-is given which weights those are (`Engine(…, tied={"embedding": ("0.tokens.weight", "5.head.weight")})`).
+Each stage keeps a copy. The plan has the stages that a name ties (`compile(…, tied={"embedding": (0, 3)})`), the engine
+gets the names of the weights (`Engine(…, tied={"embedding": ("0.tokens.weight", "5.head.weight")})`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class TiedWeights:
     """The tied weights of one rank.
 
     Args:
-        plan: says which stages each name ties.
+        plan: has the stages that each name ties.
         names: full names of the weights that each name ties, "<block>.<name in the block>".
         cuts: the blocks of each stage.
         stages: this rank's stages.
         groups: the groups of the mesh.
 
     Raises:
-        MisfitError: plan and weights do not tie the same, or the copies are not alike.
+        MisfitError: plan and weights do not tie the same stages, or the copies do not match.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class TiedWeights:
             self._start_alike(name, held, groups)
 
     def copies(self, name: str) -> list[nn.Parameter]:
-        """Return this rank's copies; none of a weight that is frozen, and has no gradients to add up."""
+        """Return this rank's copies; none of a frozen weight, which has no gradients to sum."""
         return [parameter for parameter in self._copies[name] if parameter in self.parameters]
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter in the global norm: of the copies of a tied one, the first does."""
+        """Whether a parameter counts in the global norm on this rank: only the first copy of a tied weight does."""
         return parameter not in self._uncounted
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class TiedWeights:
 
 
 def _join(weights: Sequence[str], stages: Mapping[int, Stage]) -> Iterator[nn.Parameter]:
-    """Let the weights that lie on one stage be one parameter, and yield it; stages in rising order."""
+    """Make the tied weights of one stage a single parameter, and yield it; stages in ascending order."""
     for stage in sorted(stages):
         here = [weight for weight in weights if weight.partition(".")[0] in stages[stage].blocks]
         named = {
@@ -143,7 +143,7 @@ def _join(weights: Sequence[str], stages: Mapping[int, Stage]) -> Iterator[nn.Pa
 
 
 def homes_across(names: Mapping[str, Sequence[str]], cuts: Sequence[range]) -> dict[str, tuple[int, ...]]:
-    """Return for each name whose weights lie on several stages which these are: what a plan has to tie."""
+    """Return, for each name whose weights are on several stages, these stages: the ties that a plan needs."""
     homes = {name: stages_of(weights, cuts) for name, weights in names.items()}
     return {name: held for name, held in homes.items() if len(held) > 1}
 
@@ -151,7 +151,7 @@ def homes_across(names: Mapping[str, Sequence[str]], cuts: Sequence[range]) -> d
 def with_ties(
     plan: Plan, blocks: Blocks, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
 ) -> Plan:
-    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
+    """Return a plan compiled with the model's ties; unchanged if it has ties already, or cannot be compiled again."""
     if plan.tied or not tied or plan.stage_to_part is not None:
         return plan
     across = homes_across(tied, cuts_of(plan, blocks, block_costs))
@@ -159,7 +159,7 @@ def with_ties(
 
 
 def stages_of(weights: Sequence[str], cuts: Sequence[range]) -> tuple[int, ...]:
-    """Return the stages that hold these weights, in rising order; raises `MisfitError` for an unknown block."""
+    """Return the stages that hold these weights, in ascending order; raises `MisfitError` for an unknown block."""
     found = set()
     for weight in weights:
         holders = [stage for stage, blocks in enumerate(cuts) if _block(weight) in blocks]

@@ -1,4 +1,4 @@
-"""Metrics weighed by what they are over: sums, (sum, weight), or means, which are examined as losses are."""
+"""Metrics with a weight per microbatch: sums, (sum, weight), or means, which are examined as losses are."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .mean_losses import WeighedLoss, note_misuse
 
 
 class WeighedMetric:
-    """A metric of the user's.
+    """A user metric.
 
     Args:
-        name: what the user calls it.
+        name: its name.
         metric: (output, targets) → a number, or (sum, weight).
-        loss: by whose weight sums are divided: by samples, where that counts microbatches.
+        loss: sums are divided by its weight, or by samples where it has no weight of its own.
 
     Attributes:
-        function: the user's.
-        examined: what is known of it.
+        function: the user function.
+        examined: findings about it.
         watched: the context that the user's function runs in.
-        misuses: why this rank refuses what it was given, see `WeighedLoss`.
+        misuses: why this rank refuses its result, see `WeighedLoss`.
     """
 
     def __init__(self, name: str, metric: Callable[..., Any], loss: WeighedLoss) -> None:
@@ -39,17 +39,17 @@ class WeighedMetric:
 
     @property
     def refusal(self) -> str:
-        """Why it is none of these, in words; "": it is."""
+        """Reason why it is none of these, in words; "": it is one."""
         why = self.examined.refusal
         return why and f"metric {self._name!r} is not that of the batch: {why}; let it return (sum, weight)"
 
     def defer(self, error: MisfitError, output: Any) -> tuple[Any, Any]:
-        """Note why a microbatch's metric is refused, and return nothing; raise it where that is to be."""
+        """Record why a microbatch's metric is refused, and return zeros; raise at once without `misuses`."""
         note_misuse(error, self.misuses)
         return 0.0, 0
 
     def __call__(self, output: Any, targets: Any, samples: int = 1) -> tuple[Any, Any]:
-        """Return the sum and the weight of a microbatch; a weight of 0 is that of its loss."""
+        """Return the sum and the weight of a microbatch; a weight of 0 stands for that of its loss."""
         rule = self.examined.rule
         if rule is None:
             self.examined.before_call(output)

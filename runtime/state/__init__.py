@@ -1,6 +1,6 @@
-"""What training keeps: weights, gradients in buckets, optimizer state, full or sharded, and how it is saved and loaded.
+"""Training state of a rank: weights, gradients in buckets and optimizer state, full or sharded; saving and loading it.
 
-`training_state` puts all of it together. `grad_buckets` says what is reduced together, `grad_hooks` fills the buckets,
-`grad_reducer` adds them up, `grad_norm` measures and clips. `zero_params` has sharded weights,
-`master_weights` are the float32 ones. Imports `stage`, `models`, `parallel`, `blocks`, `comm`, `autograd`.
+`training_state` combines all of it. `grad_buckets` groups gradients for reduction, `grad_hooks` fills the buckets,
+`grad_reducer` reduces them, `grad_norm` measures and clips. `zero_params` has sharded weights, `master_weights` the
+float32 copies. Imports `stage`, `optim`, `parallel`, `blocks`, `comm`, `autograd`.
 """

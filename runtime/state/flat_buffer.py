@@ -1,12 +1,12 @@
-"""How some parameters lie in one flat buffer, and which shard of it each replica holds.
+"""Layout of parameters in one flat buffer, and its division into shards of equal size, one per replica.
 
 parameters     [   p2   ] [ p1 ] [      p0      ]
-flat buffer    [   p2  ·│ p1 ··│      p0    ····]       ·: unused, so that parameters begin at aligned places
-two replicas   [     shard 0    │    shard 1    ]       shards are equal, whatever the border cuts through
+flat buffer    [   p2  ·│ p1 ··│      p0    ····]       ·: unused, so that parameters begin at aligned offsets
+two replicas   [     shard 0    │    shard 1    ]       shards are equal, and a border may cut a parameter
 segments                 p2, p1, p0 │ p0
 
-whole          [      p0      │ p2 ] [ p1 ····]       no border cuts a parameter: the largest goes first, each to the
-two replicas   [    shard 0   │    shard 1    ]       replica that has least; shards are as long as the fullest
+whole          [      p0      │ p2 ] [ p1 ····]       no border cuts a parameter: the largest first, each to the
+two replicas   [    shard 0   │    shard 1    ]       least filled shard; shards are as long as the fullest one
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 32
-"""Parameters that are computed with begin at multiples of so many numbers: kernels are slow, or picky, elsewhere."""
+"""Parameters begin at multiples of this many numbers: kernels are slow, or fail, at other offsets."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What of a parameter lies in this rank's shard: its numbers [start, stop), from place `at` of the shard on."""
+    """Part of a parameter in this rank's shard: its numbers [start, stop), at offset `at` of the shard."""
 
     start: int
     stop: int
     at: int
 
     def of(self, shard: Tensor) -> Tensor:
-        """Return the segment in a shard, in its memory: one dimension."""
+        """Return the segment as a view of a shard: one dimension."""
         return shard[self.at : self.at + self.stop - self.start]
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where parameters of these shapes lie in a flat buffer of `num_shards` equal shards; `index` is this rank's."""
+    """Layout of parameters of these shapes in a flat buffer of `num_shards` equal shards; `index` is this rank's."""
 
     shapes: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
@@ -45,13 +45,13 @@ class FlatLayout:
     num_shards: int = 1
     index: int = 0
     is_whole: bool = False
-    """Whether every parameter lies in one shard."""
+    """Whether every parameter is in a single shard."""
 
     @classmethod
     def sharded(
         cls, tensors: Sequence[Tensor], num_shards: int = 1, index: int = 0, *, multiple: int = ALIGNMENT
     ) -> FlatLayout:
-        """Return the layout in which tensors begin at multiples of a place, in `num_shards` shards."""
+        """Return the layout with tensors at multiples of `multiple`, in `num_shards` shards."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -61,7 +61,7 @@ class FlatLayout:
 
     @classmethod
     def whole(cls, tensors: Sequence[Tensor], num_shards: int, index: int, *, at_one_place: bool = False) -> FlatLayout:
-        """Return the layout in which every tensor lies in one of `num_shards` shards: all in the first, or evenly."""
+        """Return the layout with every tensor whole in one of `num_shards` shards: all in the first, or balanced."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         filled, loads, owners = [0] * num_shards, [0] * num_shards, [0] * len(sizes)
         for number in sorted(range(len(sizes)), key=lambda number: -tensors[number].numel()):
@@ -80,15 +80,15 @@ class FlatLayout:
 
     @property
     def size(self) -> int:
-        """How many numbers the flat buffer has."""
+        """Length of the flat buffer, in numbers."""
         return self.num_shards * self.shard_size
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new flat buffer: not initialised, but zero in the gaps between parameters."""
+        """Return a new flat buffer: uninitialized, but zero in the gaps between parameters."""
         return self.zero_gaps(torch.empty(self.size, dtype=dtype, device=device))
 
     def zero_gaps(self, flat: Tensor) -> Tensor:
-        """Let what lies in no parameter be zero, and return the buffer."""
+        """Zero the gaps between parameters, and return the buffer."""
         end = 0
         for start, shape in [*sorted(zip(self.starts, self.shapes, strict=True)), (self.size, ())]:
             if end < start:
@@ -97,25 +97,25 @@ class FlatLayout:
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the parameters in the flat buffer, in their shapes."""
+        """Return views of the flat buffer in the parameters' shapes."""
         return [
             flat.narrow(0, start, prod(shape)).view(shape)
             for shape, start in zip(self.shapes, self.starts, strict=True)
         ]
 
     def shard(self, flat: Tensor) -> Tensor:
-        """Return this rank's shard of the flat buffer, in its memory."""
+        """Return this rank's shard as a view of the flat buffer."""
         return flat.narrow(0, self.index * self.shard_size, self.shard_size)
 
     def held(self, shard: Tensor) -> list[Tensor | None]:
-        """Return what of each parameter lies in this rank's shard, in its memory: whole ones in their shapes."""
+        """Return views of this rank's shard per parameter, None without a part of it; whole ones in their shapes."""
         return [
             None if segment is None else segment.of(shard).view(shape if self.is_whole else -1)
             for segment, shape in zip(self.segments(), self.shapes, strict=True)
         ]
 
     def filled(self) -> list[int]:
-        """Return how many numbers of parameters lie in each shard."""
+        """Return the number of parameter elements in each shard."""
         counts = [0] * self.num_shards
         for start, shape in zip(self.starts, self.shapes, strict=True):
             stop = start + prod(shape)
@@ -125,7 +125,7 @@ class FlatLayout:
         return counts
 
     def segments(self) -> list[Segment | None]:
-        """Return what of each parameter lies in this rank's shard; None where nothing does."""
+        """Return the segment of each parameter in this rank's shard; None where there is none."""
         first = self.index * self.shard_size
         return [
             _overlap(start, start + prod(shape), first, first + self.shard_size)

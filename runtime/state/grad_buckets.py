@@ -1,23 +1,23 @@
-"""Gradient buckets: some parameters of a stage, whose gradients are views into one flat buffer.
+"""Gradient buckets: parameters of a stage whose gradients are views of one flat buffer.
 
     parameters of a stage, last layer first     p9 p8 p7 │ p6 p5 │ p4 … p0        buckets of at most 25 MB
     their gradients are views into              [bucket 0][ b. 1 ][ bucket 2 ]
 
-The plan counts a few buckets per stage (`PlanBucket`), since it does not know the model; here each of them is cut into
-as many as its bytes take. What has to be reduced apart is in separate buckets: weights that several stages hold, those
-whose gradients are partial sums on the ranks of tp, and the experts of ep, in a plan's bucket behind the others. Where
-full gradients are resident only for a while, so are weights whose gradients wait for the second half of a backward:
-theirs need not be resident before it.
+The plan has a few buckets per stage (`PlanBucket`), since it does not know the model; here each is divided further by
+bytes. Gradients that are reduced separately have buckets of their own: weights that several stages hold, partial sums
+over tp, and the experts of ep, which are a plan bucket behind the others. Where full gradients are resident for a short
+time only, so have weights with deferred gradients (the second half of a backward): theirs need not be resident
+earlier.
 
     all replicas alike    backwards ─▶ [   full gradients   ] ─ all-reduce ─▶ the sum, in place
     ZeRO, stage 1         backwards ─▶ [   full gradients   ] ─ reduce-scatter once ─▶ shard of the sum, in place
-    stages 2, 3           backward  ─▶ [   full gradients   ] ─ reduce-scatter ─▶ added to the shard, full ones freed
+    stages 2, 3           backward  ─▶ [   full gradients   ] ─ reduce-scatter ─▶ added to the shard, then freed
                           backward  ─▶ [   full gradients   ] ─ …
 
-Full gradients of stages 2 and 3 are resident from a backward to the end of its reduction, which is waited for before
-the next backward or gathering of weights on this rank: others take their memory. A gradient that comes where its bucket
-is not expected, from the first half of a backward, makes it resident by itself. Where gradients are partial sums on the
-ranks of tp, shards are added up over tp at the end of the step.
+Full gradients of stages 2 and 3 are resident from a backward to the end of its reduction. The next backward or gather
+of weights on this rank waits for that end: others reuse the memory. A gradient of the first half of a split backward
+allocates its bucket itself. Where gradients are partial sums over tp, shards are all-reduced over tp at the end of the
+step.
 """
 
 from __future__ import annotations
@@ -44,53 +44,53 @@ from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 from .passengers import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]
-"""Waits for what comes from other ranks."""
+"""Waits for works with other ranks."""
 
 _VERSION = attrgetter("_version")
 
 IN_CACHE = 2**16
-"""How many numbers a core's cache surely holds."""
+"""Count of numbers that fit into a core's cache."""
 
 NO_GRADIENT = -0.0
-"""What stands where no gradient came: it adds nothing, and stays so in sums, but a gradient of zeros makes it +0.0."""
+"""Marks a missing gradient: it adds nothing, and stays -0.0 in sums, but adding a gradient of zeros makes it +0.0."""
 
 
 class PlanBucket(NamedTuple):
-    """A bucket as the plan counts them: a stage, and a number within it."""
+    """A bucket as the plan numbers them: a stage, and a number within it."""
 
     stage: int
     number: int
 
 
 class GradBucket:
-    """Some parameters of a stage, whose gradients are views into one flat buffer, float32 where theirs are shorter.
+    """Gradients of some parameters of a stage, as views of one flat buffer, in float32 for shorter dtypes.
 
     Args:
-        masters: the weights that the optimizer works on.
-        layout: where gradients lie, and which shard of their sum this rank keeps; None: side by side, and it keeps all.
-        reshards: whether full gradients are freed after each reduction to shards.
-        has_room: whether figures of the step may ride along with the reduction.
-        stats: counts what is resident.
+        masters: the weights that the optimizer steps.
+        layout: offsets of gradients, and this rank's shard of their sum; None: contiguous, and it keeps all of it.
+        reshards: whether full gradients are freed after each reduce-scatter.
+        has_room: whether figures of the step may be piggybacked on the reduction.
+        stats: counts resident bytes.
 
     Attributes:
-        plan_bucket: the plan's bucket that it belongs to; `stage` is that bucket's.
+        plan_bucket: the plan's bucket that it belongs to; `stage` is that bucket's stage.
         flat: the full gradients.
-        shard: what this rank keeps of their sum over the replicas: in the same memory, unless full ones are freed.
-        views: the gradient of each parameter, in the flat buffer.
-        room: where figures of the step ride along with its reduction.
+        shard: this rank's part of their sum over replicas: in the same memory, unless full gradients are freed.
+        views: the gradient of each parameter, as a view of the flat buffer.
+        room: the space for figures that are piggybacked on its reduction.
         comes_summed: whether PyTorch reduces these gradients itself.
-        begins_at_zero: whether a step begins with zeros, which backwards add to; else the first gradient is copied, so
-            that a large bucket is not read and written once more.
-        blank: parameters to whose gradient nothing was added yet in this step: what their views hold means nothing,
-            unless it begins at zero; there it is not noted, but seen when the gradients are read all together.
-        missing: parameters whose gradient the last backward has yet to bring.
-        notes_arrivals: whether it is noted which gradients are complete: from a stage's last backward on.
+        begins_at_zero: whether a step starts with zeros, which backwards add to; else the first gradient is copied,
+            which saves a large bucket one read and write.
+        blank: parameters without a gradient so far in this step, whose views are uninitialized. Not maintained where
+            the bucket begins at zero; there version counters of views tell, when the gradients are read.
+        missing: parameters whose gradient from the last backward has not come yet.
+        notes_arrivals: whether complete gradients are recorded: from a stage's last backward on.
         ready: whether the bucket may be launched.
-        is_open: whether backwards bring gradients for it, as they do in a step; those of a loop's own are the loop's.
-        may_lack: whether some parameter's gradient in the shard may be one that never came, in this step.
+        is_open: whether backwards fill it, as in a step; gradients of the caller's own backwards are not taken.
+        may_lack: whether some parameter of the shard may have no gradient in this step.
         reshards: whether full gradients are resident only from a backward to their reduction.
-        firsts: where in the shard what it has of each parameter begins, of those that it has something of.
-        replicas: the ranks over which it is summed.
+        firsts: offsets in the shard of the first number of each parameter that has a part in it.
+        replicas: the group over which it is summed.
     """
 
     blank: set[Tensor]
@@ -119,7 +119,7 @@ class GradBucket:
         self._sent = torch.empty(size + (room_for(dtype) if has_room else 0), dtype=dtype, device=device)
         self.flat = self._layout.zero_gaps(self._sent[:size])
         self.room = Room(self._sent[size:]) if len(self._sent) > size else None
-        # by `data` each view has a version of its own, which says whether something was added
+        # `data` gives each view a version counter of its own, which shows whether anything was added
         self.views = [view.data for view in self._layout.views(self.flat)]
         self._addresses = [*map(Tensor.data_ptr, self.views)]
         self._reduced = self._layout.shard(self.flat)
@@ -140,9 +140,9 @@ class GradBucket:
             self._free_full()
 
     def attach(self) -> None:
-        """See to it that the first backward brings what belongs here, whatever was done to parameters between steps.
+        """Prepare parameters for the first backward of a step, whatever was done to them between steps.
 
-        `Module.to` and the like give gradients other memory.
+        `Module.to`, for example, moves gradients to other memory.
         """
         self.is_open = True
         if not self.reshards and [*map(Tensor.data_ptr, self.views)] != self._addresses:
@@ -159,18 +159,18 @@ class GradBucket:
             parameter.grad = view
 
     def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a parameter, which is this view; the first of a step may only be copied."""
+        """Add to a parameter's gradient, which is this view; the first of a step is copied where there are no zeros."""
         if self.begins_at_zero or parameter not in self.blank:
             view.add_(gradient)
             return
         self.blank.discard(parameter)
         if gradient.layout is torch.strided:
-            torch.add(gradient, 0.0, out=view)  # a zero of a gradient is +0.0, see `NO_GRADIENT`
+            torch.add(gradient, 0.0, out=view)  # turns -0.0 of a gradient into +0.0, see `NO_GRADIENT`
         else:
             view.zero_().add_(gradient)
 
     def fill(self) -> None:
-        """Let the gradients that no backward brought add nothing, before they are read all together."""
+        """Set missing gradients to `NO_GRADIENT`, before all are read together."""
         if not self.blank or not self._storage.is_resident:
             return
         for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
@@ -181,19 +181,19 @@ class GradBucket:
         self.blank.clear()
 
     def give(self) -> None:
-        """Let the gradient of everything that the optimizer works on be its view, whatever is in it."""
+        """Set `.grad` of everything that the optimizer steps to its view."""
         for stepped, view in self._grads:
             stepped.grad = view
 
     def allocate_full(self) -> None:
-        """Make full gradients resident, where they are not and nothing was added up yet."""
+        """Allocate full gradients, where they are not resident; nothing has been added to them."""
         if not self._storage.is_resident:
             self._storage.allocate()
             self._layout.zero_gaps(self.flat)
             self.blank = set(self.parameters)
 
     def reduce(self) -> Work:
-        """Begin to sum over the replicas what was added up since the last time, to shards or with what rides along."""
+        """Start to reduce the accumulated gradients over replicas: to shards, or whole with piggybacked figures."""
         if not self._is_sharded:
             return self.replicas.all_reduce(self._sent)
         self.allocate_full()
@@ -201,18 +201,18 @@ class GradBucket:
         return self.replicas.reduce_scatter(self._reduced, self.flat)
 
     def finish_reduction(self) -> None:
-        """Add what has been reduced, which else is in its place, to the shard, and free full gradients."""
+        """Add the result of a reduce-scatter to the shard, and free full gradients."""
         self.shard.add_(self._reduced)
         self._free_full()
 
     def counted(self, counts: Sequence[bool]) -> list[Tensor]:
-        """Return what the shard has of those parameters that count in the norm, whole where all do."""
+        """Return the shard's parts of those parameters that count in the norm; the whole shard where all do."""
         if all(counts):
             return [self.shard]
         return [view for view, here in zip(self.held(), counts, strict=True) if here and view is not None]
 
     def clear(self, *, afresh: bool = False) -> None:
-        """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
+        """Reset for the next step; `afresh` also zeroes gaps, which may have become NaN."""
         self.blank, self.missing, self.ready = set(self._all), set(self._all), False
         self.may_lack, self.is_open, self.notes_arrivals = self.reshards, False, False
         self._versions = None
@@ -222,7 +222,7 @@ class GradBucket:
             self._layout.zero_gaps(self.flat)
 
     def held(self) -> list[Tensor | None]:
-        """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
+        """Return each parameter's gradient as far as this rank's shard has it; None where it has none of it."""
         return self._layout.held(self.shard) if self._is_sharded else list(self.views)
 
     def _free_full(self) -> None:
@@ -231,18 +231,18 @@ class GradBucket:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return the same memory as real numbers: two for a complex one, in a last dimension."""
+    """Return a view as real numbers: two for a complex one, in a last dimension."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def is_untouched(gradient: Tensor) -> Tensor:
-    """Return where no gradient has come; of a complex number the real part tells."""
+    """Return a mask of numbers without a gradient (-0.0); for a complex number, by its real part."""
     part = gradient.real if gradient.is_complex() else gradient
     return (part == 0).logical_and_(part.signbit())
 
 
 def can_be_grad(view: Tensor, parameter: Tensor) -> bool:
-    """Whether a parameter's gradient can be this view, so that backwards add to it."""
+    """Whether the view can be the parameter's `.grad`, so that backwards add to it."""
     return parameter.dtype == view.dtype and not isinstance(parameter, DTensor)
 
 
@@ -253,10 +253,10 @@ class GradBuckets:
         buckets: in the order of `cut_buckets`, stage by stage.
         stages: this rank's stages.
         groups: the groups of the mesh.
-        first_expert_bucket: the number of the plan's bucket, in each stage, that the experts are in.
+        first_expert_bucket: the number of the experts' plan bucket, in each stage.
 
     Attributes:
-        all: the buckets, those of one of the plan's side by side.
+        all: the buckets, grouped by plan bucket.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class GradBuckets:
         self._first_expert_bucket = first_expert_bucket
         self.of_plan: dict[PlanBucket, list[GradBucket]] = {}
         self.home: dict[nn.Parameter, tuple[GradBucket, Tensor]] = {}
-        """The bucket of each parameter, and its gradient there."""
+        """The bucket of each parameter, and its gradient's view there."""
         for bucket in buckets:
             self.of_plan.setdefault(bucket.plan_bucket, []).append(bucket)
             self.home.update({p: (bucket, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)})
@@ -279,14 +279,14 @@ class GradBuckets:
             bucket.replicas = groups.expert_replicas if self.is_of_experts(bucket) else groups.replicas
         partial_sums = {parameter for stage in stages.values() for parameter in stage.partial}
         self.partial_sums = [b for b in self.all if not partial_sums.isdisjoint(b.parameters)]
-        """Those whose gradients are partial sums on the ranks of tp."""
+        """Buckets whose gradients are partial sums over tp."""
 
     def of_stages(self, stages: Collection[int]) -> list[GradBucket]:
         """Return the buckets of these stages."""
         return [bucket for bucket in self.all if bucket.stage in stages]
 
     def is_of_experts(self, bucket: GradBucket) -> bool:
-        """Whether a bucket holds experts that ranks along ep do not have in common."""
+        """Whether a bucket holds experts that are sharded over ep."""
         return bucket.plan_bucket.number >= self._first_expert_bucket
 
 
@@ -300,12 +300,11 @@ def cut_buckets(
     whole: Collection[nn.Parameter] = (),
     whole_bytes: int = 0,
 ) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
-    """Cut a stage's parameters, last first, into the plan's buckets, of like size, and those by bytes and dtype.
+    """Divide a stage's parameters, last first, into the plan's buckets, of equal size, and these by bytes and dtype.
 
-    Behind them come those with partial sums, then those to be reduced `apart`, each in a separate bucket; then, in
-    one more bucket of the plan, the experts that ranks along ep do not have in common. With `waiting_apart` no bucket
-    has both weights whose gradients can wait and others, and none both parameters that have to stay `whole`, in buckets
-    of `whole_bytes`, and others.
+    After them come those with partial sums, then those to be reduced `apart`, one bucket each; then, in one more plan
+    bucket, the experts that are sharded over ep. With `waiting_apart` no bucket mixes weights with deferred gradients
+    and others; nor does one mix parameters that must stay `whole`, in buckets of `whole_bytes`, and others.
     """
     found, experts = list(stage.named_weights().values()), expert_weights(stage)
     alone = [parameter for parameter in found if parameter in apart]
@@ -333,7 +332,7 @@ def cut_buckets(
 def _cut_evenly(
     parameters: Sequence[nn.Parameter], num_plan_buckets: int, bucket_bytes: int
 ) -> list[tuple[int, list[nn.Parameter]]]:
-    """Return buckets with the number of the plan's that they are in, in order."""
+    """Return (number of the plan bucket, parameters) for each bucket, in order."""
     total = sum(p.numel() for p in parameters)
     buckets: list[tuple[int, list[nn.Parameter]]] = []
     collected: list[nn.Parameter] = []
@@ -358,5 +357,5 @@ def _cut_evenly(
 
 
 def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
-    """Return what the parameters of a bucket have in common."""
+    """Return the properties that the parameters of a bucket share: dtype, and whether PyTorch reduces them."""
     return parameter.dtype, comes_summed(parameter)

@@ -1,11 +1,11 @@
-"""How gradients get from backwards into their buckets, and how a bucket is known to be full.
+"""Hooks that move gradients from backwards into their buckets, and detect when a bucket is full.
 
-    first backward ──▶ parameter.grad, new      a hook moves it into its view in the bucket, which becomes .grad
-    next ones      ──▶ parameter.grad, a view   autograd adds in place; in small buckets, which begin at zero, at once
-                   ──▶ of another type, or a DTensor: it never becomes the view, and the hook adds it
+    first backward ──▶ parameter.grad, new      a hook copies it to its view in the bucket, which becomes .grad
+    next ones      ──▶ parameter.grad, a view   autograd adds in place; in small buckets, which start at zero, always
+                   ──▶ another dtype, or DTensor   never becomes the view, and the hook adds it
     weight half of a split backward ──▶ `drain`                         adds to the view
 
-In a stage's last backward each arrival is noted; a bucket whose gradients are all there is ready to be launched.
+In a stage's last backward each arrival is recorded; a bucket with all of its gradients is ready to be launched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .grad_reducer import GradReducer
 
 
 class GradHooks:
-    """Fills the buckets of one rank, and lets `reducer` launch them when they are full."""
+    """Fills the buckets of one rank, and has `reducer` launch them when they are full."""
 
     def __init__(self, buckets: GradBuckets, reducer: GradReducer) -> None:
         self._home, self._reducer = buckets.home, reducer
@@ -33,7 +33,7 @@ class GradHooks:
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, view))
 
     def _arrived(self, bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
-        """Take in what a backward brings; see the picture above."""
+        """Add a gradient from a backward to its bucket (post-accumulate-grad hook); see the picture above."""
         if parameter.grad is not view:
             _take_in(bucket, view, parameter)
         if bucket.notes_arrivals:
@@ -47,25 +47,25 @@ class GradHooks:
                 self._launch(bucket)
 
     def expect_last(self, stage: int) -> None:
-        """Launch buckets of `stage` as soon as its last backward, which comes next, has filled them."""
+        """Record arrivals in the stage's last backward, which comes next, to launch buckets when they are full."""
         for bucket in self._filled.get(stage, ()):
             bucket.notes_arrivals = True
 
     def _launch(self, bucket: GradBucket) -> None:
-        """Launch a bucket whose gradients are all complete, when its turn comes."""
+        """Mark a complete bucket as ready; the reducer launches it in order."""
         bucket.ready = True
         self._reducer.launch_ready()
 
     def drain(self, products: Products) -> None:
-        """Compute what a backward has put off, and add it up."""
+        """Compute the deferred weight gradients of a backward, and accumulate them."""
         products.drain(self._accumulate)
 
     def drain_last(self, stage: int, products: Products) -> None:
-        """`drain` after which the stage's gradients are complete: buckets are launched as soon as they are filled."""
+        """`drain`, after which the stage's gradients are complete: buckets are launched as soon as they are full."""
         early = dict.fromkeys(self._filled.get(stage, ()))
         coming = set(products.parameters())
         for bucket in early:
-            bucket.missing &= coming  # nothing of the others' is put off
+            bucket.missing &= coming  # the others have no deferred gradients
             if not bucket.missing:
                 self._launch(bucket)
 
@@ -80,15 +80,15 @@ class GradHooks:
         products.drain(accumulate)
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add to the gradient of a parameter, as a backward does."""
+        """Add to a parameter's gradient in its bucket."""
         bucket, view = self._home[parameter]
         bucket.add(parameter, view, gradient)
 
 
 def _take_in(bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient, which is not the view of its sum, to it; one put off is none yet.
+    """Add a parameter's new gradient, which is not the view of its sum, to it; None for a deferred gradient.
 
-    The sum may be that of an engine which is no longer in use, while another one trains the same weights.
+    The view may belong to a closed engine, while another one trains the same weights: then nothing is added.
     """
     is_ours = bucket.is_open and getattr(parameter, "_quintsched_sum", None) is view
     if parameter.grad is None or not is_ours:

@@ -1,15 +1,15 @@
-"""The global 2-norm of a batch's gradient, over the whole mesh, and scaling by it.
+"""Global 2-norm of a batch's gradient, over the whole mesh, and gradient clipping by it.
 
-    every rank     Σ squares of what it counts     of copies along tp, ep and of tied weights, one rank counts
+    every rank     Σ squares of the part it counts     of copies along tp, ep and of tied weights, one rank counts
                         │ all-reduce
                    Σ over the whole model
 
-Where replicas hold shards, the sum runs over all ranks; else over one replica of the model.
+Where replicas hold shards, the sum runs over all ranks; otherwise over one replica of the model.
 
-A parameter that no microbatch on any rank has used has no gradient, and is not stepped, as in one process. What no
-backward brought is -0.0, which adds nothing and which a gradient of zeros makes +0.0: so sums say by themselves whether
-one has come. Where backwards of this rank did not bring all that is in a bucket, the first number of each parameter is
-looked at, beside the norm; only where it is -0.0 on some rank are all of them.
+A parameter that no microbatch on any rank has used has no gradient, and is not stepped, as in one process. A missing
+gradient is stored as -0.0: it adds nothing to sums, and adding a gradient of zeros makes it +0.0, so that the sums show
+whether one has come. Where backwards of this rank left a bucket incomplete, the first number of each parameter is
+tested, along with the norm; all numbers are tested only where a first one is -0.0 on some rank.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .master_weights import Masters
 _MAY_LACK = attrgetter("may_lack")
 
 CLIP_EPSILON = 1e-6
-"""What is added to the norm where it is divided by, as torch does."""
+"""Added to the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 class GradNorm:
-    """The norm of the gradients of one rank and of all.
+    """The gradient norm of one rank, and of the whole model.
 
     Args:
         buckets: all gradients of this rank's stages.
         groups: the groups of the mesh.
         tied: weights that several stages hold.
-        twin_stages: stages that a twin on another rank counts for.
-        sharded: whether replicas hold shards of what is reduced.
+        twin_stages: stages that are counted by a twin on another rank.
+        sharded: whether replicas hold shards of the reduced gradients.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class GradNorm:
         self._row: tuple[Tensor, memoryview[float]] | None = None
 
     def _counted(self, bucket: GradBucket) -> list[Tensor]:
-        """Return what of a bucket this rank counts: the whole shard where it can."""
+        """Return the parts of a bucket that this rank counts: the whole shard where possible."""
         return bucket.counted([self._counts(parameter) for parameter in bucket.parameters])
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter: of copies along tp or ep, and of tied ones, one does."""
+        """Whether this rank counts a parameter: one rank does for copies along tp or ep, and for tied weights."""
         differs_along_ep = self._sharded or self._buckets.is_of_experts(self._buckets.home[parameter][0])
         return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
     def divide(self, weight: Tensor, *beside: Tensor | float, row: Tensor | None = None) -> tuple[Tensor, Work]:
-        """Divide the sums of gradients, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
+        """Divide the gradient sums, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
 
-        Return the square of the 2-norm of the whole model's gradient, and the sums of `beside`, to be waited for: the
-        numbers of a tensor (1 + beside + row,), float64, until the next step divides; each of `beside` is
-        0-dimensional, `row` (n,), float64.
+        Return the squared 2-norm of the whole model's gradient, and the sums of `beside` and `row` over ranks, with a
+        work to wait for: one tensor (1 + beside + row,), float64, valid until the next step divides. Each of `beside`
+        is 0-dimensional, `row` (n,), float64.
         """
         is_here = is_at_hand(self._device)
         square = _divide(self._reduced, weight, is_here=is_here)
@@ -103,21 +103,21 @@ class GradNorm:
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
 
     def clip(self, norm: Tensor, threshold: float) -> None:
-        """Scale every gradient so that the global norm, which is `norm`, comes under the threshold."""
+        """Scale every gradient so that the global norm, which is `norm`, is at most `threshold`."""
         factor = clip_factor(norm, threshold)
         for bucket in self._buckets.all:
             as_real(bucket.shard).mul_(factor)
 
 
 def clip_factor(norm: Tensor, threshold: float) -> Tensor:
-    """Return by what gradients of this norm are multiplied, so that it comes under the threshold."""
+    """Return the factor that brings gradients of this norm to the threshold, at most 1."""
     return torch.clamp(threshold / (norm + CLIP_EPSILON), max=1.0)
 
 
 class _Share(NamedTuple):
-    """What a rank has of a bucket's sums, as real `pieces`, each divided at once; which of that it has `counted`.
+    """A rank's part of a bucket's sums, in real `pieces` to divide, each with the tensors to take the norm of.
 
-    A CPU reads memory once for both: it divides as much as its cache holds, and takes the norm of that.
+    On a CPU, memory is read once for both: pieces fit the cache, and the norm is taken right after the division.
     """
 
     pieces: Sequence[tuple[Tensor, Sequence[Tensor]]]
@@ -131,9 +131,9 @@ class _Share(NamedTuple):
 
 
 def _divide(shares: Sequence[_Share], weight: Tensor, *, is_here: bool) -> Tensor | float:
-    """Divide sums, and return the sum of the squares of what is counted of them: 0-dimensional, float64.
+    """Divide the sums, and return the sum of squares of the counted parts: 0-dimensional, float64, or a float.
 
-    `is_here`: the host may look at them.
+    `is_here`: the tensors are in host memory.
     """
     norms: list[Tensor] = []
     for share in shares:
@@ -149,15 +149,15 @@ def _divide(shares: Sequence[_Share], weight: Tensor, *, is_here: bool) -> Tenso
 
 
 class AbsentGradients:
-    """Finds the parameters that no gradient has come for, and takes their gradients away while others are stepped.
+    """Finds the parameters without any gradient, and sets theirs to None while others are stepped.
 
     Args:
         buckets: all gradients of this rank's stages.
-        masters: the weights that its optimizers work on.
-        sharded: whether replicas hold shards of what is reduced.
+        masters: the weights that the optimizers step.
+        sharded: whether replicas hold shards of the reduced gradients.
 
     Attributes:
-        forget: begins a step in which none is known to be absent.
+        forget: starts a step, in which none is known to be absent.
     """
 
     def __init__(self, buckets: GradBuckets, masters: Masters, *, sharded: bool) -> None:
@@ -168,14 +168,14 @@ class AbsentGradients:
         self._none = torch.zeros((), dtype=torch.float64, device=device)
 
     def suspects(self) -> Tensor:
-        """Return how many parameters look as if no gradient had come: 0-dimensional, float64."""
+        """Return the number of parameters that may have no gradient: 0-dimensional, float64."""
         self._found.clear()
         lacking = [*filter(_MAY_LACK, self._buckets.all)]
         firsts = [b.shard.index_select(0, b.firsts) for b in lacking if len(b.firsts)] if lacking else ()
         return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
 
     def find(self) -> None:
-        """Find out which they are (collective over the replicas where these hold shards)."""
+        """Find the parameters without a gradient (collective over the replicas where these hold shards)."""
         for bucket in self._buckets.all:
             held = bucket.held()
             untouched = [gradient is None or bool(is_untouched(gradient).all()) for gradient in held]
@@ -187,7 +187,7 @@ class AbsentGradients:
             self._found.setdefault(bucket.stage, []).extend(absent)
 
     def take_away(self, stages: Collection[int]) -> None:
-        """Leave the parameters of these stages that no gradient has come for without one, until the next step."""
+        """Set `.grad` to None for the absent parameters of these stages, until the next step."""
         for stage in stages if self._found else ():
             for parameter in self._found.get(stage, ()):
                 master = self._masters.of(parameter)

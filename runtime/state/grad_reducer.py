@@ -1,13 +1,13 @@
-"""Reduces gradient buckets over the replicas, in one fixed order, while the last backward still runs.
+"""Reduction of gradient buckets over replicas, in one fixed order, overlapped with the last backward.
 
-    last backward    p9 p8 p7 · · p6 p5 · · · p4 …     a bucket whose gradients are all there is ready (`grad_hooks`)
+    last backward    p9 p8 p7 · · p6 p5 · · · p4 …     a bucket with all of its gradients is ready (`grad_hooks`)
     launched                 [b0]      [b1]     ·      in the order of the plan's reductions, on all replicas alike
-    AllReduceBucket                           [b2]     launches what is left
+    AllReduceBucket                           [b2]     launches the rest
 
-A bucket that is ready early waits for those before it. Those that are not filled by backwards alone are launched by the
-plan's instruction, when what several stages hold, or partial sums over tp, have been added up; these sums are begun and
-not waited for, until a bucket is to be reduced. Where replicas hold shards (ZeRO), `ReduceScatterBucket`
-launches them, as often as the plan says, and what follows (division, norm, scaling) is done to each rank's shard.
+A bucket that is ready early waits for those before it. Buckets that need a sum besides backwards (tied weights, partial
+sums over tp) are launched by the plan's instruction, after that sum; such sums run asynchronously, until a bucket is to
+be reduced. Where replicas hold shards (ZeRO), `ReduceScatterBucket` launches them, as often as the plan has it, and
+later operations (division, norm, clipping) run on each rank's shard.
 
     tied weight    stage 0 ─┐           twins    stage 0 (route 0) ─┐         partial sums    tp rank 0 ─┐
                             ├─ sum                                  ├─ sum                               ├─ sum
@@ -36,9 +36,9 @@ class GradReducer:
         buckets: all gradients of this rank's stages.
         groups: the groups of the mesh.
         tied: weights that several stages hold.
-        sharded: whether replicas hold shards of what is reduced: then partial sums are added up at the end of the step,
-            when there is less of them.
-        in_turn: whether a bucket is launched at its place in the program, and never before.
+        sharded: whether replicas hold shards of the result: then partial sums over tp are reduced at the end of the
+            step, on the smaller shards.
+        in_turn: whether a bucket is launched at its instruction only, and never earlier.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GradReducer:
     ) -> None:
         self._buckets, self._groups, self._tied = buckets, groups, tied
         self.known: Container[nn.Parameter] = buckets.home
-        """The parameters whose gradients are summed."""
+        """Parameters whose gradients are summed."""
         self._sharded, self._in_turn = sharded, in_turn
         self._order: list[GradBucket] = []
         self.program: Sequence[Instruction] | None = None
@@ -54,26 +54,26 @@ class GradReducer:
         self._under_way: list[tuple[GradBucket, Work]] = []
         self._sums: list[tuple[Sequence[Tensor], Work | None]] = []
         self.accumulates = False
-        """Whether the step's gradients are added to by the next one: only reductions whose sums are kept are due."""
+        """Whether gradients are accumulated further: only reductions into a kept shard are launched."""
         self.reshards = any(bucket.reshards for bucket in buckets.all)
         """Whether full gradients are resident only from a backward to their reduction."""
         self._passengers: Callable[[], Tensor] | None = None
 
     def has_partial_sums(self, stage: int) -> bool:
-        """Whether a stage's last backward leaves partial sums on the ranks of tp that are added up at once."""
+        """Whether a stage's gradients are partial sums over tp that are reduced right after its last backward."""
         return not self._sharded and any(bucket.stage == stage for bucket in self._buckets.partial_sums)
 
     def add_partial_sums(self, stage: int) -> None:
-        """Begin to add up the partial sums of a stage over the ranks of tp."""
+        """Start to all-reduce the partial sums of a stage over tp."""
         for bucket in self._buckets.partial_sums:
             if bucket.stage == stage and not self.accumulates:
                 bucket.fill()
                 self._sums.append(([bucket.flat], self._groups.tensor.all_reduce(bucket.flat)))
 
     def add_tied(self, params: str, stages: tuple[int, ...]) -> None:
-        """Begin to sum the gradients of what several stages hold: all weights of twins ("stage"), or a named one."""
+        """Start to sum the gradients of weights that several stages hold: all of twins ("stage"), or a tied one."""
         if self._buckets.partial_sums:
-            self._end_sums()  # what is tied has to be whole
+            self._end_sums()  # tied gradients need complete partial sums
         if params == "stage":
             buckets = self._buckets.of_stages(stages)
             copies = [[bucket.flat] for bucket in buckets]
@@ -92,7 +92,7 @@ class GradReducer:
             self._sums.append((here, sharing.group.all_reduce(here[0]) if sharing else None))
 
     def _end_sums(self) -> None:
-        """Wait for the sums that were begun, and let all copies here be these."""
+        """Wait for the started sums, and copy each to the other copies on this rank."""
         for copies, work in self._sums:
             if work is not None:
                 work.wait()
@@ -101,7 +101,7 @@ class GradReducer:
         self._sums.clear()
 
     def follow(self, program: Sequence[Instruction]) -> None:
-        """Take over the order of a program's reductions, each as often as it makes it, before its step begins."""
+        """Adopt the order of a program's reductions, with repetitions, before its step begins."""
         if program is self.program:
             return
         self.program, of_plan = program, self._buckets.of_plan
@@ -110,9 +110,9 @@ class GradReducer:
         self._order = [bucket for bucket in buckets if not bucket.comes_summed]
 
     def begin(self, passengers: Callable[[], Tensor] | None = None) -> None:
-        """See to it that backwards bring new gradients, whatever was done to the parameters between steps.
+        """Prepare parameters for new gradients, whatever was done to them between steps.
 
-        `passengers` are the figures that ride along with the last reduction, asked for when it is launched.
+        `passengers` returns the figures to piggyback on the last reduction; called when that is launched.
         """
         self._passengers = passengers
         for bucket in self._buckets.all:
@@ -128,18 +128,18 @@ class GradReducer:
         return is_reduced and not is_summed and not self._in_turn
 
     def room_among(self, group: Group) -> Room | None:
-        """Return where figures can ride along with the last reduction, if that is one over the ranks of a group."""
+        """Return the room for figures of the last reduction, if that runs over the ranks of a group."""
         last = self._order[-1] if self._order else None
         return last.room if last is not None and last.replicas.ranks == group.ranks else None
 
     def allocate_full(self, stage: int, wait: Wait) -> None:
-        """Make full gradients of `stage` resident, once those that are under way are gone."""
+        """Allocate full gradients of `stage`, after pending reductions have freed theirs."""
         self.finish_reductions(wait)
         for bucket in self._buckets.of_stages([stage]):
             bucket.allocate_full()
 
     def reduce(self, plan_bucket: PlanBucket) -> None:
-        """Launch what is left of a plan's bucket; parameters that no backward reached bring their zeros."""
+        """Launch the rest of a plan's bucket; parameters that no backward reached are reduced as `NO_GRADIENT`."""
         if self._sums:
             self._end_sums()
         left = self._order[self._num_launched :]
@@ -150,20 +150,20 @@ class GradReducer:
             self.launch_ready()
 
     def launch_ready(self) -> None:
-        """Launch the buckets that are next in order, as far as they are ready and due."""
+        """Launch the next buckets in order, as long as they are ready and due."""
         while self._num_launched < len(self._order) and self._order[self._num_launched].ready:
             bucket = self._order[self._num_launched]
-            bucket.ready = False  # its turn may come again
+            bucket.ready = False  # it may be reduced again
             self._num_launched += 1
             if self.accumulates and not bucket.reshards:
                 continue
             bucket.fill()
             if self._passengers is not None and bucket.room is not None:
-                bucket.room.board(self._passengers())  # the last one: all forwards are done
+                bucket.room.board(self._passengers())  # the last reduction: all forwards are done
             self._under_way.append((bucket, bucket.reduce()))
 
     def hold(self, wait: Wait) -> None:
-        """End a step whose gradients the next one adds to."""
+        """End a step whose gradients are accumulated further."""
         self._end_sums()
         self.finish_reductions(wait)
         self._num_launched = 0
@@ -171,7 +171,7 @@ class GradReducer:
             bucket.missing, bucket.ready, bucket.notes_arrivals = set(bucket.parameters), False, False
 
     def finish_reductions(self, wait: Wait) -> None:
-        """Wait for the reductions that are under way, and take over what they gave."""
+        """Wait for the pending reductions, and add their results to shards."""
         if self._under_way:
             buckets, works = zip(*self._under_way, strict=True)
             self._under_way.clear()
@@ -181,7 +181,7 @@ class GradReducer:
                     bucket.finish_reduction()
 
     def complete(self, wait: Wait) -> None:
-        """Wait until all gradients are the sums that they have to be."""
+        """Wait until all gradients are complete sums."""
         if self._sums:
             self._end_sums()
         self.finish_reductions(wait)
@@ -194,16 +194,16 @@ class GradReducer:
             bucket.give()
 
     def sums(self) -> list[Tensor]:
-        """Return what this rank holds of all gradients, parameter by parameter."""
+        """Return this rank's part of all gradients, parameter by parameter."""
         return [gradient for bucket in self._buckets.all for gradient in bucket.held() if gradient is not None]
 
     def clear_all(self) -> None:
-        """Forget all gradients, ready to compute them again."""
+        """Discard all gradients, so that they can be computed again."""
         for bucket in self._buckets.all:
             bucket.clear(afresh=False)
 
     def give(self) -> None:
-        """Let the gradient of everything that optimizers work on be what is in its bucket, whoever has put it there."""
+        """Set `.grad` of everything that optimizers step to its bucket's view, whatever has filled that."""
         for bucket in self._buckets.all:
             bucket.give()
 

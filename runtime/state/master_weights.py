@@ -1,10 +1,10 @@
-"""Mixed precision: blocks compute in bf16 or fp16, the optimizer works on float32 masters of their weights.
+"""Mixed precision: blocks compute in bf16 or fp16, the optimizer steps float32 master copies of their weights.
 
     weight (bf16) ──▶ forward, backward ──▶ gradient (bf16) ──added to──▶ sum (float32)
        ▲                                                                      │
        └──────────── rounded ◀── master (float32) ◀── optimizer step ◀────────┘
 
-Weights of 32 bits or more are themselves the masters.
+Weights of 32 bits or more are their own masters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..stage.build import Stage
 
 
 class Masters:
-    """The weights that the optimizer of one rank works on."""
+    """The weights that the optimizer of one rank steps."""
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._of: dict[nn.Parameter, nn.Parameter | None] = {}
@@ -38,13 +38,13 @@ class Masters:
         self._watch((name, p) for name, p in named if is_low(p.dtype) or shard_of(p) is not None)
 
     def _watch(self, named: Iterable[tuple[str, nn.Parameter]], *, moves: bool = False) -> None:
-        """Watch weights that somebody may change; whether they move in memory by themselves."""
+        """Watch weights for changes by user code; `moves`: their memory changes by itself (resharding)."""
         self._watched = [(name, weight) for name, weight in named if not isinstance(weight, DTensor)]
         self._moves = moves
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Take what has been done to weights so far for the engine's own doing."""
+        """Record the version counters of weights, after changes by the engine itself."""
         self._versions = self._now() if self._watched else []
 
     def _now(self) -> list[tuple[int, int]]:
@@ -53,13 +53,13 @@ class Masters:
 
     @property
     def has_copies(self) -> bool:
-        """Whether some weights are copies of longer ones, which are stepped."""
+        """Whether some weights have float32 master copies, which are stepped."""
         return any(low for low, _ in self._pairs.values())
 
     def changed(self) -> list[tuple[str, bool]]:
-        """Return the weights that somebody has changed in place, or moved: their names, and whether tp cuts them.
+        """Return weights that were changed in place, or moved, by user code: (name, whether tp shards it).
 
-        Those are watched that are copies of what is stepped, or shards of it.
+        Only weights with a master copy, or of which shards are stepped, are watched.
         """
         if not self._watched or (now := self._now()) == self._versions:
             return []
@@ -68,29 +68,29 @@ class Masters:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Let masters have those numbers that were changed in the weights that are rounded from them."""
+        """Copy user changes of low-precision weights to their masters; unchanged numbers keep full precision."""
         for lows, highs in self._pairs.values():
             for low, high in zip(lows, highs, strict=True):
                 high.copy_(torch.where(low == high.to(low.dtype), high, low.to(high.dtype)))
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local shard.
+        """Return the master of a parameter: itself where it has 32 bits or more; for a DTensor its local shard.
 
-        With ZeRO it is the segment that this rank steps, and None where it has none.
+        With ZeRO it is the segment that this rank steps; None where it has none.
         """
         return self._of.get(parameter, parameter)
 
     def span_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """Return which numbers of the flat parameter its master has, [start, stop); None: its master is not flat."""
+        """Return the range of the flat parameter in its master, [start, stop); None: its master is not flat."""
         return None
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all masters that are not themselves weights."""
+        """Bytes of all masters that are not weights themselves."""
         return sum(master.nbytes for _, high in self._pairs.values() for master in high)
 
     def publish(self, stages: Sequence[int]) -> None:
-        """Round the masters of these stages into the weights that blocks compute with."""
+        """Copy (round) the masters of these stages to the weights that blocks compute with."""
         for stage in stages:
             low, high = self._pairs[stage]
             if low:

@@ -1,6 +1,6 @@
-"""How many bytes of weights and gradients are resident on a rank, counted where their memory is taken and freed.
+"""Bytes of weights and gradients resident on a rank, counted where their memory is allocated and freed.
 
-weights    ▁▁▂▂▁▁▂▂▁▁   ◀─ peak: the most that was resident at once
+weights    ▁▁▂▂▁▁▂▂▁▁   ◀─ peak: the largest number of bytes resident at once
 gradients  ▁▁▁▁▂▂▁▁▂▂
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class MemoryKind(Enum):
-    """What memory is used for."""
+    """Use of memory."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -21,10 +21,9 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The most bytes that were resident on a rank: of each kind, and of all together.
+    """Peak bytes resident on a rank: of each kind, and of all together.
 
-    Masters of weights in bf16 or fp16 count as the optimizer's. Buffers do not count, nor what is on its way through
-    autograd.
+    Master copies of bf16 or fp16 weights count as the optimizer's. Buffers and temporary autograd memory do not count.
     """
 
     weights: int
@@ -34,7 +33,7 @@ class StateBytes:
 
 
 class MemoryStats:
-    """Counts bytes; the peaks are those since `read`, or the beginning."""
+    """Counts resident bytes; peaks are since the last `read`, or the beginning."""
 
     def __init__(self) -> None:
         self._resident = dict.fromkeys(MemoryKind, 0)
@@ -42,13 +41,13 @@ class MemoryStats:
         self._peak = 0
 
     def add(self, kind: MemoryKind, num_bytes: int) -> None:
-        """Count bytes that are now resident, or, if negative, no longer are."""
+        """Count bytes that become resident or, if negative, are freed."""
         self._resident[kind] += num_bytes
         self._peaks[kind] = max(self._peaks[kind], self._resident[kind])
         self._peak = max(self._peak, sum(self._resident.values()))
 
     def read(self, optimizer: int) -> StateBytes:
-        """Return the peaks, and begin anew; what the optimizer keeps is resident all the time."""
+        """Return the peaks, and reset them; `optimizer` bytes count as always resident."""
         weights, gradients = self._peaks[MemoryKind.WEIGHTS], self._peaks[MemoryKind.GRADIENTS]
         found = StateBytes(weights, gradients, optimizer, self._peak + optimizer)
         self._peaks, self._peak = dict(self._resident), sum(self._resident.values())
@@ -56,9 +55,9 @@ class MemoryStats:
 
 
 class ResizableStorage:
-    """The memory of a tensor, which can be freed and taken again; views into it stay the same tensors.
+    """The memory of a tensor, which can be freed and allocated again; views of it stay the same tensors.
 
-    To autograd nothing has changed: what it saved is valid again as soon as the same numbers are there again.
+    Autograd does not notice: tensors that it saved are valid again as soon as the same numbers are restored.
     """
 
     def __init__(self, tensor: Tensor, kind: MemoryKind, stats: MemoryStats) -> None:
@@ -69,14 +68,14 @@ class ResizableStorage:
         stats.add(kind, self._counted)
 
     def allocate(self) -> None:
-        """Take the memory, whatever is in it, where it is not resident."""
+        """Allocate the memory, uninitialized, where it is not resident."""
         if not self.is_resident:
             self.is_resident = True
             self._storage.resize_(self._num_bytes)
             self._stats.add(self._kind, self._counted)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.is_resident:
             self.is_resident = False
             self._storage.resize_(0)

@@ -1,14 +1,14 @@
-"""The state of a rank as a flat mapping from names to tensors: what checkpoints hold.
+"""State of a rank as a flat mapping from names to tensors: the contents of checkpoints.
 
 model.3.attn.qkv.weight              this rank's shard, by its name in the whole model
-optimizer.3.attn.qkv.weight.exp_avg  what the optimizer keeps for it (`optim.kept`)
-engine.optimizer.…                   what it keeps beside, in groups and attributes (`optim.own_state`)
-engine.module.3.attn.…               what modules give beside tensors: get_extra_state (`blocks.module_state`)
+optimizer.3.attn.qkv.weight.exp_avg  its optimizer state (`optim.kept`)
+engine.optimizer.…                   other optimizer state, in groups and attributes (`optim.own_state`)
+engine.module.3.attn.…               extra state of modules: get_extra_state (`blocks.module_state`)
 
-engine.states                        the names of all that optimizers keep, as JSON
+engine.states                        the names of all optimizer state, as JSON
 
-Where replicas shard what they step (ZeRO), both are this rank's segment, of one dimension; weights of which it has
-none are left out. Each tensor is by itself and without gaps, as files have it.
+Where replicas shard optimizer state (ZeRO), both are this rank's segment, one-dimensional; weights without a segment
+here are left out. Each tensor has contiguous memory of its own, as file formats need.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..stage.build import Stage
 from .master_weights import Masters
 
 OPTIMIZER = "optimizer."
-"""How the names begin of what optimizers keep for weights."""
+"""Prefix of the names of optimizer state of weights."""
 
 Stages = Mapping[int, Stage]
 Steppers = Mapping[tuple[int, ...], Stepper]
@@ -43,27 +43,27 @@ Steppers = Mapping[tuple[int, ...], Stepper]
 Value = TypeVar("Value")
 
 STATES = "engine.states"
-"""The name of the list of what optimizers keep in a state, so that none of it can be lost without a word."""
+"""Name of the list of optimizer state names in a state, so that a missing entry is detected on loading."""
 
 MARK = "@"
-"""How the part of a name begins that says which stages an optimizer steps."""
+"""Prefix of the part of a name that has the stages an optimizer steps."""
 
 
 def of_model(name: str) -> str:
-    """Return the name in the whole model of a tensor of a stage."""
+    """Return the name of a stage's tensor in the whole model."""
     return name.removeprefix("blocks.")
 
 
 def list_states(names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the "engine.states" of a state: which of its names are of what optimizers keep, if some are."""
+    """Return the "engine.states" entry: the list of the names that are optimizer state; empty where none is."""
     kept = sorted(name for name in names if name.startswith(OPTIMIZER))
     return {STATES: torch.frombuffer(bytearray(json.dumps(kept).encode()), dtype=torch.uint8)} if kept else {}
 
 
 def require_states(listed: Tensor | None, names: Collection[str], where: str) -> None:
-    """Raise `MisfitError` where a state lacks something of what optimizers kept as it was saved.
+    """Raise `MisfitError` where a state lacks optimizer state that was there when it was saved.
 
-    Weights that had no gradient have nothing kept, and are not listed; states of before have no list.
+    Weights without a gradient have no state, and are not listed; states of earlier versions have no list.
     """
     try:
         kept = [] if listed is None else parse_strict(listed.cpu().numpy().tobytes())
@@ -79,19 +79,19 @@ def require_states(listed: Tensor | None, names: Collection[str], where: str) ->
 
 
 def named_masters(stages: Stages, masters: Masters) -> dict[str, nn.Parameter]:
-    """Return what this rank steps, by the names of weights."""
+    """Return the tensors that this rank steps, by the names of weights."""
     named = ((name, masters.of(p)) for stage in stages.values() for name, p in stage.named_weights().items())
     return {name: master for name, master in named if master is not None}
 
 
 class BesideTensors:
-    """What modules and optimizers of one rank keep beside tensors of weights."""
+    """State of one rank's modules and optimizers beside the tensors of weights."""
 
     def __init__(self, stages: Stages, steppers: Steppers, masters: Masters) -> None:
         self._stages, self._steppers, self._masters = stages, steppers, masters
 
     def read(self) -> dict[str, Tensor]:
-        """Return it; what several optimizers of a rank have not alike goes by the stages that each steps."""
+        """Return it as tensors; entries that differ between a rank's optimizers are named by the stages of each."""
         found: dict[str, Tensor] = {}
         for stage in self._stages.values():
             found |= pack_beside(stage, of_model)
@@ -104,7 +104,7 @@ class BesideTensors:
         return {**found, **marked}
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
+        """Raise `MisfitError` where names belong to other optimizers, or lack extra state of modules."""
         given = dict.fromkeys(names)
         for stage in self._stages.values():
             mine = {name for name in pack_beside(stage, of_model) if is_text(name)}
@@ -116,12 +116,12 @@ class BesideTensors:
             stepper.require_beside(_of_step(given, step))
 
     def load_modules(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what modules gave, which may write to weights: these are loaded after it."""
+        """Load extra state of modules; this may write to weights, which are therefore loaded after it."""
         for stage in self._stages.values():
             load_beside(stage, of_model, state)
 
     def load_optimizers(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what optimizers gave, when the parameters' own states are there."""
+        """Load the optimizers' other state, after the per-parameter state."""
         named = named_masters(self._stages, self._masters)
         for step, stepper in self._steppers.items():
             stepper.load_beside(_of_step(state, step), named)
@@ -132,7 +132,7 @@ def _mark(step: tuple[int, ...]) -> str:
 
 
 def _of_step(state: Mapping[str, Value], step: tuple[int, ...]) -> Mapping[str, Value]:
-    """Return what belongs to the optimizer of some stages."""
+    """Return the entries of the optimizer of some stages."""
     marks = f"{BESIDE}{MARK}"
     if not any(name.startswith(marks) for name in state):
         return state
@@ -141,7 +141,7 @@ def _of_step(state: Mapping[str, Value], step: tuple[int, ...]) -> Mapping[str, 
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, bit for bit."""
+    """Whether two tensors are bitwise equal."""
     if one is other:
         return True
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -150,7 +150,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def require_alike(beside: Mapping[str, Tensor], world: Group) -> None:
-    """Raise `MisfitError`, on all ranks, where ranks keep otherwise what is to fit any mesh (collective)."""
+    """Raise `MisfitError`, on all ranks, where state that has to fit any mesh differs between ranks (collective)."""
     known: dict[str, str] = {}
     for said in share_texts(world, json.dumps({name: _digest(tensor) for name, tensor in beside.items()})):
         for name, digest in json.loads(said).items():

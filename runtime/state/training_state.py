@@ -1,7 +1,7 @@
-"""What a rank holds from step to step: weights, their gradients, and what the optimizer keeps; full, or its shards.
+"""State of a rank from step to step: weights, gradients and optimizer state; full, or its shards.
 
 plan without ZeRO    Masters           GradBucket of one shard       every replica holds all of it
-ZeRO                 ShardedMasters    GradBucket of equal shards    every replica holds, and steps, its (`zero_params`)
+ZeRO                 ShardedMasters    GradBucket of equal shards    every replica holds and steps one (`zero_params`)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
 
 
 class Gradients(NamedTuple):
-    """What is done with the gradients of one rank: filled by `hooks`, then summed, reduced, and measured."""
+    """Handling of one rank's gradients: filled by `hooks`, then reduced, measured and clipped."""
 
     hooks: GradHooks
     reducer: GradReducer
@@ -50,10 +50,10 @@ class Gradients(NamedTuple):
 
 
 class KeptState(NamedTuple):
-    """What an optimizer keeps for a parameter.
+    """Optimizer state of a parameter.
 
-    `handle` is what this rank steps of it, None: nothing; `is_shard` says that what has its shape is cut as it is.
-    `stepper` is what steps it.
+    `handle` is the tensor that this rank steps for it, None: none; `is_shard`: state of its shape is sharded as it is.
+    `stepper` steps it.
     """
 
     handle: nn.Parameter | None
@@ -62,7 +62,7 @@ class KeptState(NamedTuple):
     stepper: Stepper | None = None
 
     def home_of(self, key: str) -> torch.device:
-        """Return where a state belongs: beside the parameter; counts of steps on the host, unless kernels read them."""
+        """Return the device of a state: the parameter's; the host for step counts, unless kernels read them."""
         assert self.handle is not None
         on_host = key == "step" and self.stepper is not None
         on_host = on_host and not (self.group.get("capturable") or self.group.get("fused"))
@@ -70,7 +70,7 @@ class KeptState(NamedTuple):
 
     @property
     def group(self) -> Mapping[str, Any]:
-        """The settings of its group."""
+        """The settings of its parameter group."""
         return {} if self.stepper is None or self.handle is None else self.stepper.group_of(self.handle)
 
 
@@ -78,13 +78,13 @@ class TrainingState:
     """Weights, gradients and optimizers of one rank's stages.
 
     Args:
-        plan: says what replicas shard, which buckets are reduced, and which stages step together.
+        plan: has the ZeRO stage, the buckets to reduce, and the stages that step together.
         pp_rank: this rank's pp coordinate.
-        stages: its stages, whose weights are what the training starts from.
+        stages: its stages, with the initial weights.
         groups: the groups of the mesh.
         tied: weights that several stages hold.
         builds: builds the optimizers.
-        bucket_bytes: gradients are reduced in buckets of at most so many bytes.
+        bucket_bytes: maximum size of a reduction bucket, in bytes.
 
     Raises:
         MisfitError: weights that cannot be sharded.
@@ -109,7 +109,7 @@ class TrainingState:
         self.steppers = builds.bind(self.masters.of)
         self.beside = BesideTensors(stages, self.steppers, self.masters)
         self.zero_split = self._describe_split(builds.why)
-        self.read_bytes()  # what was resident while weights were cut into shards does not belong to the training
+        self.read_bytes()  # resets peaks: weights were resident twice while they were sharded
 
     def _make_buckets(self, plan: Plan, pp_rank: int, bucket_bytes: int) -> GradBuckets:
         apart, whole = self._tied.parameters, self._whole
@@ -154,7 +154,7 @@ class TrainingState:
         return GradBuckets(buckets, self._stages, self._groups, first_expert_bucket=plan.buckets_per_stage)
 
     def _last_reduced(self, cut: Cut, program: Sequence[Instruction]) -> int | None:
-        """Return which of the buckets is reduced last of all, if that is among several replicas."""
+        """Return the index of the bucket that is reduced last, if there are several replicas."""
         order = [PlanBucket(i.stage, i.bucket) for i in program if isinstance(i, AllReduceBucket)]
         found = [number for reduced in order for number, (plan_bucket, _) in enumerate(cut) if plan_bucket == reduced]
         return found[-1] if found and self._groups.replicas.size > 1 else None
@@ -189,11 +189,11 @@ class TrainingState:
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
-        """The optimizers, each by the stages that it steps."""
+        """The optimizers, by the stages that each steps."""
         return {stages: stepper.optimizer for stages, stepper in self.steppers.items()}
 
     def _describe_split(self, why: Sequence[str]) -> str | None:
-        """Return what replicas are given whole, in a line; None where that is nothing."""
+        """Describe, in a line, the parameters that are stepped whole by one replica each; None where there are none."""
         filled = self.weights.filled()
         if not filled:
             return None
@@ -206,7 +206,7 @@ class TrainingState:
         )
 
     def kept_for(self, stage: int, parameter: nn.Parameter) -> KeptState:
-        """Return what the optimizer of a stage keeps for a parameter."""
+        """Return the optimizer state of a parameter of a stage."""
         master = self.masters.of(parameter)
         stepper = next((stepper for stages, stepper in self.steppers.items() if stage in stages), None)
         if master is None or stepper is None:
@@ -214,16 +214,16 @@ class TrainingState:
         return KeptState(master, stepper.state_of(master), not stepper.gathers(master), stepper)
 
     def replicas_of(self, parameter: nn.Parameter) -> Group:
-        """Return the ranks over which the gradient of a parameter is summed."""
+        """Return the group over which the gradient of a parameter is summed."""
         return self._buckets.home[parameter][0].replicas
 
     def stepped(self) -> dict[str, nn.Parameter]:
-        """Return what the optimizers of this rank work on, by the names of weights in the whole model."""
+        """Return the tensors that this rank's optimizers step, by the names of weights in the whole model."""
         return named_masters(self._stages, self.masters)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which what optimizers work on is changed; blocks have the same numbers after it (collective)."""
+        """Return a context for changes to the stepped tensors; after it blocks have the same numbers (collective)."""
         self.weights.settle()
         yield
         self.masters.publish(list(self._stages))
@@ -231,14 +231,14 @@ class TrainingState:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Let shards and masters have what was changed in the full weights, which are resident."""
+        """Copy user changes of the full weights, which are resident, to shards and masters."""
         self.weights.take_over()
         self.masters.take_over()
         self.masters.publish(list(self._stages))
 
     @contextmanager
     def joined(self, *, write: bool) -> Iterator[None]:
-        """A context in which weights that tp cuts are whole; with `write` shards have what was changed in them."""
+        """Return a context in which tensor-parallel weights are whole; with `write`, changes are copied to shards."""
         held = dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters())
         cut = [(p, p.data, shard) for p in held if (shard := shard_of(p)) is not None]
         for parameter, _, shard in cut:
@@ -262,7 +262,7 @@ class TrainingState:
         return found
 
     def read_bytes(self) -> StateBytes:
-        """Return the most bytes that were resident since the last call."""
+        """Return the peak bytes since the last call."""
         states = (kept for optimizer in self.optimizers.values() for kept in optimizer.state.values())
         values = (value for kept in states for value in (kept.values() if isinstance(kept, Mapping) else [kept]))
         tensors = (value for value in values if isinstance(value, Tensor))

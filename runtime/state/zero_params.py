@@ -1,20 +1,20 @@
-"""Sharded weights (ZeRO): each replica keeps, and steps, its shard of every bucket.
+"""Sharded weights (ZeRO): each replica keeps and steps its shard of every bucket.
 
     one bucket, four replicas    stage 1, 2                        stage 3
-    weights                      full: parameters look into it     full from GatherParams to FreeParams
+    weights                      full: parameters are its views    full from GatherParams to FreeParams
                                  [ 0 │ 1 │ 2 │ 3 ]                 [ · │ · │ · │ · ]
-    shard (of replica 2)                 └ 2 ┘ in place                   [ 2 ] beside it
-    optimizer                    steps the segments of parameters in the shard; of bf16, float32 masters of them
-    AllGatherBucket              everybody's stepped shards        (none)
+    shard (of replica 2)                 └ 2 ┘ in place                   [ 2 ] separate
+    optimizer                    steps the segments of parameters in the shard; for bf16, their float32 masters
+    AllGatherBucket              all-gathers the stepped shards    (none)
 
-Stage 1 shards the optimizer's state, stage 2 gradients too (`grad_buckets`), stage 3 weights too. A segment is a
-parameter of one dimension. Where an optimizer works on whole parameters, borders cut none: every replica has some,
-whole and in their shapes. Where a bucket has no replicas, the shard is all of it, and it stays resident.
+Stage 1 shards optimizer state, stage 2 gradients too (`grad_buckets`), stage 3 weights too. A segment is a
+one-dimensional parameter. Where an optimizer needs whole parameters, borders cut none: every replica has some of them,
+in their shapes. Where a bucket has no replicas, the shard is all of it, and it stays resident.
 
-A parameter whose full weights are not resident shows not-a-number everywhere, and takes no memory.
+A parameter whose full weights are not resident is NaN everywhere, and takes no memory.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Freeing a
-tensor's memory under autograd's feet is how PyTorch's FSDP does it.
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Resizing a
+tensor's storage while autograd holds it is the method of PyTorch's FSDP.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 
 
 class WeightBucket:
-    """The weights of one bucket: some parameters of one stage and one type, of which this replica keeps a shard.
+    """The weights of one bucket: parameters of one stage and one dtype, of which this replica keeps a shard.
 
     Args:
         plan_bucket: the plan's bucket that it belongs to.
-        parameters: they become views into one flat buffer.
+        parameters: become views of one flat buffer.
         group: the replicas of these weights.
         reshards: whether full weights are resident only while they are used.
-        whole: whether every parameter is in one shard, whole; `at_one_place`: all in the first.
-        stats: counts what is resident.
+        whole: whether every parameter is whole in one shard; `at_one_place`: all in the first.
+        stats: counts resident bytes.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class WeightBucket:
         self.free()
 
     def gather(self) -> Work | None:
-        """Begin to gather the full weights from everybody's shards; None where there are no others."""
+        """Start to all-gather the full weights from the replicas' shards; None where there is only one."""
         if self._group.size == 1:
             return None
         self._storage.allocate()
@@ -102,7 +102,7 @@ class WeightBucket:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Let full weights, which are resident, have the numbers of parameters that were given other memory."""
+        """Copy parameters that were assigned other memory to their views in the full weights, which are resident."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter)
@@ -114,7 +114,7 @@ class WeightBucket:
 
 
 class ShardedMasters(Masters):
-    """What the optimizer works on: segments of parameters, of short types in float32."""
+    """Stepped tensors: segments of parameters, in float32 for low-precision dtypes."""
 
     def __init__(self, buckets: Sequence[WeightBucket], stages: Mapping[int, Stage]) -> None:
         super().__init__({})
@@ -139,19 +139,19 @@ class ShardedMasters(Masters):
         self._watch(named, moves=any(bucket.reshards for bucket in buckets))
 
     def publish(self, stages: Sequence[int]) -> None:
-        """Let the weights of these stages be those that were stepped, of another version, as code may ask for it."""
+        """Publish stepped weights, and bump the version counters of parameters, which user code may read."""
         torch.autograd.graph.increment_version([weight for stage in stages for weight in self._of_stage[stage]])
         super().publish(stages)
 
     def span_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """Return which numbers of the flattened parameter this rank steps, [start, stop); None: all, or none."""
+        """Return the range of the flat parameter that this rank steps, [start, stop); None: all, or none."""
         return self._within.get(parameter)
 
 
 class ShardedWeights:
     """All weights of a rank's stages that are sharded over replicas; `wait` before they are read.
 
-    Without ZeRO there are none, and every method does nothing.
+    Without ZeRO it is empty, and every method does nothing.
     """
 
     def __init__(self, buckets: Sequence[WeightBucket] = (), *, reshards: bool = False) -> None:
@@ -166,7 +166,7 @@ class ShardedWeights:
         return bool(self._of_stage)
 
     def filled(self) -> list[int]:
-        """Return how many numbers each replica steps of the parameters that are given whole to one; [] without such."""
+        """Return the numbers that each replica steps of parameters assigned whole; [] without such parameters."""
         counts = [
             bucket.layout.filled()
             for buckets in self._of_stage.values()
@@ -177,18 +177,18 @@ class ShardedWeights:
         return [sum(count[index] for count in counts if index < len(count)) for index in range(longest)]
 
     def full_tensors(self) -> list[Tensor]:
-        """Return the flat buffers that full weights look into, also where they are not resident."""
+        """Return the flat buffers of full weights, also of those that are not resident."""
         return [bucket.full for buckets in self._of_stage.values() for bucket in buckets]
 
     def gather(self, stage: int, number: int | None = None) -> None:
-        """Begin to gather the full weights of a stage, or of one of the plan's buckets of it."""
+        """Start to gather the full weights of a stage, or of one of the plan's buckets of it."""
         for bucket in self._of_stage.get(stage, ()):
             work = bucket.gather() if number is None or bucket.plan_bucket.number == number else None
             if work is not None:
                 self._under_way.setdefault(stage, []).append(work)
 
     def wait(self, stage: int, wait: Wait) -> None:
-        """Wait until the weights of a stage are full, if they are being gathered."""
+        """Wait for a pending gather of a stage's weights."""
         works = self._under_way.pop(stage, None)
         if works:
             wait(works)
@@ -200,32 +200,32 @@ class ShardedWeights:
             bucket.free()
 
     def settle(self) -> None:
-        """Wait for all that is being gathered."""
+        """Wait for all pending gathers."""
         for stage in list(self._under_way):
             self.wait(stage, wait_for)
 
     @property
     def are_resident(self) -> bool:
-        """Whether blocks have full weights between steps."""
+        """Whether full weights are resident between steps."""
         return not self._reshards
 
     @property
     def are_under_way(self) -> bool:
-        """Whether some are being gathered."""
+        """Whether a gather is pending."""
         return bool(self._under_way)
 
     def take_over(self) -> None:
-        """Let shards have what was changed in the full weights, which are resident."""
+        """Copy user changes of the full weights, which are resident, to shards."""
         for bucket in (bucket for buckets in self._of_stage.values() for bucket in buckets):
             bucket.shard.copy_(bucket.layout.shard(bucket.full))
 
     def take_in(self) -> None:
-        """Let shards have what was put in the place of full weights, which are resident: `parameter.data = tensor`."""
+        """Copy tensors that were assigned to parameters (`parameter.data = tensor`) to the full weights."""
         for bucket in (bucket for buckets in self._of_stage.values() for bucket in buckets):
             bucket.take_in()
 
     def gather_again(self) -> None:
-        """Make weights full again after somebody wrote to the shards (collective over replicas)."""
+        """Gather full weights again after a write to shards (collective over replicas)."""
         if not self._reshards:
             for stage in self._of_stage:
                 self.gather(stage)
@@ -233,7 +233,7 @@ class ShardedWeights:
 
     @contextmanager
     def gathered(self, stage: int) -> Iterator[None]:
-        """A context in which the full weights of a stage are resident (collective over replicas)."""
+        """Return a context in which the full weights of a stage are resident (collective over replicas)."""
         self.settle()
         if self._reshards:
             self.gather(stage)
@@ -246,6 +246,6 @@ class ShardedWeights:
 
 
 def wait_for(works: Iterable[Work]) -> None:
-    """Wait, where nobody counts the time."""
+    """Wait for works, without recording the time."""
     for work in works:
         work.wait()

@@ -1,6 +1,6 @@
-"""What is settled at the beginning of every step: how many samples there are, in which shapes, numbered from where.
+"""Start of every step: the number of samples, their shapes and global indices, agreed by all ranks of a pipeline.
 
-`header` is what the first stage's rank says to its pipeline, `units` what each unit of a step is, `settle` finds them,
-`plans` has the plan for a number of microbatches. And what comes of one: `outputs` joins those of an evaluation,
-`explain` says where an error arose. Imports `stage`, `parallel`, `blocks` and `comm`.
+`header` broadcasts them from the first stage's rank, `units` describes each unit of a step, `settle` determines them,
+`plans` has the plan for a number of microbatches. For results, `outputs` joins those of an evaluation, and `explain`
+locates an error of user code. Imports `stage`, `parallel`, `blocks` and `comm`.
 """

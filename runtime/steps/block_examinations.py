@@ -1,7 +1,7 @@
-"""What blocks are found to do before the first step: backwards that are not linear, losses that are no mean or sum.
+"""Examination of blocks before the first step: backwards that are not linear, losses that are neither mean nor sum.
 
-each kind of block here, run on a few samples ─▶ what is found ──said to all ranks──▶ refused beside a loss function
-                                                                                      that it does not go with
+each kind of block here, run on a few samples ─▶ findings ──sent to all ranks──▶ refused if they do not
+                                                                                 fit the loss function
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NO_BLOCK_LOSS = (
 
 
 class _Kind(NamedTuple):
-    """Blocks of one stage that are alike, by the first of them."""
+    """Equal blocks of one stage, represented by the first of them."""
 
     stage: int
     number: int
@@ -56,13 +56,13 @@ class _Kind(NamedTuple):
 
 
 class BlockExaminations:
-    """What is found of the blocks of a run.
+    """Findings about the blocks of a run, before its first step and after changes.
 
     Attributes:
-        changed: the numbers of the blocks that may have other backwards since they were examined.
-        losses: what is known of the losses of blocks, here and elsewhere: the same on all ranks.
-        in_evaluations: the same where they evaluate.
-        since: what somebody has changed that they may go by; "": nothing.
+        changed: the numbers of the blocks whose backwards may have changed since they were examined.
+        losses: the findings about losses of blocks, of all ranks: the same on all ranks.
+        in_evaluations: the same for eval mode.
+        since: name of the state that was changed from outside and may influence the losses; "": none.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups) -> None:
@@ -84,12 +84,12 @@ class BlockExaminations:
         self._arrivals: dict[tuple[int | None, bool, int], Arrivals] = {}
 
     def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
-        """Find out which blocks are not linear in gradients (collective over those who have the same).
+        """Find the blocks whose backward is not linear in its gradients (collective over ranks with the same blocks).
 
         Args:
             units: the first microbatch.
-            parcels: what blocks leave of one unit.
-            gathered: makes the weights of a stage resident.
+            parcels: the outputs of each block for one unit.
+            gathered: context that makes the weights of a stage resident.
         """
         model, self._first = self._model, (units, parcels)
 
@@ -103,7 +103,7 @@ class BlockExaminations:
         self._backwards.examine(arrival_of)
 
     def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
-        """Examine blocks again that are given plain values, or trees of extras, which none was examined with."""
+        """Schedule blocks for a new examination that receive extras of a tree or plain value not seen before."""
         known, now = self._trees, {(name, spec.tree) for name, spec in units.extra_specs.items()}
         self._trees = now | (known or set())
         new = sorted(name for name, _ in self._trees - known) if known is not None else []
@@ -118,7 +118,7 @@ class BlockExaminations:
 
     @property
     def unlinear(self) -> Unlinear:
-        """Why the backward of a block here is not linear."""
+        """Findings about blocks here whose backward is not linear."""
         return Unlinear() if self._backwards is None else self._backwards.found
 
     def examine_changed(self) -> None:
@@ -129,20 +129,20 @@ class BlockExaminations:
             self.changed = []
 
     def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
-        """Find out what the losses of blocks that are not built in are over (collective); see `examine_backwards`."""
+        """Determine the reductions of losses of blocks that are not built in (collective); see `examine_backwards`."""
         self._gathered, self._first = gathered, (units, parcels)
         if self._find_kinds(parcels):
             self._examine()
 
     def expect_evaluation(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
-        """Expect evaluations, of which these are the first units; see `examine_backwards`."""
+        """Store the first units of evaluations, for `examine_evaluation`; see `examine_backwards`."""
         self._gathered = gathered
         self._evaluated = (units, parcels) if self._find_kinds(parcels) else None
 
     def examine_evaluation(self) -> bool:
-        """Find out what they are over where they evaluate, if something may have changed since (collective).
+        """Determine the reductions of losses in eval mode, if state may have changed since (collective).
 
-        Returns whether that was done. Blocks are in the modes of an evaluation.
+        Returns whether they were examined. The blocks have to be in eval mode.
         """
         if self._evaluated is None or self._num_at_evaluation == self._num_changes:
             return False
@@ -151,7 +151,7 @@ class BlockExaminations:
         return True
 
     def _find_kinds(self, parcels: Sequence[Parcel]) -> bool:
-        """Find the kinds of blocks here that are examined; return whether there are any, here or elsewhere."""
+        """Find the kinds of blocks here that are examined; return whether any rank has some."""
         model, self._kinds = self._model, []
         wanted = {n for n, parcel in enumerate(parcels) if parcel.has_loss and not is_built_in(model.outlines[n])}
         known = list[object]()
@@ -169,7 +169,7 @@ class BlockExaminations:
         return bool(wanted)
 
     def examine_again(self) -> None:
-        """Find out what they are over now, ever more rarely by all experiments (collective)."""
+        """Examine the losses again (collective); the full set of experiments runs ever more rarely."""
         self._num_changes += 1
         self._examine()
         self.since = ""
@@ -185,11 +185,11 @@ class BlockExaminations:
     def _found_of(
         self, first: tuple[FirstUnits, Sequence[Parcel]], *, is_brief: bool, evaluates: bool = False
     ) -> list[BlockLoss]:
-        """Return what losses are found to be on all ranks (collective), of blocks that are given first units."""
+        """Return the findings about losses on all ranks (collective), with the given first units as inputs."""
         found = list[BlockLoss]()
         try:
             arrivals = self._given_of(_count(*first), first, repeats=True)
-        except MisfitError:  # of blocks that take no other number
+        except MisfitError:  # blocks that take no other number of samples
             arrivals = self._given_of(None, first)
         for kind in self._kinds:
             number, block = kind.number, kind.block
@@ -207,20 +207,20 @@ class BlockExaminations:
         ]
 
     def begin(self) -> None:
-        """Begin a step: look whether somebody has changed what the code of these blocks goes by."""
+        """Begin a step: check whether state that the blocks' code reads was changed from outside."""
         if self._state is not None and not self.since:
             found = (*self._moved(), *self._filled())
             self.since = next((name for name in found if name not in self._own), "")
 
     def end(self) -> None:
-        """End a step: what forwards have changed themselves goes by microbatches, as all state within blocks."""
+        """End a step: state that forwards changed themselves counts as their own from now on, and triggers nothing."""
         if self._backwards is not None:
             self.changed, self._given_others = [*self._backwards.changed(), *self._given_others], []
         if self._state is not None and not self.since:
             self._own.update(self._moved(), self._filled())
 
     def _filled(self) -> Iterator[str]:
-        """Yield the names of buffers that were changed in place since this was asked before."""
+        """Yield the names of buffers that were changed in place since the last call, by their version counters."""
         for name, block in self._watched.items():
             for path, buffer in block.named_buffers():
                 label, version = f"{name}.{path}", buffer._version
@@ -233,7 +233,7 @@ class BlockExaminations:
         return (place.name for place in self._state.moved(hooks=False))
 
     def over_targets(self) -> list[LossWeight]:
-        """Return what losses of blocks are means over that are none over samples."""
+        """Return the reductions of losses that are means over other units than samples."""
         of_samples = (Over.SUM, Over.SAMPLES)
         kinds = [
             one.over
@@ -243,9 +243,9 @@ class BlockExaminations:
         return [over[0] for over in kinds]
 
     def why_wrong(self, rule: LossWeight | None, *, evaluates: bool = False) -> str:
-        """Return which loss of a block does not go with a loss function that is over this; "": all do.
+        """Return the reason why a loss of a block does not fit the loss function's reduction; "": all fit.
 
-        Where blocks have trained, means are over the same in evaluations, by which they are weighed.
+        In evaluations, a block's mean must have the reduction found in training too, by which it is weighted.
         """
         if rule is None or rule.over is Over.MICROBATCH:
             return ""
@@ -274,7 +274,7 @@ class BlockExaminations:
         *,
         repeats: bool = False,
     ) -> Arrivals:
-        """Return what blocks are given of a unit that they are examined with; `first`: not that of training."""
+        """Return the inputs of blocks for a unit of `samples`, cached; `first`: other first units than training's."""
         units, parcels = first or self._first
         key = samples, repeats, id(units)
         if key not in self._arrivals:
@@ -283,7 +283,7 @@ class BlockExaminations:
         return self._arrivals[key]
 
     def _agree(self, numbers: Sequence[float]) -> list[float]:
-        """Make numbers of the ranks that run a block together the same (collective over tp)."""
+        """Return the elementwise maximum over the ranks that run a block together (collective over tp)."""
         return greatest(self._groups.tensor, numbers)
 
     @property
@@ -299,7 +299,7 @@ class BlockExaminations:
 
 
 def _overtaken(program: Sequence[Instruction]) -> set[int]:
-    """Return the stages where a forward of one microbatch runs between that of another and its backward."""
+    """Return the stages where a forward of another microbatch runs between a forward and its backward."""
     latest, found = dict[int, int](), set[int]()
     for side in [side for one in program for side in (one.sides if isinstance(one, Overlap) else (one,))]:
         if isinstance(side, Fwd | Recompute):
@@ -310,9 +310,9 @@ def _overtaken(program: Sequence[Instruction]) -> set[int]:
 
 
 def _count(units: FirstUnits, parcels: Sequence[Parcel]) -> int:
-    """Return of how many samples losses are examined: about as many as two microbatches have, unless these are small.
+    """Return the number of samples to examine losses with: `SAMPLES` if memory allows it, else about two microbatches.
 
-    Nothing that belongs to no sample has as many rows, or several times as many.
+    It divides no first dimension of the parcels, so that rows of samples can be told from other sizes.
     """
     here = max(1, units.spec.samples.shape[0])
     nbytes = max(sum(spec.nbytes for spec in parcel.specs) for parcel in parcels) // here

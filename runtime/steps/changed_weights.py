@@ -1,8 +1,8 @@
-"""Weights that a forward itself changes: `nn.Embedding(max_norm=…)`, weights that are normalised where they are used.
+"""Weights that a forward changes in place: `nn.Embedding(max_norm=…)`, weights that are normalised where they are used.
 
-One process has the change in the one copy that there is. Shards and master weights would lose it, and what is run again
-would make it twice: refused where it happens in the first step. Replicas may each change theirs by their own samples:
-what they have made of them in the first step is compared. Several microbatches make it of each of them: that is named.
+One process changes its only copy. Shards and master weights would lose the change, and a recomputed forward would
+make it twice: such changes are refused in the first step. Replicas may each change theirs by their own samples: the
+changed weights are compared after the first step. With several microbatches each makes the change: this is logged.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _logger = logging.getLogger("quintsched.runtime")
 
 State = tuple[int, float, float]
 Changed = dict[str, State]
-"""Weights that forwards have changed, by block and name, and what tells their numbers."""
+"""Weights that forwards have changed, by block and name, with the state that detects a change."""
 
 
 @contextmanager
 def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
-    """A context for the first step, in which a forward that changes weights is refused where copies would miss it.
+    """Context for the first step that refuses forwards which change weights, where copies would miss the change.
 
     Collective. Raises `MisfitError` that names the block and the weight. Compiled blocks are not watched.
     """
@@ -61,7 +61,7 @@ def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
 
 
 def _why_lost(model: RankModel, parameter: Tensor) -> str:
-    """Return why what a forward does to a weight would not be what it is in one process; "" where it is."""
+    """Return the reason why the change of a weight would be lost or made twice; "" where it is as in one process."""
     plan = model.plan
     if isinstance(parameter, DTensor):
         return f"mesh {plan.mesh} has shards of it over tp"
@@ -79,7 +79,7 @@ def _why_lost(model: RankModel, parameter: Tensor) -> str:
 
 
 def _why_apart(model: RankModel, known: State, now: State) -> str:
-    """Return why a change would not be what it is in one process, which makes it in the forwards of all replicas."""
+    """Return the reason why replicas would differ from one process, which makes the change in all forwards; else ""."""
     is_settled = all(isclose(one, other, rel_tol=1e-5) for one, other in zip(known[1:], now[1:], strict=True))
     return "" if is_settled or model.num_replicas == 1 else "each replica does so in its own forwards only"
 
@@ -93,7 +93,7 @@ def _require_no_max_norm(number: str, block: nn.Module, model: RankModel) -> Non
 
 
 def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) -> list[Any]:
-    """Compare the weights of a block before and behind each forward; refuse a change, or take note of it."""
+    """Hook a block to compare its weights before and after each forward; refuse a change, or record it in `changed`."""
     before = Changed()
 
     def begin(*_: object) -> None:
@@ -110,9 +110,9 @@ def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) ->
 
 
 def _states(block: nn.Module) -> dict[str, State]:
-    """Return what tells that weights have changed; a clamp that has nothing to do moves the version counter only."""
+    """Return (address or version, sum, sum of squares) by weight; a clamp that clips nothing moves only the version."""
     found: dict[str, State] = {}
-    with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around the block have nothing to do with it
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around the block must not see this
         for name, weight in block.named_parameters():
             if isinstance(weight, DTensor):
                 found[name] = weight._version, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Errors of a user's own code, in words that say where they arose: rank, stage, block and module.
+"""Errors of user code, raised again with the place where they arose: rank, stage, block and module.
 
 ValueError: no such token      ──▶      CodeError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a Attention:
                                     ValueError: no such token                         (raised from the ValueError)
@@ -30,9 +30,9 @@ _MOST_NAMED = 3
 def explained(
     error: Exception, instruction: Instruction, index: int, rank: str, forwards: Mapping[int, StageForward]
 ) -> Exception:
-    """Return the error to raise for one that an instruction of a program raised: with what is known of its place.
+    """Return the exception to raise for an error in an instruction of a program, with its place added.
 
-    An error of ours is returned as it is, with a note. `rank` is this rank's number, and where it is in the mesh.
+    Errors of this package are returned as they are, with a note. `rank`: this rank's number and coordinates in words.
     """
     place = _place(error, instruction, forwards)
     if place and not isinstance(error, QuintschedError):
@@ -43,18 +43,17 @@ def explained(
 
 
 def rank_in_words(mesh: Mesh, rank: int) -> str:
-    """Say which rank it is, and where in the mesh."""
+    """Return a rank's number and mesh coordinates, in words."""
     return f"rank {rank} ({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(rank).items())})"
 
 
 def called(
     name: str, function: WeighedLoss | WeighedMetric, output: Any, targets: Any, units: Units, unit: int, **more: Any
 ) -> Any:
-    """Return what a function of the user's gives for a unit's outputs and targets; raises `CodeError` for its errors.
+    """Call a loss or metric on a unit's outputs and targets; raise `CodeError` for errors of user code.
 
-    What this package refuses of it waits until all ranks settle the step.
-
-    `more` is what the function takes beside them.
+    A `MisfitError` of this package is deferred until all ranks settle the step.
+    `more`: further keyword arguments of the function.
     """
     samples = len(units.samples[unit])
     try:
@@ -71,7 +70,7 @@ def called(
 
 
 def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Units) -> str:
-    """Say what a function lacks that is called with some of the samples, and the way out; "" with all of them."""
+    """Return a hint for a function that fails on one microbatch of the samples; "" if it was given all of them."""
     sizes = {units.num_samples, units.num_samples * units.num_replicas} - {samples}
     if not sizes:
         return ""
@@ -87,7 +86,7 @@ def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Un
 
 
 def _place(error: Exception, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:
-    """Return which stage and block an error comes from; empty: from none."""
+    """Return the stage and block that an error comes from, in words; "" if from none."""
     sides = [side for side in instruction.sides if isinstance(side, ins.Compute)]
     for side in sides:
         blocks = forwards[side.stage].blocks

@@ -1,13 +1,13 @@
-"""What the first stage's rank tells the other ranks of its pipeline before each step: a few numbers, ahead of all else.
+"""Header of a step: the first stage's rank broadcasts a few numbers to its pipeline, before any other message.
 
-    stage 0   inputs ──▶ numbers: microbatches, samples, which text ──▶ computes
-    stage 1              waits, knows the shapes of all that comes ──▶ posts receives, computes
+    stage 0   inputs ──▶ numbers: microbatches, samples, index of a text ──▶ computes
+    stage 1              waits, knows the shapes of all messages ──▶ posts receives, computes
     …
 
-Only the first stage sees inputs, and theirs are the shapes that all others follow from. What the inputs are like is a
-text, which is sent once and goes by its number from then on: in steps of one shape after the other there is one message
-of a few bytes. It is the first thing of a step on all ranks of a pipeline, on a group of its own kind, so nobody waits
-for anybody who could be waiting for him. A batch that cannot be cut is told likewise, and all refuse it in one voice.
+Only the first stage gets inputs, and the shapes on all other stages follow from theirs. The specs of the inputs are a
+text, which is sent once and then referred to by its index: steps of one shape send one message of a few bytes. It is
+the first operation of a step on all ranks of a pipeline, on a group of its own, so that no two ranks can wait for each
+other. A batch that cannot be split is announced in the same way, and all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from quintsched.errors import MisfitError, UsageError
 from ..comm import Group, Work
 
 MOST_TEXTS = 1024
-"""So many texts are remembered; all ranks forget the oldest at the same time."""
+"""Texts that are cached; all ranks evict the oldest at the same time."""
 
 _ABOUT_TEXT = 3
-"""So many numbers say what else there is to hear: whether it is a refusal, which text, and how long one that is new."""
+"""Leading numbers of a message: kind (fine or refusal), index of the text (-1: new), length in bytes of a new text."""
 
 _FINE, _MISFIT, _USAGE = range(3)
 _REFUSALS: dict[int, type[MisfitError | UsageError]] = {_MISFIT: MisfitError, _USAGE: UsageError}
 
 
 class Announcer:
-    """One member's end of what the member at index `source` says to the group, in one message for what is known."""
+    """Broadcast of numbers and a cached text from the member at index `source`, in one message if the text is known."""
 
     def __init__(self, group: Group, source: int, *, width: int) -> None:
         self._group, self._width = group, width
@@ -46,9 +46,9 @@ class Announcer:
         self._told: tuple[list[int], tuple[list[int], str]] = [], ([], "")
 
     def refuse(self, error: MisfitError | UsageError) -> bool:
-        """Tell the others why there is no step, instead of `announce`; return whether the source goes on.
+        """Announce a refusal instead of a step; return whether the source begins the step.
 
-        A member that is not the source only listens, as that waits for it.
+        Other members only receive, as the source waits for them.
         """
         if self._speaks:
             self._send([0] * self._width, _MISFIT if isinstance(error, MisfitError) else _USAGE, str(error))
@@ -60,9 +60,9 @@ class Announcer:
         return True
 
     def announce(self, numbers: Sequence[int], text: str) -> tuple[list[int], str]:
-        """Return what the source says; the others' arguments are not looked at.
+        """Return the numbers and text of the source; arguments of other members are ignored.
 
-        Raises the error that the source refuses the batch by.
+        Raises the error with which the source refuses the batch.
         """
         if self._speaks:
             self._send(numbers, _FINE, text)
@@ -83,7 +83,7 @@ class Announcer:
         return self._told[1]
 
     def _send(self, numbers: Sequence[int], kind: int, text: str) -> None:
-        """Tell the others, and go on at once; the source waits when it speaks again."""
+        """Start the broadcasts without waiting; the source waits for them before its next message."""
         while self._under_way:
             self._under_way.pop().wait()
         number = self._texts.get(text, -1) if kind == _FINE else -1
@@ -106,7 +106,7 @@ class Announcer:
         self._num_texts += 1
 
     def _hear(self, memory: Tensor) -> list[int]:
-        """Return what the source says, for which there is memory."""
+        """Receive a broadcast of the source into a buffer, and return it as a list."""
         self._group.broadcast(memory, self._source).wait()
         found: list[int] = memory.tolist()
         return found

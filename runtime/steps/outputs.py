@@ -1,10 +1,11 @@
-"""The outputs of an evaluation, put together on the ranks that hold the last stage.
+"""Outputs of an evaluation, joined over microbatches on the ranks of the last stage.
 
     microbatch 0   {"logits": (2, 8, V), "loss": ()}  ─┐
     microbatch 1   {"logits": (2, 8, V), "loss": ()}  ─┴▶  {"logits": (4, 8, V), "loss": (2,)}
 
-Tensors are joined along samples; those of no dimensions are stacked. What tensor parallelism has cut of the vocabulary,
-and context parallelism of sequences, is gathered, so that each rank of the last stage has whole outputs of its replica.
+Tensors are concatenated along samples; 0-dimensional ones are stacked. Logits that tensor parallelism cuts along the
+vocabulary, and sequences that context parallelism cuts, are all-gathered: each rank of the last stage has the whole
+outputs of its replica.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .units import UnitShape
 
 
 class OutputJoiner:
-    """Joins the outputs of one rank."""
+    """Callable that joins the outputs of one rank."""
 
     def __init__(self, model: RankModel, groups: MeshGroups) -> None:
         self._model, self._tensor, self._context = model, groups.tensor, groups.context
@@ -37,7 +38,7 @@ class OutputJoiner:
         """Return the outputs of all units as one tree (collective over tp and cp); None where this rank has none.
 
         Args:
-            outputs: what the last block gave for each unit.
+            outputs: the last block's output for each unit.
             shape: the shape of a unit.
 
         Raises `MisfitError` where they cannot be joined.
@@ -71,7 +72,7 @@ class OutputJoiner:
         ]
 
     def _longer(self, shape: UnitShape, cp: int) -> tuple[TensorSpec, ...]:
-        """Return the specs of what the last block gives of sequences of so many times the length."""
+        """Return the specs of the last block's outputs for sequences of `cp` times the length."""
         inputs, extras = shape.spec.inputs, {name: _longer(spec, cp) for name, spec in shape.spec.extras}
         try:
             parcels = trace_shapes(self._model.outlines, _longer(inputs, cp), extras, self._model.options.dtype)
@@ -98,7 +99,7 @@ def _is_part(tensor: Tensor, spec: TensorSpec, group: Group) -> bool:
 
 
 def _longer(spec: TreeSpec, times: int) -> TreeSpec:
-    """Return the spec of sequences of so many times the length."""
+    """Return a spec with dimension 1, the sequence, `times` as long."""
     tensors = (
         TensorSpec((one.shape[0], one.shape[1] * times, *one.shape[2:]), one.dtype) if len(one.shape) > 1 else one
         for one in spec.tensors
@@ -107,6 +108,6 @@ def _longer(spec: TreeSpec, times: int) -> TreeSpec:
 
 
 def _sequence_of(spec: TensorSpec, whole: TensorSpec, cuts: int) -> int | None:
-    """Return the dimension that is as many times longer where sequences are; None: there is none."""
+    """Return the dimension that is `cuts` times as long for whole sequences; None: there is none."""
     places = zip(range(len(spec.shape)), spec.shape, whole.shape, strict=True)
     return next((dim for dim, part, total in places if part != total and part * cuts == total), None)

@@ -1,11 +1,11 @@
-"""The plans of an engine: the one it was made with, its evaluation, and those for other numbers of microbatches.
+"""Plans of an engine: the one it was created with, its evaluation, and those for other numbers of microbatches.
 
     plan of 8 microbatches ──▶ its evaluation
             │ step(…, microbatches=6): compiled and proved again, once
             └──▶ plan of 6 ──▶ its evaluation
 
-A plan that is not what a schedule's name compiles to (imported, edited by hand) cannot be made again: then its last
-microbatches are left without samples, which costs their share of the bubble and changes no number.
+A plan that no schedule's name compiles to (imported, edited by hand) cannot be compiled again: then its last
+microbatches get no samples, which costs their share of the bubble and changes no result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _logger = logging.getLogger(__name__)
 
 
 class StepPlans:
-    """The plans of one rank's engine, by their microbatches; what they need of the transport is open.
+    """Plans of one rank's engine, by number of microbatches, with their channels of the transport open.
 
     Args:
         plan: the engine's own, proved for the transport.
         transport: this rank's.
-        world: all ranks, which have to ask for the same.
-        ring: whether attention goes around a ring over cp.
+        world: all ranks, which have to request the same number.
+        ring: whether ring attention runs over cp.
     """
 
     def __init__(self, plan: Plan, transport: Transport, world: Group, *, ring: bool) -> None:
@@ -39,7 +39,7 @@ class StepPlans:
         self._of: dict[int, tuple[Plan, Plan]] = {plan.schedule.microbatches: (plan, evaluation_of(plan))}
 
     def open(self) -> None:
-        """Open the channels of the engine's own plan."""
+        """Open the channels of the engine's own plan and its evaluation."""
         open_channels([*self._of[self.plan.schedule.microbatches]], self._transport, ring=self._ring)
 
     def training(self, microbatches: int | None) -> Plan:
@@ -79,7 +79,7 @@ class StepPlans:
         return both
 
     def _compiled(self, microbatches: int) -> Plan | None:
-        """Return the plan compiled for other microbatches; None where the plan is to be padded."""
+        """Return the plan compiled for another number of microbatches; None: use the engine's own, padded."""
         own, may_pad = self.plan.schedule, microbatches < self.plan.schedule.microbatches
         try:
             found = compiled_again(self.plan, microbatches=microbatches)
@@ -98,7 +98,7 @@ class StepPlans:
         return found
 
     def _require_same(self, microbatches: int) -> None:
-        """Raise `MisfitError` on all ranks unless they give the same number."""
+        """Raise `MisfitError` on all ranks unless they request the same number (collective)."""
         most, least = map(int, greatest(self._world, [microbatches, -microbatches]))
         if most != -least:
             raise MisfitError(

@@ -1,8 +1,8 @@
-"""What ranks make of a step that some of them cannot begin: one voice, or the rank whose own code failed.
+"""Refusal of a step that some ranks cannot begin: the same error on all ranks, or an error of one rank's own code.
 
 all ranks, or a whole pipeline        a batch that no block takes    ─▶ MisfitError on all ranks, in the same words
 one rank of several alike             its code raised there alone    ─▶ CodeError on that rank; the others wait for it,
-                                                                        and hear of its end as of any other's
+                                                                        and are notified when it ends, as of any rank
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Refusal = MisfitError | UsageError
 def refuse_together(problem: Refusal | None, world: Group, alike: Group, mesh: Mesh) -> None:
     """Raise, on all ranks, where some of them have a problem (collective over all).
 
-    `alike` are ranks that compute the same, this one among them.
+    `alike`: the ranks that compute the same as this one, which is among them.
     """
     if not first_said("" if problem is None else str(problem), world):
         return
@@ -38,11 +38,11 @@ def refuse_together(problem: Refusal | None, world: Group, alike: Group, mesh: M
         who, others = rank_in_words(mesh, rank), "other ranks that compute the same did not fail"
         raise CodeError(f"{who}, {kind}: {problem}; {others}") from problem.__cause__
     if alone:
-        ControlGroup(world).barrier()  # which those who failed do not come to
+        ControlGroup(world).barrier()  # the failed ranks never reach this barrier: wait until their end is noticed
     raise problem or MisfitError(_words(told))
 
 
 def _words(told: dict[int, Sequence[str]]) -> str:
-    """Return what the first of some ranks says, and who says the same."""
+    """Return the message of the first rank with a problem, and the ranks with the same message."""
     words = next(iter(told.values()))[0]
     return f"{listed_ranks([rank for rank, theirs in told.items() if theirs[0] == words])}: {words}"

@@ -1,12 +1,12 @@
-"""Settles what the units of a step are, the same on all ranks of a pipeline, before anything is computed.
+"""Units of a step, settled before anything is computed: the same on all ranks of a pipeline.
 
-    inputs ──▶ words, samples ──announced──▶ shapes of a unit's inputs ──meta device──▶ shapes of all that travels
-                                             (remembered: in steps of known shapes nothing is traced or agreed again)
+    inputs ──▶ specs, samples ──broadcast──▶ shapes of a unit's inputs ──meta device──▶ shapes of all messages
+                                             (cached: steps of known shapes are neither traced nor agreed again)
 
-Where dropouts draw and several replicas divide the batch, a replica has to know how many samples those before it have,
-since masks belong to samples by their number in the whole batch: one small reduction tells. Replicas whose models draw
-nothing need not know of each other, and may have other lengths and numbers of samples without a word; but for mixtures
-of experts that pad, of which all ranks of ep have to know whether they have the same.
+Dropout masks are keyed by a sample's index in the whole batch. So where models draw, and several replicas divide the
+batch, each replica needs the number of samples before its own: one small all-reduce. Replicas whose models draw
+nothing do not communicate here, and may have other lengths and numbers of samples. The exception are mixtures of
+experts that pad: all ranks of ep have to know whether their units are equal.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
 _logger = logging.getLogger("quintsched.runtime")
 
 FindShapes = Callable[[UnitSpec, Batch, int], tuple[list[Parcel], bool]]
-"""Finds what every block leaves for the next, of a unit of a batch, given by its number, and whether that took data."""
+"""Function that returns the parcel of every block, for a unit of a batch by its number, and whether that took data."""
 
 Extras = tuple[tuple[tuple[str, TreeSpec], ...], ...]
-"""Of a unit of each size: what its extras are, by name."""
+"""Specs of the extras, by name, of a unit of each size."""
 
 
 class StepSettler:
-    """Settles the steps of one rank.
+    """Settles the units of each step on one rank.
 
     Attributes:
-        draws: whether blocks of any rank draw by the numbers of samples, as far as is known; the same on all ranks.
+        draws: whether blocks of any rank draw per sample, as far as is known; the same on all ranks.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, find_shapes: FindShapes) -> None:
@@ -70,7 +70,7 @@ class StepSettler:
         self._has_warned = False
 
     def refuse(self, error: MisfitError | UsageError) -> None:
-        """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
+        """Announce to the pipeline that this rank's batch cannot be split, if this rank is the source."""
         if self._inputs.refuse(error) and self._targets is not None:
             self._targets.refuse(error)
         self._are_alike(str(error))
@@ -101,7 +101,7 @@ class StepSettler:
         return units
 
     def _announce(self, batch: Batch, slices: int) -> tuple[int, int, str, str]:
-        """Return what the pipeline is told: microbatches, samples, and inputs and targets in words."""
+        """Return the pipeline's announced step: microbatches, samples, and specs of inputs and targets as text."""
         try:
             kind, words = self._described if self._has_inputs else (None, "")
             if self._has_inputs and (batch.kind is None or kind is not batch.kind):
@@ -118,9 +118,9 @@ class StepSettler:
         return microbatches, samples, inputs, targets
 
     def _agree(self, plan: Plan, batch: Batch, said: tuple[int, int, str, str]) -> bool:
-        """Return whether all ranks of ep have the same units, where mixtures want to know (collective).
+        """Return whether all ranks of ep have the same units, where mixtures of experts pad (collective).
 
-        Raises `MisfitError` where they have not, and computations overlap, whose exchanges are settled.
+        Raises `MisfitError` where they differ and computations overlap: the exchanges of overlaps are fixed by then.
         """
         microbatches, samples, *_ = said
         sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
@@ -136,14 +136,14 @@ class StepSettler:
         return alike
 
     def _are_alike(self, words: str) -> bool:
-        """Return whether all ranks of ep say the same (collective); True where no mixture wants to know."""
+        """Return whether all ranks of ep have the same text (collective); True without mixtures that pad."""
         return self._experts is None or is_same(self._experts, words)
 
     def _extras_of_each_size(self, batch: Batch, sizes: Sizes, slices: int) -> Extras:
         return tuple(batch.extra_specs(unit) for unit in self._first_of_each_size(sizes, slices).values())
 
     def any_shape(self) -> UnitShape:
-        """Return the shape of units that were settled before, for a rank that has none in this step.
+        """Return the shape of the last units, for a rank that has none in this step.
 
         Raises `UsageError` where there were none.
         """
@@ -152,7 +152,7 @@ class StepSettler:
         return self._latest
 
     def _given(self, plan: Plan, inputs: str, targets: str, extras: Extras) -> list[UnitSpec]:
-        """Return what units of each size are given."""
+        """Return the specs of the units of each size."""
         of_targets = self._read(targets) if targets else [None] * len(extras)
         return [
             UnitSpec(plan.mode, of_inputs, beside if target is None else (*beside, (TARGETS, target)))
@@ -188,7 +188,7 @@ class StepSettler:
         return UnitShape(spec, parcels, cargo, context, tokens, _structure(parcels), needs_data)
 
     def _look_at_state(self, plan: Plan, spec: UnitSpec, batch: Batch, parcels: Sequence[Parcel]) -> None:
-        """Raise `MisfitError` where stages hand on values through objects; say once what goes by microbatches."""
+        """Raise `MisfitError` where stages share state through objects; log once the state that counts microbatches."""
         model = self._model
         run = partial(trace_shapes, model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
         model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
@@ -211,7 +211,7 @@ class StepSettler:
         return found
 
     def _describe(self, batch: Batch, slices: int, spec_of: Callable[[int], TreeSpec]) -> str:
-        """Return what the units of each size are given, in words."""
+        """Return the specs of the units of each size, as text."""
         sizes = sizes_of(batch.num_samples or 0, batch.microbatches, len(batch.extras) // slices)
         specs = tuple(spec_of(unit) for unit in self._first_of_each_size(sizes, slices).values())
         return self._words.get(specs, lambda: json.dumps([to_words(spec) for spec in specs]))
@@ -220,7 +220,7 @@ class StepSettler:
         return self._specs.get(text, lambda: [from_words(words) for words in json.loads(text)])
 
     def _first_sample(self, microbatches: int, samples: int) -> int:
-        """Return the number of this replica's first sample in the whole batch (collective over the replicas)."""
+        """Return the index of this replica's first sample in the whole batch (collective over the replicas)."""
         model = self._model
         table = torch.zeros(2, model.num_replicas, dtype=torch.int64, device=self._device)
         if self._has_inputs and self._groups.context.index == 0:
@@ -233,7 +233,7 @@ class StepSettler:
 
 
 def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:
-    """Raise `MisfitError` where this rank has another step than the first stage's."""
+    """Raise `MisfitError` where this rank's step differs from that of the first stage's rank."""
     if batch.microbatches != microbatches:
         raise MisfitError(
             f"this rank's step has {batch.microbatches} microbatches, but that of the first stage's rank has "
@@ -254,7 +254,7 @@ def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:
 
 
 def _structure(parcels: Sequence[Parcel]) -> str:
-    """Return how what blocks leave is built, whatever its shapes, in words."""
+    """Return the structure of all parcels, without shapes, as text."""
     words = [
         (parcel.output.tree, *parcel.names, parcel.has_loss, *[spec.dtype for spec in parcel.specs])
         for parcel in parcels

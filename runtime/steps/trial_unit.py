@@ -1,13 +1,13 @@
-"""What blocks leave of units: shapes, by the meta device, and those that only data can tell.
+"""Shapes of blocks' outputs for a unit: traced on the meta device, or by a trial run where shapes depend on data.
 
 Where a block fails on the meta device, a unit runs through the blocks for real.
 
-    rank of stage 0    inputs ──▶ blocks 0 1 ──▶ what they gave, in words ──▶ all ranks of the pipeline
+    rank of stage 0    inputs ──▶ blocks 0 1 ──▶ specs of outputs, as text ──▶ all ranks of the pipeline
                                              └─▶ tensors ──▶ rank of stage 1 ──▶ blocks 2 3 ──▶ …
 
-Each rank runs the stages that it holds, so that nobody needs the whole model. Nothing is left of it: no graph, and
-generators, weights, buffers and attributes of modules are as before. What leaves a block must have a shape that the
-shape of the inputs decides; else the step in which it has another says so.
+Each rank runs the stages that it holds, so that no rank needs the whole model. The trial leaves no side effects: no
+autograd graph is kept, and generators, weights, buffers and attributes are restored. Shapes of outputs must follow
+from shapes of inputs; a later step in which one differs raises.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .header import Announcer
 from .units import UnitSpec
 
 Gathered = Callable[[int], AbstractContextManager[None]]
-"""A context in which the full weights of a stage are resident."""
+"""Context in which the full weights of a stage are resident."""
 
 
 class ParcelFinder:
-    """Finds what blocks leave of units.
+    """Finds the parcels (specs of outputs) of blocks for units.
 
     Args:
         model: this rank's stages.
@@ -49,8 +49,8 @@ class ParcelFinder:
         gathered: makes weights resident.
 
     Attributes:
-        apart: where outputs of the model have tensors that belong to no sample, whatever their rows: as prototypes,
-            which are no more of twice as many samples.
+        apart: paths of the model's output tensors that belong to no sample, whatever their rows: such as prototypes,
+            whose number does not double with the number of samples.
     """
 
     def __init__(self, model: RankModel, pipeline: Group, gathered: Gathered) -> None:
@@ -58,7 +58,7 @@ class ParcelFinder:
         self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
 
     def find(self, spec: UnitSpec, batch: Batch, unit: int, *, is_first: bool) -> tuple[list[Parcel], bool]:
-        """Return what every block leaves for the next, of a unit, and whether that took data; raises `MisfitError`.
+        """Return the parcel of every block for a unit, and whether that took data; raise `MisfitError` where it fails.
 
         `is_first`: no unit of the mode was settled before.
         """
@@ -83,15 +83,15 @@ class ParcelFinder:
         return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
 
     def _with_apart(self, spec: UnitSpec, parcels: list[Parcel], batch: Batch | None) -> list[Parcel]:
-        """Return parcels that say which of their tensors belong to no sample: of such that are built alike, once.
+        """Return parcels with the tensors that belong to no sample marked; traced once per structure of outputs.
 
-        `batch` is twice as many samples, where these take data.
+        `batch` has twice as many samples, where blocks take data.
         """
         structure = tuple(parcel.output.tree for parcel in parcels)
         if structure not in self._known:
             try:
                 found = self._trace(spec.twice()) if batch is None else self._trial.run(spec.twice(), batch, 0)
-            except MisfitError:  # of blocks that take no other number
+            except MisfitError:  # blocks that take no other number of samples
                 found = []
             self._known[structure] = [_apart(*pair) for pair in zip(parcels, found, strict=False)]
         known, output = self._known[structure], parcels[-1].output
@@ -101,7 +101,7 @@ class ParcelFinder:
 
 
 class Trial:
-    """Runs units through the blocks of one rank and its pipeline.
+    """Trial run of units through the blocks of one rank and its pipeline.
 
     Args:
         model: this rank's stages.
@@ -113,10 +113,10 @@ class Trial:
         self._model, self._pipeline, self._gathered = model, pipeline, gathered
 
     def run(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
-        """Return what every block leaves for the next, of a unit (collective over the pipeline, and over replicas that
-        meet within stages).
+        """Return the parcel of every block for a unit (collective over the pipeline, and over replicas that
+        communicate within stages).
 
-        Raises `MisfitError` on all ranks for a block that cannot take what it is given.
+        Raises `MisfitError` on all ranks for a block that cannot take its inputs.
         """
         model, results = self._model, list[tuple[Result, list[State]]]()
         if model.pads_over_experts:
@@ -144,7 +144,7 @@ class Trial:
     def _run_stage(
         self, stage: int, carried: tuple[Any, dict[str, Tensor]], extras: Mapping[str, Any], holder: int
     ) -> tuple[tuple[Any, dict[str, Tensor]], list[Any]]:
-        """Run the blocks of a stage, and tell the others what they gave."""
+        """Run the blocks of a stage, and announce the specs of their outputs to the pipeline."""
         (given, riders), found, announcer = carried, list[Any](), Announcer(self._pipeline, holder, width=0)
         model = self._model
         with self._gathered(stage):
@@ -186,13 +186,13 @@ class Trial:
 
 
 def _apart(parcel: Parcel, of_twice: Parcel) -> frozenset[int]:
-    """Return which specs of a parcel have not twice as many rows where there are twice as many samples."""
+    """Return the indices of a parcel's specs whose rows do not double with the number of samples."""
     pairs = enumerate(zip(parcel.specs, of_twice.specs, strict=False))
     return frozenset(n for n, (one, twice) in pairs if one.shape and twice.shape[:1] != (2 * one.shape[0],))
 
 
 def _twice(batch: Batch, unit: int, samples: int) -> Batch:
-    """Return a batch of one unit, which has the samples of one of another batch twice."""
+    """Return a batch of one unit, which repeats the samples of a unit of another batch."""
 
     def doubled(tensor: Tensor) -> Tensor:
         has_rows = tensor.dim() and len(tensor) and len(tensor) % samples == 0
@@ -210,7 +210,7 @@ def _empty(words: str, group: Group) -> Any:
 def _on_meta(
     output: str, riders: Mapping[str, str], has_loss: bool, records: bool, state: Sequence[Mapping[str, Any]]
 ) -> tuple[Result, list[State]]:
-    """Return what a block gave, without data, and what it changed."""
+    """Return a block's result on the meta device, and the state that it changed."""
     fresh = {name: from_words(words).empty("meta") for name, words in riders.items()}
     loss = torch.zeros((), device="meta") if has_loss else None
     return ((from_words(output).empty("meta"), fresh, loss), records), [State(**one) for one in state]

@@ -1,10 +1,10 @@
-"""What each unit of a step is: which samples it has, and in which shapes they go from stage to stage.
+"""Units of a step: the samples of each, and the shapes that are sent from stage to stage.
 
     11 samples in 4 microbatches    samples  [0 1 2] [3 4 5] [6 7 8] [9 10]      shapes  A A A B
      2 samples in 4 microbatches    samples  [0] [1] [] []                       shapes  A A – –
 
-A unit without samples is passed over: nobody computes or sends it. Only where ranks of several replicas meet within a
-forward (experts over ep), it is computed, on no rows.
+A unit without samples is skipped: it is neither computed nor sent. Only where ranks of several replicas communicate
+within a forward (experts over ep), it is computed, on no rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..stage.cargo import Cargo
 Made = TypeVar("Made")
 
 MOST_SHAPES = 512
-"""So many shapes of units are remembered."""
+"""Shapes of units that are cached."""
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What a unit is given, as all ranks of its pipeline know it; `extras` are targets too, where blocks take them."""
+    """Specs of a unit's inputs, known to all ranks of its pipeline; `extras` has the targets where blocks take them."""
 
     mode: str
     inputs: TreeSpec
@@ -38,11 +38,11 @@ class UnitSpec:
 
     @property
     def num_samples(self) -> int:
-        """How many samples it has."""
+        """Number of samples of the unit."""
         return self.inputs.samples.shape[0]
 
     def twice(self) -> UnitSpec:
-        """Return what a unit of twice as many samples is given."""
+        """Return the spec of a unit with twice as many samples."""
         count = self.num_samples
         extras = tuple([(name, extra.twice(count)) for name, extra in self.extras])
         return UnitSpec(self.mode, self.inputs.twice(count), extras)
@@ -50,16 +50,16 @@ class UnitSpec:
 
 @dataclass(frozen=True, eq=False)
 class UnitShape:
-    """What units of a shape are like on one rank.
+    """Shapes of units with one spec, on one rank.
 
     Attributes:
-        spec: what it is given.
-        parcels: what every block leaves for the next, whatever a rank holds of it.
-        cargo: what travels between stages.
-        context: what blocks are given where sequences are cut over cp; None where they are not.
+        spec: the specs of its inputs.
+        parcels: the specs of every block's outputs, on this rank or not.
+        cargo: the tensors sent between stages.
+        context: the argument of blocks where sequences are cut over cp; None where they are not.
         tokens: the length of a unit's sequences; 0 where there are none.
-        structure: how what blocks leave is built, whatever its shapes, in words.
-        needs_data: whether all this was found by running a unit with data.
+        structure: the structure of the parcels, without shapes, as text.
+        needs_data: whether the shapes were found by running a unit with data.
     """
 
     spec: UnitSpec
@@ -72,7 +72,7 @@ class UnitShape:
     _positions: dict[int, Tensor] = field(default_factory=dict)
 
     def positions(self, number: int, slices: int, device: torch.device) -> Tensor | None:
-        """Return the positions of the tokens of slice `number` in the whole sequence; None: they are all of it."""
+        """Return the positions of the tokens of slice `number` in the whole sequence; None: the slice is all of it."""
         if self.context is not None:
             return self.context.positions
         if slices == 1:
@@ -85,15 +85,15 @@ class UnitShape:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The units of a step on one rank.
+    """Units of a step on one rank.
 
     Attributes:
-        shapes: by unit; None for one that is passed over.
-        samples: by unit: the numbers of its samples in the whole batch, over all replicas.
-        empty: the units that are passed over.
-        num_samples: how many samples this replica has in all.
-        alike: whether all ranks of ep have units of these shapes, where mixtures want to know.
-        num_replicas: how many divide the batch.
+        shapes: by unit; None for one that is skipped.
+        samples: by unit: the indices of its samples in the whole batch, over all replicas.
+        empty: the units that are skipped.
+        num_samples: number of samples of this replica.
+        alike: whether all ranks of ep have units of these shapes, where mixtures of experts pad.
+        num_replicas: number of replicas that divide the batch.
     """
 
     shapes: Sequence[UnitShape | None]
@@ -104,16 +104,16 @@ class Units:
     num_replicas: int = 1
 
     def first_spec(self) -> UnitSpec | None:
-        """Return what the first unit with samples is given."""
+        """Return the spec of the first unit with samples."""
         return next((shape.spec for shape in self.shapes if shape is not None), None)
 
 
 NO_UNITS = Units((), (), frozenset(), 0)
-"""Those of a rank that has not stepped yet."""
+"""Units of a rank before its first step."""
 
 
 def samples_of(sizes: Sequence[int], slices: int, first: int) -> list[range]:
-    """Return the numbers of the samples of each unit, where the replica's begin at `first`."""
+    """Return the sample indices of each unit, where the replica's begin at `first`."""
     found = []
     for size in sizes:
         found += [range(first, first + size)] * slices
@@ -122,18 +122,18 @@ def samples_of(sizes: Sequence[int], slices: int, first: int) -> list[range]:
 
 
 class Latest(Generic[Made]):
-    """What was made last, by what it was made for: the oldest of more than `most` is forgotten."""
+    """Cache of at most `most` values by key; the least recently used one is evicted."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._made: OrderedDict[Hashable, Made] = OrderedDict()
 
     def forget(self, key: Hashable) -> None:
-        """Forget what was made for a key."""
+        """Remove the value of a key."""
         del self._made[key]
 
     def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what was made for a key, or make it."""
+        """Return the cached value of a key, or make it."""
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]

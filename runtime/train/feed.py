@@ -1,9 +1,9 @@
-"""What a training is fed with: a data set in memory, or loaders of the user's own.
+"""Batches of a training: from a data set in memory, or from the user's data loaders.
 
 data set    first and last stages read it, each rank its replica's samples of batches that all ranks know
 loaders     every rank has those of its replica
 
-Loops over loaders of unequal length: who has no more batches takes part without samples, until nobody has any.
+Loops over loaders of unequal length: a rank without further batches takes part with no samples, until all have ended.
 
 replica 0    batch 0   batch 1   batch 2   end
 replica 1    batch 0   (none)    (none)    end           the numbers are those of one process with four batches' samples
@@ -36,7 +36,7 @@ from ..stage.batches.microbatches import most_rows, without_samples
 
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
-    """Return what a job is fed with (collective). Raises what loading raises, `MisfitError` where replicas differ."""
+    """Return the source of a job's data (collective); raises as loading does, `MisfitError` where replicas differ."""
     replica, world = _replica(plan, transport.rank), transport.world_group()
     reads = _needs_data(plan, transport.rank)
     together = ControlGroup(world).together
@@ -102,12 +102,12 @@ def _loader_of(given: Any, name: str, settings: TrainConfig, share: tuple[int, i
 
 
 class DatasetFeed:
-    """A data set in memory; `dataset` is None on ranks that do not read it.
+    """Data set in memory; `dataset` is None on ranks that do not read it.
 
     Attributes:
-        settings: what the data are like, where this rank reads them: a run goes on with the same.
-        num_batches: of an epoch.
-        is_last: whether the batch that was given is the last of several of a pass over the data, and so may be smaller.
+        settings: properties of the data, where this rank reads them: a resumed run must have the same.
+        num_batches: number of batches of an epoch.
+        is_last: whether the current batch is the last of several of an epoch, and so may be smaller.
     """
 
     is_of_loaders = is_last = False
@@ -140,7 +140,7 @@ class DatasetFeed:
             yield self._share(self._splits[1], indices)
 
     def _share(self, split: Split | None, indices: Any) -> Batch:
-        """Return this replica's samples of a batch; nothing on a rank that needs none."""
+        """Return this replica's samples of a batch; (None, None, {}) on a rank that needs none."""
         if split is None:
             return None, None, {}
         replica, num_replicas = self._replica
@@ -163,7 +163,7 @@ class DatasetFeed:
 
 
 class UserFeed:
-    """The loaders of one replica."""
+    """Data loaders of one replica."""
 
     is_of_loaders = True
 
@@ -185,7 +185,7 @@ class UserFeed:
         yield from self._train.epoch(epoch, start)
 
     def validation(self) -> Iterator[Batch]:
-        """Yield all batches of validation, if there are such."""
+        """Yield all batches of validation, if there is a loader for it."""
         if self._validation is not None:
             yield from self._validation.epoch(0)
 
@@ -195,15 +195,15 @@ class UserFeed:
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch that was given is the last of several of a pass, and so may be smaller."""
+        """Whether the current batch is the last of several of an epoch, and so may be smaller."""
         return self._train.is_last
 
     def state(self) -> bytes | None:
-        """Return where the loader of training is, or how to bring it there."""
+        """Return the state of the training loader: its own, or the position to replay to."""
         return self._train.state()
 
     def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
-        """Go on from a state, or where there is none for as many replicas, behind the batches that were."""
+        """Restore a state, or where there is none for as many replicas, skip the batches already used."""
         self._train.restore(state, epoch, batch, say)
 
 
@@ -212,7 +212,7 @@ Feed = DatasetFeed | UserFeed
 
 
 def _replica(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return which replica of a batch a rank belongs to, and how many there are (dp x ep)."""
+    """Return the number of a rank's replica of the batch, and how many replicas there are (dp x ep)."""
     at, mesh = plan.mesh.coordinates(rank), plan.mesh
     return at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0), mesh.axis_size("dp") * mesh.axis_size("ep")
 
@@ -224,7 +224,7 @@ def _needs_data(plan: Plan, rank: int) -> bool:
 
 
 def _described(found: Dataset | Loaders, config: DataConfig) -> dict[str, Plain]:
-    """Return what data are like, as all ranks that read them have to have them."""
+    """Return properties of the data, which must be equal on all ranks that read it."""
     if isinstance(found, Loaders):
         return {"data.kind": "loaders"}
     digests = {"data.training_digest": found.train.digest(), "data.validation_digest": found.validation.digest()}
@@ -238,7 +238,7 @@ def _described(found: Dataset | Loaders, config: DataConfig) -> dict[str, Plain]
 
 
 def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> tuple[DataSpec, int, int] | None:
-    """Send the sizes of a data set from the first rank that reads data to all others; None: there are loaders."""
+    """Broadcast the sizes of a data set from the first rank that reads data to all others; None: there are loaders."""
     source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
     mine: list[Any] = []
     if dataset is not None:
@@ -251,7 +251,7 @@ def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) 
 
 
 def parts_of(batch: Any, count: int) -> list[Any]:
-    """Return a batch in so many parts, of as even numbers of samples as can be; one row for all samples stays."""
+    """Return a batch in so many parts, of as even sizes as possible; a tensor without a row per sample stays whole."""
     samples = most_rows(batch)
 
     def part(number: int) -> Any:
@@ -264,14 +264,14 @@ def parts_of(batch: Any, count: int) -> list[Any]:
 
 
 def drained(loader: Iterable[Any] | None, engine: Engine) -> Iterator[Any]:
-    """Yield a loader's batches, then batches of no samples, until no rank's loader has any more (collective).
+    """Yield a loader's batches, then batches of no samples, until the loaders of all ranks have ended (collective).
 
-    All ranks loop over this, each over its own loader, and do the same in every turn: step, evaluate, save. Each turn
-    begins with a reduction of one number over all ranks.
+    All ranks loop over this, each over its own loader, and do the same in every iteration: step, evaluate, save. Each
+    iteration begins with an all-reduce of one number over all ranks.
 
     Args:
         loader: this rank's; None on a rank that needs no data: it yields (None, None).
-        engine: what the batches are for.
+        engine: the engine that the batches are for.
 
     Raises `UsageError` where a rank that needs data has no batch at all.
     """

@@ -1,13 +1,13 @@
 """Losses and metrics as sums over the real samples, with their weight.
 
-Means of means go wrong as soon as a batch is padded or divided unevenly, so nothing here divides: the engine
+A mean of means is wrong as soon as a batch is padded or divided unevenly, so nothing here divides: the engine
 adds up sums and weights over microbatches and ranks, and divides once.
 
-A loss or a metric with a parameter `vocabulary` can do with logits that are cut: where the model's last layer is cut
-over the vocabulary by tensor parallelism, the engine gives it the logits of this rank's ids and the group of the ranks.
-If any of them has none, the logits are put together first.
+A loss or a metric with a parameter `vocabulary` supports sharded logits: where tensor parallelism cuts the model's last
+layer over the vocabulary, the engine passes it this rank's part of the logits and the process group of tp.
+If any of them lacks it, the logits are gathered first.
 
-Adding up what steps give, without waiting for it before it is needed.
+Also sums of steps' results, added up without waiting for pending reductions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..stage.sliced_losses import cuts_sequences
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> tuple[Tensor, Tensor]:
-    """Return the cross entropies of the real samples added up, and how many those are; both are 0-dimensional.
+    """Return the summed cross-entropy of the real samples and their number; both are 0-dimensional.
 
     `logits` (…, K), `targets` int64 (…), where IGNORED_TARGET marks padding. At least float32, also for bf16 logits.
     With `vocabulary`, `logits` (…, K / size) are those of this rank's classes.
@@ -107,7 +107,7 @@ def has_perplexity(loss_fn: Callable[..., Any]) -> bool:
 
 
 def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> Tensor:
-    """Return how many of the real samples are predicted right: 0-dimensional, at least float32.
+    """Return the number of real samples that are predicted right: 0-dimensional, at least float32.
 
     `logits` (…, K), `targets` int64 (…); no prediction equals IGNORED_TARGET, so padding never counts. With
     `vocabulary`, `logits` (…, K / size) are those of this rank's classes.
@@ -117,14 +117,14 @@ def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None
 
 
 def next_correct_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return how many successors are predicted right: `logits` (samples, tokens, K), `labels` the ids themselves."""
+    """Return the number of next tokens predicted right: `logits` (samples, tokens, K), `labels` are the token ids."""
     return correct_sum(logits[:, :-1], labels[:, 1:])
 
 
 def loss_of(name: str | None, blocks: Blocks) -> Callable[..., Any]:
-    """Return the loss of a job: its own, that of the model that was split, or cross-entropy.
+    """Return the loss of a job: its own, that of the split model, or cross-entropy.
 
-    Raises `UsageError` where the job names no function.
+    Raises `UsageError` where the job names an object that is not callable.
     """
     if name is None:
         known = blocks.loss_fn if isinstance(blocks, Split) else None
@@ -136,7 +136,7 @@ def loss_of(name: str | None, blocks: Blocks) -> Callable[..., Any]:
 
 
 def accuracy_of(loss_fn: Callable[..., Any], plan: Plan) -> dict[str, Callable[..., Tensor]]:
-    """Return the metric "accuracy" where the loss is a cross-entropy of classes; for others there is none."""
+    """Return the metric "accuracy" where the loss is a cross-entropy of classes; else no metric."""
     if isinstance(loss_fn, CausalLMLoss):
         return {"accuracy": correct_sum if cuts_sequences(plan) else next_correct_sum}
     is_of_classes = isinstance(loss_fn, ZLoss) or loss_fn in (cross_entropy_sum, token_loss)
@@ -144,22 +144,22 @@ def accuracy_of(loss_fn: Callable[..., Any], plan: Plan) -> dict[str, Callable[.
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    """Return the type to add up in: bf16 cannot count beyond 256."""
+    """Return the dtype to sum in: bf16 cannot count beyond 256."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 UNDER_WAY = 4
-"""How many of the latest results may still be on their way."""
+"""Number of latest results that may still be in reduction."""
 
 
 class Sums:
     """Sums of results over batches; they stay tensors until they are read.
 
-    The latest results are not looked at yet: looking waits until they are reduced over the ranks.
+    The latest results are added later: reading one waits for its reduction over the ranks.
 
     Args:
         start: sums of batches before.
-        scale: says by what those are multiplied; asked when the first batch is added.
+        scale: returns the factor for those; called when the first batch is added.
     """
 
     def __init__(self, start: dict[str, float], scale: Callable[[], float] | None = None) -> None:

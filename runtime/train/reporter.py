@@ -1,6 +1,6 @@
-"""What a run reports: lines for people, JSON lines for programs, a progress bar where a person is watching.
+"""Reports of a run: lines for people, JSON lines for programs, and a progress bar on a terminal.
 
-Figures of a training given to others while it runs: TensorBoard, Weights & Biases, and any callable.
+Metrics of a training, passed on while it runs (sinks): to TensorBoard, Weights & Biases, or any callable.
 
 record of a step    {"event": "step", "step": 40, "loss": 2.1, …} ─▶ {"train/loss": 2.1, …}, step 40
 record of an epoch  {"event": "epoch", "step": 64, "validation_loss": 1.9, …} ─▶ {"epoch/validation_loss": 1.9, …}
@@ -34,46 +34,46 @@ from ..settings.job import SinkConfig
 
 NOT_FIGURES = ("event", "step", "epoch")
 PREFIXES = {"step": "train", "epoch": "epoch"}
-"""What the names of figures begin with, by the record that they are in."""
+"""Prefixes of the metrics' names, by the event of their record."""
 
 
 class Sink(Protocol):
-    """What takes figures; where it has a `close`, that is called at the end, also of a run that failed."""
+    """Receiver of metrics; a `close` method, if any, is called at the end, also of a run that failed."""
 
     def __call__(self, figures: Mapping[str, float], /, *, step: int) -> object:
-        """Take the figures of a step, by name."""
+        """Take the metrics of a step, by name."""
 
 
 @dataclass(frozen=True)
 class _OfLibrary:
-    """A sink that a library has: what it does with the figures of a step, and at the end."""
+    """A library's sink: functions for the metrics of a step, and for the end."""
 
     take: Callable[[Mapping[str, float], int], object]
     close: Callable[[], object]
 
     def __call__(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Take the figures of a step."""
+        """Take the metrics of a step."""
         self.take(figures, step)
 
 
 def _tensorboard(**options: Any) -> Sink:
-    """Return what writes figures as scalars for TensorBoard; the options are those of `SummaryWriter`."""
+    """Return a sink that writes metrics as scalars for TensorBoard; the options are those of `SummaryWriter`."""
     writer = import_module("torch.utils.tensorboard").SummaryWriter(**options)
     return _OfLibrary(lambda figures, step: [writer.add_scalar(*one, step) for one in figures.items()], writer.close)
 
 
 def _wandb(**options: Any) -> Sink:
-    """Return what sends figures to a run of Weights & Biases; the options are those of `wandb.init`."""
+    """Return a sink that sends metrics to a run of Weights & Biases; the options are those of `wandb.init`."""
     run = import_module("wandb").init(**options)
     return _OfLibrary(lambda figures, step: run.log(dict(figures), step=step), run.finish)
 
 
 BUILT_IN: Mapping[str, Callable[..., Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}
-"""The sinks that there are, by the package that each takes."""
+"""Built-in sinks, by the package that each needs."""
 
 
 class Sinks:
-    """All sinks of a run, as a context: what the job names is built on entry, everything is closed on exit."""
+    """All sinks of a run, as a context manager: those of the job are built on entry, all are closed on exit."""
 
     def __init__(self, configs: Sequence[SinkConfig] = (), given: Sequence[Sink] = ()) -> None:
         self._configs = tuple(configs)
@@ -94,7 +94,7 @@ class Sinks:
         self._close()
 
     def take(self, record: Mapping[str, object]) -> None:
-        """Give the figures of a record to every sink."""
+        """Pass the metrics of a record to every sink."""
         prefix, step = PREFIXES.get(str(record.get("event"))), record.get("step")
         if not self._open or prefix is None or not isinstance(step, int):
             return
@@ -103,7 +103,7 @@ class Sinks:
             sink(figures, step=step)
 
     def _close(self) -> None:
-        """Close all, however one of them fails; the first failure is raised."""
+        """Close all sinks, even if some fail; the first failure is raised."""
         failed: list[Exception] = []
         while self._open:
             close = getattr(self._open.pop(), "close", None)
@@ -125,7 +125,7 @@ def _build(config: SinkConfig) -> Sink:
 
 
 def _figures(name: str, value: object) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a value, those of mappings and lists by their names and places in it."""
+    """Yield the numbers in a value; those in mappings and lists have keys and indices in their names."""
     if isinstance(value, bool | int | float):
         yield name, float(value)
         return
@@ -139,7 +139,7 @@ def _figures(name: str, value: object) -> Iterator[tuple[str, float]]:
 
 
 def require_sinks(sinks: Iterable[SinkConfig]) -> None:
-    """Raise `UsageError` for a sink that there is not, or whose package is not installed."""
+    """Raise `UsageError` for an unknown sink, or one whose package is not installed."""
     for sink in sinks:
         if names_file(sink.name):
             found = load_object(sink.name)
@@ -165,7 +165,7 @@ Say = Callable[[str], None]
 class Reporter:
     """Writes records as JSON lines (NaN as null) to a file that is appended to, and lines of text to `say`.
 
-    Only the rank that reports gets one with a path and a `say` that speaks. `sinks` take its records besides.
+    Only the reporting rank has a path and a `say` that prints. `sinks` take its records as well.
     """
 
     def __init__(self, path: str | None, say: Say, *, show_progress: bool = False) -> None:
@@ -184,7 +184,7 @@ class Reporter:
                 )
 
     def record(self, record: Mapping[str, object]) -> None:
-        """Write one record to the log, and give it to the sinks; raises `UsageError` if the log fails."""
+        """Write one record to the log, and pass it to the sinks; raises `UsageError` if the log fails."""
         self.sinks.take(record)
         file = self._file
         if file is None:
@@ -194,7 +194,7 @@ class Reporter:
             file.flush()
 
     def say(self, line: str) -> None:
-        """Tell people something."""
+        """Print a line for people."""
         if self._progress is not None and sys.stdout is not None and sys.stdout.isatty():
             self._progress.console.print(line, highlight=False, soft_wrap=True)
         else:
@@ -215,7 +215,7 @@ class Reporter:
             self._progress.add_task(name, total=total, completed=done, figures="")
 
     def advance(self) -> None:
-        """Move the progress bar on by a step."""
+        """Advance the progress bar by a step."""
         if self._progress is not None:
             self._progress.advance(self._progress.task_ids[0])
 
@@ -236,13 +236,13 @@ class Reporter:
                     self._file.close()
         except UsageError:
             if error is None:
-                raise  # else that says why the run ends: a log that could not be written cannot be closed
+                raise  # else the first error says why: closing the log fails again
         finally:
             self.sinks.__exit__(kind, error, trace)
 
 
 def _is_locked(file: TextIO) -> bool:
-    """Whether another process has locked a log; else it is locked for this one, until that closes it or ends.
+    """Whether another process has locked a log; else lock it for this one, until it is closed or the process ends.
 
     On Windows, where there are no such locks, none has.
     """
@@ -253,13 +253,13 @@ def _is_locked(file: TextIO) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)  # else it is a file that has no locks
+        return error.errno in (errno.EACCES, errno.EAGAIN)  # else a file system without locks
     return False
 
 
 @contextmanager
 def _writing(file: TextIO) -> Iterator[None]:
-    """A context in which a log that cannot be written is a `UsageError`; what a signal's handler raises is not."""
+    """Raise `UsageError` where a log cannot be written within a context; errors of signal handlers pass through."""
     try:
         yield
     except OSError as error:

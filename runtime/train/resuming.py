@@ -1,9 +1,9 @@
-"""How a training goes on from a checkpoint, and what it goes on with: settings, batches, figures.
+"""Resuming of a training from a checkpoint: settings, batches, metrics.
 
-newest whole checkpoint ─▶ settings alike? ─▶ engine, loaders ─▶ progress
+newest whole checkpoint ─▶ settings equal? ─▶ engine, loaders ─▶ progress
 first batch             ─▶ as many samples in a step as before?
 
-How far a training has come: all that a checkpoint needs besides the engine's state.
+`Progress` is the position of a training: all that a checkpoint needs besides the engine's state.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .reporter import Record
 
 
 def _nan_for_null(value: object) -> object:
-    """JSON has no NaN: a sum that was not finite comes back from a checkpoint as null."""
+    """Return NaN for null: JSON has no NaN, so a checkpoint stores a sum that was not finite as null."""
     return math.nan if value is None else value
 
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Weighing:
-    """What a loss without a weight of its own weighs in sums.
+    """Weighting, in sums, of a loss that has no weight of its own.
 
     Attributes:
-        samples: as many samples weigh 1: those of the largest microbatch of the run's first step.
-        microbatches: how many a step has, over all replicas.
+        samples: so many samples weigh 1: those of the largest microbatch of the run's first step.
+        microbatches: number of microbatches of a step, over all replicas.
         is_used: whether the loss has no weight of its own.
     """
 
@@ -51,7 +51,7 @@ class Weighing:
     is_used: bool
 
     def rescales(self, before: Weighing | None) -> float:
-        """Return by what to multiply sums of before, so that samples weigh as much in them as they do now."""
+        """Return the factor for earlier sums, with which their samples weigh as much as present ones."""
         if before is None or not (self.is_used and before.is_used):
             return 1.0
         return before.samples / self.samples
@@ -59,7 +59,7 @@ class Weighing:
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
-    """How far a training has come; `epoch_batches` are those of one epoch, `totals` its sums, weighed so."""
+    """Position of a training; `epoch_batches` are those of one epoch, `totals` its sums so far, with `weighing`."""
 
     epoch_batches: int
     step: int = 0
@@ -77,9 +77,9 @@ _PROGRESS = TypeAdapter(Progress)
 
 
 def progress_of(found: Found, epoch_batches: int) -> Progress:
-    """Return how far a checkpoint had come; one of imported weights says nothing, and is at the beginning.
+    """Return the position of a checkpoint; one of imported weights is at the beginning.
 
-    Raises `InputError` for one that does not say so, `MisfitError` for one whose epochs had other batches.
+    Raises `InputError` for one without a valid position, `MisfitError` for one whose epochs had other batches.
     """
     try:
         progress = _PROGRESS.validate_python({"epoch_batches": epoch_batches} | found.manifest.progress)
@@ -94,13 +94,13 @@ def progress_of(found: Found, epoch_batches: int) -> Progress:
 
 
 SAMPLES = "data.samples_per_step"
-"""The setting that says how many samples loaders give for a step, over all replicas; None: that varies."""
+"""Setting for the number of samples that loaders yield for a step, over all replicas; None: it varies."""
 
 
 def go_on_from(
     found: Found, engine: Engine, feed: Feed, settings: Mapping[str, Plain], overrides: tuple[str, ...], say: Say
 ) -> Progress:
-    """Let engine and feed be where a checkpoint was (collective), and return how far that is.
+    """Restore engine and feed from a checkpoint (collective), and return its position.
 
     Raises `MisfitError` where it was written with other settings.
     """
@@ -117,7 +117,7 @@ def go_on_from(
 
 
 def _restore(found: Found, engine: Engine, feed: Feed, progress: Progress, say: Say) -> None:
-    """Let loaders be where they were (collective); what is said of those of other ranks is said once."""
+    """Restore the loaders (collective); messages of all ranks are shared, each printed once."""
     said: list[str] = []
 
     def note(words: str) -> None:
@@ -132,7 +132,7 @@ def _restore(found: Found, engine: Engine, feed: Feed, progress: Progress, say: 
 
 
 class Scale:
-    """What a loss weighs that has no weight of its own, also in sums of before; `parts` are those of a step's batch."""
+    """Weighting of a loss without its own weight, kept across runs; `parts` are those of a step's batch."""
 
     def __init__(self, engine: Engine, parts: int) -> None:
         self._engine = engine
@@ -140,13 +140,13 @@ class Scale:
         self._weighing: Weighing | None = None
 
     def take_over(self, progress: Progress) -> None:
-        """Let it weigh as before, where microbatches are what they were."""
+        """Restore the weighting of a checkpoint, where the number of microbatches is the same."""
         before = progress.weighing
         if before is not None and before.microbatches == self._microbatches:
             self._engine.usual_samples = before.samples
 
     def of_sums(self, progress: Progress) -> float:
-        """Return by what to multiply sums of before, once a step was made; the first call is collective."""
+        """Return the factor for the sums of a checkpoint, after the first step; the first call is collective."""
         before = progress.weighing
         if self._weighing is None:
             is_used = self._engine.everyone.add(self._engine.loss_is_bare)[0] > 0
@@ -156,13 +156,13 @@ class Scale:
 
 
 class StepSamples:
-    """How many samples loaders give for a step, which a run that goes on must give too, whatever its replicas.
+    """Number of samples that loaders yield for a step; a resumed run must have the same, whatever its replicas.
 
     Args:
-        engine: whose steps they are.
-        feed: what gives them.
-        settings: those of the run, which checkpoints keep; the number is written there.
-        overrides: the settings that may be others than before.
+        engine: the engine.
+        feed: the source of its batches.
+        settings: those of the run, which checkpoints store; the number is written there.
+        overrides: the settings that may differ from those of the checkpoint.
     """
 
     def __init__(self, engine: Engine, feed: Feed, settings: dict[str, Plain], overrides: tuple[str, ...]) -> None:
@@ -173,13 +173,13 @@ class StepSamples:
         self.varies = False
 
     def expect(self, found: Found) -> None:
-        """Expect as many as the checkpoint says, if it does."""
+        """Expect the number of a checkpoint, if it has one."""
         self._before, self._where = found.manifest.settings.get(SAMPLES), f"the checkpoint {found.folder}"
 
     def take(self, batch: Any) -> None:
-        """Take in a replica's batch before its step; the first one is collective. The last of an epoch may be smaller.
+        """Count a replica's batch before its step; the first one is collective. The last of an epoch may be smaller.
 
-        Raises `MisfitError` where it is another number than expected.
+        Raises `MisfitError` for another number than expected.
         """
         if not self._feed.is_of_loaders or self._feed.is_last:
             return
@@ -206,6 +206,6 @@ class StepSamples:
         )
 
     def note_varying(self) -> None:
-        """Note in the settings, before a save, whether the number was not always the same (collective)."""
+        """Record in the settings, before a save, whether the number has varied (collective)."""
         if self._feed.is_of_loaders and self._engine.everyone.add(self.varies)[0]:
             self._settings[SAMPLES] = None

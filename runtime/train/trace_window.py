@@ -1,6 +1,6 @@
-"""Which steps of a run are traced, and when the trace is written: as soon as the last of them is over.
+"""Window of traced steps; the trace is written as soon as the last of them has ended.
 
-A run that ends sooner, since training stopped early, writes what it has. Steps are counted from where the run began.
+A run that ends sooner, since training stopped early, writes the steps it has. Steps are counted from the run's start.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ..settings.job import RuntimeConfig
 
 
 def traced_steps(runtime: RuntimeConfig) -> range | None:
-    """Return the steps that a run traces, counted from 0; None: no trace is wanted."""
+    """Return the steps that a run traces, counted from 0; None: no trace is requested."""
     return range(runtime.trace_first, runtime.trace_first + runtime.trace_steps) if runtime.trace is not None else None
 
 
 class TracedSteps:
-    """Counts a run's steps, of which there are to be `num_steps`, and writes its trace.
+    """Counts a run's steps, `num_steps` in all, and writes its trace.
 
     Raises:
         UsageError: the directory cannot be made.
@@ -41,12 +41,12 @@ class TracedSteps:
             raise cannot_write(self._directory, "the trace (runtime.trace)", error) from None
 
     def count(self, engine: Engine) -> None:
-        """Note that a step is over; after the last one that is traced, write the trace."""
+        """Count a step that has ended; after the last traced one, write the trace."""
         self._left -= 1
         if self._left == 0 and self._directory is not None:
             engine.save_trace(self._directory)
 
     def finish(self, engine: Engine) -> None:
-        """Note that there will be no more steps: what was traced is written, if it is not yet."""
+        """Write the trace, if it is not yet written: no more steps follow."""
         if self._left > 0 and self._directory is not None:
             engine.save_trace(self._directory)

@@ -272,7 +272,7 @@ class Trainer:
                 saves.finish()
 
     def record(self, steps: int) -> Recording:
-        """Train at most so many steps from the start, and return what each of them makes on this rank."""
+        """Train at most so many steps from the start, and return each one's tensors on this rank."""
         self._load_pretrained()
         recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
         for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
@@ -282,7 +282,7 @@ class Trainer:
         return recording
 
     def inspect(self) -> ModelFacts:
-        """Train one step, and return what it has found of blocks, loss and metrics."""
+        """Train one step, and return the engine's findings on blocks, loss and metrics."""
         inputs, targets, extras = next(iter(self._feed.train(0, start=0)))
         return self.engine.inspect(inputs, targets, **extras)
 

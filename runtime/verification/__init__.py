@@ -1,5 +1,5 @@
-"""A run on a mesh beside the same run in one process: what differs first, by block, layer and rank.
+"""Verification of a run on a mesh against the same run in one process: the first difference, by block, layer and rank.
 
-`recording` writes down what a step makes, `comparison` holds two runs against each other. Imports
+`recording` records the tensors that a step computes, `comparison` compares two runs. Imports
 `interpreter`, `saving` and all below.
 """

@@ -1,18 +1,18 @@
-"""Steps whose gradients are not finite: one is skipped; after some in a row the run stops and says where that arose.
+"""Steps with gradients that are inf or nan: skipped; after `most` in a row the run stops, and reports the first cause.
 
     step 7 skipped, step 8 skipped, … ──▶ the last one runs again, with checks on ──▶ the first finding
-                                          its batch is written down: safetensors                     of all ranks
+                                          its batch is saved: safetensors                        of all ranks
 
-The weights are still those that the step began with, since it was skipped, and so are its masks. A step is known by the
-skipped one that counts; where a loss scale above 1 may be what made gradients overflow, it does not.
+The step was skipped, so weights and dropout masks are still those that it began with. With a loss scale above 1,
+overflow of gradients is expected, and such a step is not counted.
 
-Where the first number of a step that is not finite arose, found by running the step again with checks on.
+The rerun checks tensors in the order of their data flow, to find the first one that is not finite:
 
     weights ─▶ inputs, targets ─▶ outputs of block 0, 1, … ─▶ loss ─▶ gradients, from the last block to the first
-               per microbatch                                        of what a block is given, and of its weights
+               per microbatch                                        of the inputs of a block, and of its weights
 
-Each rank looks at what it holds. Of all findings the first is the one that no other can have caused: weights before
-inputs, inputs before what is computed of them, and so on; within these the earliest microbatch, and the earliest block.
+Each rank checks the tensors that it holds. The first finding is the one that no other can have caused: weights before
+inputs, inputs before activations, and so on; within a kind the earliest microbatch, and the earliest block.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from ..state.training_state import TrainingState
 from .recording import ALL, Call, StepWatch
 
 KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
-"""What may not be finite, in the order in which one makes the next so."""
+"""Kinds of tensors that may not be finite, in the order in which one causes the next."""
 
 LOSS = 2**30
-"""Stands for the block behind the last one: the loss function."""
+"""Index of the loss function, as the block behind the last one."""
 
 UNKNOWN = 2**30
-"""Stands for a unit: what nobody knows the unit of."""
+"""Index of a unit that is unknown: of a sum over units."""
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Numbers that are not finite.
+    """Tensor that is not finite.
 
     Attributes:
-        kind: what they are, one of `KINDS`.
+        kind: one of `KINDS`.
         unit: the batch's unit, counted over all replicas; or `ALL`, or `UNKNOWN`.
-        block: which block they belong to; `LOSS`; -1: to none.
-        what: in words.
-        rank: the global rank that found them.
+        block: number of the block it belongs to; `LOSS`; -1: none.
+        what: description, in words.
+        rank: the global rank that found it.
     """
 
     kind: str
@@ -76,31 +76,31 @@ class NotFinite:
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Of several findings, the least is the first."""
+        """Sort key of findings: the least is the first cause."""
         along = -self.block if self.kind == "gradients" else self.block
         return KINDS.index(self.kind), self.unit, along, self.rank
 
 
 def describe(tensor: Tensor) -> str:
-    """Say how many numbers of a tensor are not finite: "3 of 64 numbers are nan, 1 is inf"."""
+    """Return the numbers of nan and inf in a tensor, in words: "3 nan and 1 inf among 64 numbers"."""
     nans, infinities = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     found = [f"{count} nan" for count in [nans] if count] + [f"{count} inf" for count in [infinities] if count]
     return f"{' and '.join(found)} among {tensor.numel()} numbers"
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers of a tensor are finite; integers are."""
+    """Return whether all numbers of a tensor are finite; integers always are."""
     floats = tensor.is_floating_point() or tensor.is_complex()
     return not floats or bool(tensor.isfinite().all())
 
 
 class FiniteChecks(StepWatch):
-    """Looks at all that one rank makes in a step, for numbers that are not finite.
+    """Checks all tensors that a rank computes in one step for inf and nan.
 
-    `tally` has the losses that were collected so far, and what they weigh; other arguments are those of `StepWatch`.
+    `tally` has the losses collected so far, and their weights; the other arguments are those of `StepWatch`.
 
     Attributes:
-        found: what was not finite.
+        found: the tensors that were not finite.
     """
 
     def __init__(self, plan: Plan, model: RankModel, *held: Any, tally: Tally) -> None:
@@ -109,14 +109,14 @@ class FiniteChecks(StepWatch):
         self.found: list[NotFinite] = []
 
     def look_at_weights(self) -> None:
-        """Look at the weights that the step begins with."""
+        """Check the weights at the start of the step."""
         for held in self._held():
             if isinstance(held.tensor, nn.Parameter) and held.numbers is not None:
                 numbers = local_of(held.numbers.detach())
                 self._look_at(numbers, "weights", ALL, _block_of(held), f"{held.name}: ")
 
     def look_at_batch(self, batch: Batch) -> None:
-        """Look at what the rank is given."""
+        """Check the rank's inputs, targets and extras."""
         for kind, units in (("inputs", batch.inputs), ("targets", batch.targets), ("inputs", batch.extras)):
             for unit, given in enumerate(units):
                 for tensor in tensors_of(given):
@@ -137,7 +137,7 @@ class FiniteChecks(StepWatch):
                     self.found.append(NotFinite("loss", self._first_unit + unit, LOSS, what))
 
     def _look_at_sum(self, held: HeldTensor, gradient: Tensor) -> None:
-        """Look at a sum of gradients: nobody knows of which unit it comes."""
+        """Check an accumulated gradient: it is a sum over units, so its unit is unknown."""
         self._look_at(local_of(gradient), "gradients", UNKNOWN, _block_of(held), f"gradient of {held.name}: ")
 
     def _handles(self, number: str, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
@@ -158,7 +158,7 @@ class FiniteChecks(StepWatch):
                 self._look_at(loss, "loss", unit, number, "the loss that it returns: ")
         taken = "gradient of what it is given: "
         behind = (LOSS, taken) if number + 1 == self._num_blocks else (number + 1, taken)
-        if is_last and number + 1 < self._num_blocks:  # who takes it is elsewhere, and looks at what it sends back
+        if is_last and number + 1 < self._num_blocks:  # the next stage's rank checks the gradient that it sends
             behind = number, "gradient of its output, which was finite as the next stage sent it: "
         for (at, words), tensors in (((number, taken), tensors_of(given)), (behind, gives)):
             for tensor in tensors:
@@ -174,19 +174,19 @@ def _block_of(held: HeldTensor) -> int:
 
 
 MOST_FINDINGS = 3
-"""So many findings of each rank are compared: they are sorted."""
+"""Findings of each rank that are compared: the first ones of its sorted list."""
 
 
 class BadSteps:
-    """Counts the steps in a row that were skipped, and stops the run; the same on all ranks.
+    """Counter of consecutive skipped steps, the same on all ranks, which stops the run when there are too many.
 
     Args:
         runner: runs steps.
         model: this rank's stages.
-        state: their weights, and what their optimizers work on.
-        held: returns what it holds of the model.
+        state: their weights, and the optimizers' masters of them.
+        held: returns the tensors of the model that the rank holds.
         world: all ranks.
-        most: how many are too many; 0: any number is allowed.
+        most: the number of consecutive skipped steps at which the run stops; 0: it never does.
         directory: where the batch of the last one is written; None: nowhere.
     """
 
@@ -207,9 +207,9 @@ class BadSteps:
         self._in_row = 0
 
     def note(self, step: PreparedStep, result: StepResult, *, last: bool) -> None:
-        """Take note of a step, or of a part of one whose gradients are accumulated (collective).
+        """Count a step, or a part of one with gradient accumulation (collective).
 
-        Raises `NotFiniteError` where it is one too many of those that were skipped.
+        Raises `NotFiniteError` where too many consecutive steps were skipped.
         """
         if not self._most:
             return
@@ -235,7 +235,7 @@ class BadSteps:
         )
 
     def _look_again(self, parts: list[PreparedStep]) -> list[FiniteChecks]:
-        """Run the step again, and return what was looked at in each of its parts."""
+        """Run the step again, and return the checks of each of its parts."""
         runner, model = self._runner, self._model
         runner.steps.take_back()
         looked = []
@@ -253,7 +253,7 @@ class BadSteps:
         return looked
 
     def _first(self, mine: list[NotFinite]) -> NotFinite | None:
-        """Return the first finding of all ranks; None where nobody found anything."""
+        """Return the first finding over all ranks (collective); None where there is none."""
         data = [asdict(finding) for finding in sorted(mine, key=lambda finding: finding.order)[:MOST_FINDINGS]]
         found = [
             NotFinite(**{**finding, "rank": rank})
@@ -263,7 +263,7 @@ class BadSteps:
         return min(found, key=lambda finding: finding.order, default=None)
 
     def _where(self, found: NotFinite | None, step: PreparedStep, weight: float) -> str:
-        """Say in words where the first finding is."""
+        """Return the place of the first finding, in words."""
         if not weight and (found is None or found.unit == UNKNOWN):
             return "No target counts for the loss: its total weight is 0, by which gradients are divided"
         if found is None:
@@ -285,7 +285,7 @@ class BadSteps:
         return f"{first}: {', '.join(words)}: {found.what}"
 
     def _write(self, parts: list[PreparedStep], step: int, found: NotFinite | None, num_units: int) -> str:
-        """Write down the batch of the replica in which it arose, and say where (collective)."""
+        """Save the batch of the replica of the finding, and return where, in words (collective)."""
         said = ""
         coordinates = self._model.plan.mesh.coordinates(self._world.ranks[self._world.index])
         replica = 0 if found is None or not 0 <= found.unit < UNKNOWN else found.unit // num_units
@@ -301,7 +301,7 @@ class BadSteps:
 
 
 def _tensors(batches: list[Batch]) -> dict[str, Tensor]:
-    """Return what a rank was given, by unit and place: "inputs.2.0" is the first tensor of unit 2."""
+    """Return a rank's batch by unit and position: "inputs.2.0" is the first tensor of unit 2."""
     found: dict[str, Tensor] = {}
     for part, batch in enumerate(batches):
         before = f"part{part}." if len(batches) > 1 else ""
@@ -313,7 +313,7 @@ def _tensors(batches: list[Batch]) -> dict[str, Tensor]:
 
 
 def _written(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors to a file, and return its path; or why that cannot be."""
+    """Write tensors to a file, and return its path; or the reason why it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, save(tensors), "the batch")

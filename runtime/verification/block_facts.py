@@ -1,6 +1,6 @@
-"""What a model's blocks take, give, change and draw, as a first step has found, and what follows for a run.
+"""Facts about a model's blocks that a first step has found: inputs, outputs, mutations, random draws; consequences.
 
-each rank    its own blocks ──▶ all ranks ──▶ blocks alike in one row ──▶ `ModelFacts.explain`
+each rank    its own blocks ──▶ all ranks ──▶ equal blocks in one row ──▶ `ModelFacts.explain`
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ OTHERWISE = "other random numbers"
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """What is known of one block, in words.
+    """Facts about one block, in words.
 
     Attributes:
         block: its number in the model.
         kind: its class.
-        takes: shapes and types of what it is given, of one microbatch, and the names of extras.
-        gives: shapes and types of what it leaves, and of what rides along.
-        changes: what its forward changes: tensors that it was given, buffers, attributes.
+        takes: shapes and dtypes of its inputs, of one microbatch, and names of extras.
+        gives: shapes and dtypes of its outputs, riders included.
+        changes: mutations of its forward: input tensors, buffers, attributes.
         draws: random numbers.
-        loss: what its own loss is over.
-        cut: which of its layers are cut over tp.
+        loss: reduction of its own loss: a sum, or a mean over samples, tokens, …
+        cut: its layers that are split over tp.
     """
 
     block: int
@@ -57,18 +57,18 @@ class BlockFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of all blocks, of the loss and the metrics, and what follows from it for this plan."""
+    """Facts about all blocks, the loss and the metrics, and their consequences for this plan."""
 
     blocks: tuple[BlockFacts, ...]
     losses: Mapping[str, str]
     follows: tuple[str, ...]
 
     def to_data(self) -> dict[str, Any]:
-        """Return the same as JSON data."""
+        """Return the facts as JSON data."""
         return asdict(self)
 
     def explain(self) -> str:
-        """Return the same in lines; blocks that are alike stand together."""
+        """Return the facts as lines of text; consecutive equal blocks are merged."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterable[str]:
@@ -85,12 +85,12 @@ class ModelFacts:
 def find_facts(
     step: PreparedStep, changed: Mapping[int, Sequence[str]], model: RankModel, losses: RunLosses, world: Group
 ) -> ModelFacts:
-    """Return what a first step has found, the same on all ranks (collective).
+    """Return the facts that a first step has found, the same on all ranks (collective).
 
     Args:
         step: the step.
-        changed: by the number of a block of this rank, the names of buffers that it has changed.
-        model, losses: what ran it.
+        changed: names of the buffers that each block of this rank has changed, by its number.
+        model, losses: the stages and losses that ran it.
         world: all ranks.
     """
     draws = {n: f.draws.have_drawn_otherwise for n, f in step.interpreter.state.compute.forwards.items()}
@@ -155,7 +155,7 @@ def _draws(block: nn.Module, *, is_other: bool) -> str:
 
 
 def _cut(model: RankModel, number: int) -> str:
-    """Return the layers that are cut: those of a pair together, columns first, and others with how they are."""
+    """Return the split layers: pairs as "column → row", others with how they are split."""
     said = dict[object, str]()
     for cut in model.tensor.cuts[number]:
         name, pair = cut.path.partition(".")[2], id(cut.pair) if cut.is_paired else cut.path
@@ -166,7 +166,7 @@ def _cut(model: RankModel, number: int) -> str:
 
 
 class Known(NamedTuple):
-    """What sentences follow from: facts of blocks, what the loss is over, the plan, whether shapes take data."""
+    """Facts that decide which sentences of `FOLLOWS` hold; `needs_data`: tracing shapes takes real data."""
 
     blocks: Sequence[BlockFacts]
     over: Over | None
@@ -174,7 +174,7 @@ class Known(NamedTuple):
     needs_data: bool
 
     def has_ranks(self, *axes: str) -> bool:
-        """Whether several ranks lie along these axes of the mesh."""
+        """Return whether the mesh has several ranks along any of these axes."""
         return any(self.plan.mesh.axis_size(axis) > 1 for axis in axes)
 
 
@@ -220,4 +220,4 @@ FOLLOWS: tuple[tuple[str, Callable[[Known], bool]], ...] = (
         lambda known: any(facts.cut != NOTHING for facts in known.blocks),
     ),
 )
-"""Sentences on a run, and whether they hold."""
+"""Sentences on consequences for a run, each with the condition under which it holds."""

@@ -1,8 +1,8 @@
-"""Two runs of the same steps held against each other: on a mesh, and in one process.
+"""Comparison of two runs of the same steps: on a mesh, and in one process.
 
-    one process, twice          in the run's precision and in float64: their distance is what rounding does here
+    one process, twice          in the run's precision and in float64: their distance is the rounding error here
     tolerance of a tensor       `SLACK` times that distance, and at least a few units in the last place
-    mesh against one process    in the order in which a step makes things, so that the first that differs is the cause
+    mesh against one process    in the order of computation, so that the first difference is the cause
 
     step 0   outputs, block by block ─▶ gradients, last block first ─▶ weights      step 1   …
 
@@ -29,25 +29,25 @@ from ..parallel.context.context import SequenceShard
 from .recording import BEFORE, Kind, Made, Recording
 
 SLACK = 8.0
-"""How many times what rounding did in one process a mesh may differ: it adds up in another order."""
+"""Allowed multiple of the rounding error in one process: a mesh adds up in another order."""
 
 LAST_PLACES = 64.0
-"""At least so many units in the last place of a tensor's largest number."""
+"""Least tolerance, in units in the last place of a tensor's largest number."""
 
 EXACT = 1e-12
-"""The tolerance of float64, times max(1, the largest number)."""
+"""Tolerance of float64, times max(1, the largest number)."""
 
 Key = tuple[int, Kind, str, int, int]
 
 KINDS: Sequence[Kind] = ("output", "gradient", "weight", "figure")
-"""What a step makes, in this order."""
+"""Kinds of results, in the order in which a step computes them."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a tensor of the mesh is not that of one process.
+    """Tensor of the mesh that differs from that of one process.
 
-    `difference` is the largest of any number; `where` says what it is, and on which rank, in words.
+    `difference` is the largest of any number; `where` names the tensor and its rank, in words.
     """
 
     step: int
@@ -60,7 +60,7 @@ class Difference:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Where in a step it is made: gradients last block first, figures behind all."""
+        """Sort key, the order of computation in a step: gradients last block first, figures behind all."""
         block = self.name.partition(".")[0]
         number = int(block) if block.isdigit() else 0
         return self.step, KINDS.index(self.kind), -number if self.kind == "gradient" else number, self.rank
@@ -71,10 +71,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it: all differences, in the order in which a step makes things, and how much was compared.
+    """Result of a comparison: all differences, in the order of computation, and the number of compared tensors.
 
-    `closest` is the largest difference of what agrees, as a share of its tolerance; `skipped` names what could not be
-    compared, since one process makes nothing of the kind.
+    `closest` is the largest difference of tensors that agree, relative to its tolerance; `skipped` names tensors that
+    one process does not compute.
     """
 
     differences: tuple[Difference, ...]
@@ -86,11 +86,11 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.differences
 
     def explain(self) -> str:
-        """Return the outcome in words: the first difference is the cause of later ones, or their closest sign."""
+        """Return the result in words: the first difference is the cause of later ones, or close to it."""
         end = f"; not compared: {', '.join(self.skipped)}" if self.skipped else ""
         if self.is_equal:
             return (
@@ -102,16 +102,16 @@ class Comparison:
         return f"different: {first}; all that comes before it agrees{end}{later}"
 
     def to_data(self) -> dict[str, Any]:
-        """Return the outcome as JSON has it."""
+        """Return the result as JSON data."""
         return {"equal": self.is_equal, **asdict(self)}
 
 
 def compare(
     mesh: Sequence[Recording], alone: Recording, precise: Recording, plan: Plan, names: Sequence[str] = ()
 ) -> Comparison:
-    """Compare what the ranks of a mesh made with what one process made, and the same in float64.
+    """Compare the recordings of a mesh's ranks with that of one process, and with the same in float64.
 
-    `names` are those of the blocks' classes, for words.
+    `names`: the class names of the blocks, for messages.
     """
     wanted, exact = _by_key(alone), _by_key(precise)
     found: list[Difference] = []
@@ -138,7 +138,7 @@ def compare(
 
 
 def joined(found: Sequence[Comparison]) -> Comparison:
-    """Return what came of it on several ranks together."""
+    """Return the comparisons of several ranks as one."""
     differences = sorted((one for part in found for one in part.differences), key=lambda one: one.order)
     return Comparison(
         tuple(differences),
@@ -151,12 +151,12 @@ def joined(found: Sequence[Comparison]) -> Comparison:
 
 
 def to_words(comparison: Comparison, most: int) -> str:
-    """Return a comparison, with at most so many of its differences, as text that `from_words` reads."""
+    """Return a comparison, with at most `most` of its differences, as text that `from_words` reads."""
     return json.dumps({**asdict(comparison), "differences": [asdict(d) for d in comparison.differences[:most]]})
 
 
 def from_words(words: str) -> Comparison:
-    """Return what `to_words` has written."""
+    """Return the comparison that `to_words` has written."""
     data = json.loads(words)
     differences = tuple(Difference(**one) for one in data.pop("differences"))
     return Comparison(differences, **{**data, "skipped": tuple(data["skipped"])})
@@ -167,7 +167,7 @@ def _by_key(recording: Recording) -> dict[Key, Tensor]:
 
 
 def _part_of(full: Tensor, made: Made, plan: Plan, coordinates: Mapping[str, int]) -> Tensor | None:
-    """Return the part of a full tensor that belongs to what a rank made; None where its shape is none of a part."""
+    """Return the part of a full tensor that a rank's tensor corresponds to; None where no part has its shape."""
     if made.offsets is not None:
         return full[tuple(slice(a, a + n) for a, n in zip(made.offsets, made.tensor.shape, strict=True))]
     parts = _parts(full, made.unit % plan.schedule.slices, plan, coordinates)
@@ -175,7 +175,7 @@ def _part_of(full: Tensor, made: Made, plan: Plan, coordinates: Mapping[str, int
 
 
 def _parts(full: Tensor, number: int, plan: Plan, coordinates: Mapping[str, int]) -> Iterator[Tensor]:
-    """Yield what an output may be of the full one: some of its tokens, and of its last dimension (cut logits)."""
+    """Yield candidate parts of a full output: tokens (slices, cp, tp) or a share of the last dimension (logits)."""
     rows, slices, tp = full, plan.schedule.slices, plan.mesh.axis_size("tp")
     if slices > 1 and full.dim() > 1 and full.shape[1] % slices == 0:
         rows = full.chunk(slices, 1)[number]
@@ -216,7 +216,7 @@ def _words(made: Made, recording: Recording, plan: Plan, names: Sequence[str]) -
 
 
 def _figures(mesh: Sequence[Recording], alone: Recording, precise: Recording) -> Iterator[Difference]:
-    """Yield where losses and norms differ: behind all tensors of their step."""
+    """Yield differences of losses and gradient norms."""
     for recording in mesh:
         for step, (mine, its, exact) in enumerate(zip(recording.figures, alone.figures, precise.figures, strict=True)):
             for name, figure in mine.items():

@@ -1,6 +1,6 @@
-"""What looks at an engine's steps from outside: comparisons with one process, recordings, bytes that are saved.
+"""Checks of an engine's steps from outside: comparison with one process, recording, bytes saved for backward.
 
-A step of an engine beside the same step of a whole model, by a loop as one writes it by hand.
+The reference for a step of an engine is the same step of the whole model, in a plain loop:
 
 for each microbatch:  loss, weight = loss_fn(model(inputs, **extras), targets);  loss.backward()
 gradients / total weight, clipped     ──▶ the same names as the engine's ──▶ `comparison`
@@ -39,12 +39,12 @@ from .comparison import Comparison, compare, from_words, joined, to_words
 from .recording import BEFORE, Kind, Made, Recording, StepObserver
 
 MOST_TOLD = 50
-"""How many differences of each rank `verify` gives."""
+"""Differences of each rank that `verify` returns at most."""
 
 
 @dataclass(frozen=True)
 class EngineChecks:
-    """Does steps of an engine and looks at them; `settle` cuts a batch, and settles with other ranks what is run."""
+    """Runs steps of an engine under observation; `settle` splits a batch, and agrees with other ranks on its units."""
 
     settle: Callable[[Plan, Any, Any, Mapping[str, Any]], PreparedStep]
     runner: PlanRunner
@@ -56,7 +56,7 @@ class EngineChecks:
     clip: float | None
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
-        """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
+        """Run a `step`, and count the bytes that autograd saves for backward, by storage, weights not included."""
         step = self.settle(self.model.plan, inputs, targets, extras)
         with SavedBytes(step.interpreter.state, self.model.stages, step.batch) as counted:
             result = self.runner.run(step, step.interpreter.watched(counted))
@@ -81,14 +81,14 @@ class EngineChecks:
         return total * shards / max(spec.num_samples, 1)
 
     def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
-        """Do a `step`, and write down all that it makes on this rank; see `verification`."""
+        """Run a `step`, and record all tensors that it computes on this rank; see `recording`."""
         observer = self._observer(recording)
         result = self._run_observed(observer, inputs, targets, extras)
         observer.note_weights()
         return result
 
     def inspect(self, inputs: Any, targets: Any, **extras: Any) -> ModelFacts:
-        """Do a `step`, and return what it has found of blocks and losses, and what follows (collective)."""
+        """Run a `step`, and return the facts it has found about blocks and losses, with consequences (collective)."""
         blocks = {int(n): block for stage in self.model.stages.values() for n, block in stage.blocks.items()}
         before = {n: {name: b.clone() for name, b in block.named_buffers()} for n, block in blocks.items()}
         step = self.settle(self.model.plan, inputs, targets, extras)
@@ -100,20 +100,20 @@ class EngineChecks:
         return find_facts(step, changed, self.model, self.runner.losses, self.world)
 
     def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
-        """Do a `step`, and compare it with the same step of a whole model in one process (collective).
+        """Run a `step`, and compare it with the same step of a whole model in one process (collective).
 
         Compared are the weights before the step, outputs of blocks (where `reference` is an `nn.Sequential` of the
-        blocks), gradients, loss and norm, each within what rounding does, found by running the reference in float64.
+        blocks), gradients, loss and norm, each within rounding error, found by running the reference in float64.
 
         Args:
-            reference: the model in one piece, with the weights that the engine has; without dropout.
+            reference: the model in one piece, with the engine's weights; without dropout.
             inputs, targets, extras: as for `step`, but of the whole batch, and on every rank.
 
         Returns:
-            What differs, on every rank the same: the first cause first, at most `MOST_TOLD` of each rank.
+            The differences, the same on every rank: the first cause first, at most `MOST_TOLD` of each rank.
 
         Raises:
-            MisfitError: weights that the reference does not have, a reference that draws, a batch that does not divide.
+            MisfitError: weights that the reference lacks, a reference that draws, a batch that does not divide.
         """
         plan = self.model.plan
         whole = WholeModel(
@@ -149,13 +149,13 @@ class EngineChecks:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model of the user's own that an engine is compared with.
+    """Reference model in one process that an engine is compared with.
 
     Args:
-        model: in the state in which the engine is; it is copied.
-        names: the engine's names of weights, to the model's own.
+        model: in the same state as the engine's; it is copied.
+        names: names of weights in the engine → names in the model.
         loss_fn, clip: as the engine's.
-        microbatches: into how many a whole batch is cut: those of all replicas.
+        microbatches: number of parts of a whole batch: the microbatches of all replicas.
     """
 
     model: nn.Module
@@ -165,7 +165,7 @@ class WholeModel:
     microbatches: int
 
     def refusal(self) -> str:
-        """Return why the model cannot be compared, as it draws or lacks weights of the engine's; "" where it can."""
+        """Return the reason why the model cannot be compared: it draws, or lacks weights of the engine; "": it can."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
                 return (
@@ -181,7 +181,7 @@ class WholeModel:
         return ""
 
     def record(self, inputs: Any, targets: Any, extras: Mapping[str, Any], dtype: torch.dtype | None) -> Recording:
-        """Return what a step on a whole batch makes, computed as `dtype` (None: as the model is)."""
+        """Return the recording of a step on a whole batch, computed in `dtype` (None: the model's own)."""
         model = copy.deepcopy(self.model).train(self.model.training)
         if dtype is not None:
             model, inputs, extras = model.to(dtype), _cast(inputs, dtype), _cast(dict(extras), dtype)
@@ -215,7 +215,7 @@ class WholeModel:
         return found, 1.0
 
     def _finish(self, model: nn.Module, weight: float) -> float:
-        """Make of summed gradients those of the batch, and return their norm before it is clipped."""
+        """Divide accumulated gradients by the total weight, clip them, and return their norm before clipping."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for gradient in gradients:
             gradient.div_(weight)
@@ -239,7 +239,7 @@ class WholeModel:
 
 
 def share_of(tree: Any, part: int, parts: int) -> Any:
-    """Return the samples of a batch that are one of as many equal parts: a replica's, a microbatch's."""
+    """Return one of `parts` equal parts of a batch along samples: that of a replica or microbatch."""
 
     def share(tensor: Tensor) -> Tensor:
         size = tensor.shape[0] // parts
@@ -254,7 +254,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _watching(model: nn.Module, recording: Recording, unit: int) -> Iterator[None]:
-    """A context in which the blocks of a sequential model show what they give; those of others are not known."""
+    """Context that records the outputs of a sequential model's blocks; blocks of other models are unknown."""
     children = model.named_children() if isinstance(model, nn.Sequential) else ()
     with ExitStack() as stack:
         for name, block in children:

@@ -1,10 +1,10 @@
-"""What a step makes, written down on one rank: outputs of blocks, gradients, weights, the loss.
+"""Recording of the tensors that steps compute on one rank: outputs of blocks, gradients, weights, the loss.
 
     Fwd(stage, microbatch)    each block of the stage ──hook──▶ output of block 3, microbatch 5
-    first OptStep             gradients, as the optimizers get them, by the boxes of the full tensors that are here
+    first OptStep             gradients, as the optimizers get them, by their boxes in the full tensors
     after the step            weights and buffers, by their boxes; loss and norm
 
-Every rank writes down all that it holds, copies included: replicas that drift apart differ from one process as well.
+Every rank records all tensors that it holds, copies included, so that drifting replicas are detected as well.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..stage.rank_model import RankModel
 from ..state.master_weights import Masters
 
 BEFORE = -1
-"""The step of the weights that a training starts from."""
+"""Step number of the weights before the first step."""
 
 ALL = -1
-"""Stands for a unit: what belongs to all of them."""
+"""Unit index of tensors that belong to all units."""
 
 Kind = Literal["output", "gradient", "weight", "figure"]
 Call = Callable[[], None]
@@ -41,12 +41,12 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor, or a part of one, that a step made.
+    """Tensor, or a part of one, that a step computed.
 
     Attributes:
         name: of outputs the block's number; else the name of the weight or buffer in the whole model.
-        unit: of outputs, which of the batch's units made it, counted over all replicas; else 0.
-        place: which tensor of a block's output, of several.
+        unit: of outputs, the batch's unit, counted over all replicas; else 0.
+        place: index of the tensor among those of a block's output.
         offsets: where a part begins in the full tensor; None for outputs, which are laid out as their rank is.
     """
 
@@ -61,12 +61,12 @@ class Made:
 
 @dataclass
 class Recording:
-    """What one rank made in some steps.
+    """Tensors that one rank computed in some steps.
 
     Attributes:
         rank: its global rank.
-        coordinates: where it is in the mesh.
-        figures: loss and norm of each step.
+        coordinates: its mesh coordinates.
+        figures: loss and gradient norm of each step.
     """
 
     rank: int
@@ -75,18 +75,18 @@ class Recording:
     figures: list[dict[str, float]] = field(default_factory=list)
 
     def note_output(self, step: int, name: str, unit: int, output: Any) -> None:
-        """Write down what a block gave of a unit."""
+        """Record a block's output of a unit, copied to the CPU."""
         for place, tensor in enumerate(tensors_of(split_result(output)[0])):
             kept = tensor.detach().to("cpu", copy=True)
             self.made.append(Made(step, "output", name, kept, unit=unit, place=place))
 
 
 class StepWatch:
-    """Looks at one step of a rank while it runs; `with watch.watching(): …` around it.
+    """Observer of one step of a rank: wraps its calls, and hooks its blocks in `with watch.watching(): …`.
 
     Args:
-        plan, model, masters: what the rank runs, and what it holds.
-        held: returns the tensors that it holds of the model.
+        plan, model, masters: the plan, this rank's stages, and the master weights.
+        held: returns the tensors of the model that the rank holds.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StepWatch:
         self._unit, self._is_forward, self._has_gradients = ALL, False, False
 
     def wrap(self, index: int, call: Call) -> Call:
-        """Return what is called instead of one of the calls of an instruction."""
+        """Return the call that replaces the call of an instruction."""
         if isinstance(self._program[index], ins.OptStep):
             return partial(self._run_step, call)
         sides = [side for side in self._program[index].sides if isinstance(side, ins.Compute)]
@@ -113,7 +113,7 @@ class StepWatch:
             self._unit, self._is_forward = ALL, False
 
     def _run_step(self, call: Call) -> None:
-        """Look at the sums of gradients before they are stepped by."""
+        """Observe the accumulated gradients before the optimizer steps."""
         if not self._has_gradients:
             self._has_gradients = True
             for held in self._held():
@@ -127,7 +127,7 @@ class StepWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which blocks show what they give."""
+        """Context in which the blocks are hooked."""
         with ExitStack() as stack:
             for stage in self._stages.values():
                 for number, block in stage.blocks.items():
@@ -136,12 +136,12 @@ class StepWatch:
             yield
 
     def _handles(self, number: str, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
-        """Yield the hooks of a block, which may be the last one of its stage."""
+        """Register hooks on a block, which may be the last one of its stage, and yield their handles."""
         raise NotImplementedError
 
 
 class StepObserver(StepWatch):
-    """Writes down one step of a rank; its last argument is where."""
+    """Observer that records one step of a rank into `recording`."""
 
     def __init__(self, *what: Any, recording: Recording) -> None:
         super().__init__(*what)
@@ -160,16 +160,16 @@ class StepObserver(StepWatch):
         yield block.register_forward_hook(partial(self._gave, number))
 
     def _gave(self, name: str, block: nn.Module, given: Any, output: Any) -> None:
-        if self._is_forward:  # else one that is run again
+        if self._is_forward:  # not of recomputation
             self._recording.note_output(self._step, name, self._unit, output)
 
     def end(self, result: StepResult) -> None:
-        """Write down what the step came to."""
+        """Record the loss and gradient norm of the step."""
         norm = math.nan if result.grad_norm is None else result.grad_norm.item()
         self._recording.figures.append({"loss": result.loss.item(), "grad_norm": norm})
 
     def note_weights(self, step: int | None = None) -> None:
-        """Write down the weights as they are now, as those after this step, or another."""
+        """Record the present weights, as those after this step, or after step `step`."""
         for held in self._held():
             if held.numbers is not None:
                 self._note("weight", held, held.numbers, self._step if step is None else step)

@@ -1,20 +1,20 @@
-"""Where a rank is, in memory that outlives it: a few numbers, each written by one store, read by who maps them.
+"""Cell: the position of a rank in its program, a few numbers in memory that outlives the process.
 
-    rank       cell.numbers[INDEX] = 17      one store into a page of a nameless file (memfd)
-    hub        reads /proc/PID/fd/N, mapped once: what was stored last is there also after a kill or a stop
+    rank       cell.numbers[INDEX] = 17      one store into a page of an anonymous file (memfd)
+    hub        maps /proc/PID/fd/N once: the last store is readable even after a kill or a stop
 
-Where there is no such file, or no such way to it (another machine, another system), the cell is plain memory, and
+Where there is no such file, or it cannot be opened (another machine, another system), the cell is plain memory, and
 the rank's watcher sends samples of it.
 
-What a rank waits for, written where others can read it while it waits: one number in a cell.
+The wait of a rank, published while it waits, is one number in a cell:
 
-    Cells, for a message     cell = 8 x its place in the program + 2 (receive) or 3 (send)     … wait …     cell = 1
+    Cells, for a message     cell = 8 x its index in the program + 2 (receive) or 3 (send)     … wait …     cell = 1
     a group's collective     cell = 8 x the group's number + 4                                 … wait …     cell = 1
 
-Before there are groups, WORLD_CODE says that all ranks are waited for.
+WORLD_CODE stands for a wait for all ranks, before there are groups.
 
-The cell may be in memory that outlives the process; 0 there says nothing of waits. On accelerators a wait holds up a
-stream, not the host: what this cell says is not to be shown there (`Transport.blocks_host`).
+The cell may be in memory that outlives the process; 0 there means unknown. On accelerators a wait blocks a stream, not
+the host: there waits in this cell are not to be shown (`Transport.blocks_host`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = 8
 
 
 class WaitCell:
-    """One number of `memory`, at place `at`, that says what a rank waits for."""
+    """One number of `memory`, at place `at`: the code of a rank's wait."""
 
     __slots__ = ("at", "memory")
 
@@ -41,32 +41,32 @@ class WaitCell:
         self.at = 0
 
     def move(self, memory: MutableSequence[int], at: int) -> None:
-        """Be in other memory from now on."""
+        """Use other memory from now on, and copy the number there."""
         memory[at] = self.memory[self.at]
         self.memory, self.at = memory, at
 
 
 def receive_code(index: int) -> int:
-    """Return what says that the receive at a place of the program is waited for."""
+    """Return the code of a wait for the receive at an index of the program."""
     return _KINDS * index + _RECEIVE
 
 
 def send_code(index: int) -> int:
-    """Return what says that the receipt of the send at a place of the program is waited for."""
+    """Return the code of a wait for completion of the send at an index of the program."""
     return _KINDS * index + _SEND
 
 
 def collective_code(group: int) -> int:
-    """Return what says that a collective of a group is waited for, by the group's number on its transport."""
+    """Return the code of a wait for a collective of a group, by the group's number on its transport."""
     return _KINDS * group + _COLLECTIVE
 
 
 WORLD_CODE = collective_code(2**40)
-"""What says that all ranks are waited for, as in set-up."""
+"""Code of a wait for all ranks, as in set-up."""
 
 
 def wait_of(code: int, groups: Sequence[tuple[int, ...]]) -> Wait | None:
-    """Return what a cell's number says; `groups` are the ranks of a transport's groups. None for what says nothing."""
+    """Return the wait for a code; `groups` are the ranks of a transport's groups. None: invalid or unknown."""
     number, kind = divmod(code, _KINDS)
     if kind == _RECEIVE:
         return Wait("receive", index=number)
@@ -79,19 +79,19 @@ def wait_of(code: int, groups: Sequence[tuple[int, ...]]) -> Wait | None:
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID, SENT, SENT_AT, ROOM, GIVEN = range(13)
-"""What each number of a cell is; from the last on they are those of `Given`."""
+"""Indices of a cell's numbers; the last ones are those of `Given`."""
 NUMBERS = GIVEN + 4
 BYTES = 8 * NUMBERS
 NOWHERE = -1
-"""No instruction, no step, no program."""
+"""Value for no instruction, no step, no program."""
 
 
 class Place(NamedTuple):
-    """Where a rank is, as its cell says: instruction (`at`), step and program are `NOWHERE` where there are none.
+    """Position of a rank, as read from its cell: `at` (instruction), step and program are `NOWHERE` outside of any.
 
-    `wait` is a number as above, `run` says how many programs it has begun, `entered` how many phases.
-    `sent` are the bytes of its last message that was longer than those before it by the instruction `sent_at`, `room`
-    those of the longest that it has room for. The others say what the rank was given, as `Given` has it.
+    `wait` is a code as above, `run` the number of programs it has begun, `entered` that of phases. `sent` is the size
+    in bytes of the last message that was longer than those before, sent by the instruction `sent_at`; `room` that of
+    the longest message it can receive. `given` is the size of the rank's batch, as in `Given`.
     """
 
     at: int
@@ -108,15 +108,15 @@ class Place(NamedTuple):
 
 
 START = Place(NOWHERE, NOWHERE, NOWHERE, "setup", NOTHING, 0, 0)
-"""Where a rank is that has said nothing."""
+"""Position of a rank before its first store."""
 
 
 class Cell:
     """This rank's cell.
 
     Attributes:
-        numbers: to be stored into, each as INDEX, STEP, … say.
-        file: the number of its file; None where it has none.
+        numbers: the memory to store into, by the indices INDEX, STEP, …
+        file: the file descriptor; None where there is no file.
     """
 
     def __init__(self, rank: int, *, shared: bool) -> None:
@@ -129,21 +129,21 @@ class Cell:
         self.numbers[WAIT] = NOTHING
 
     def read(self) -> Place:
-        """Return where the rank is."""
+        """Return the position of the rank."""
         return place_of(self._view.tolist())
 
     def close(self) -> None:
-        """Close the file; what is stored from now on is seen by who has mapped it."""
+        """Close the file; later stores are still visible to a process that has mapped it."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
 
 
 class CellReader:
-    """Another process's cell, mapped."""
+    """A cell of another process, mapped read-only."""
 
     def __init__(self, pid: int, file: int, rank: int) -> None:
-        """Map the cell of `rank`; raises `OSError` where there is no way to it, or it is another's."""
+        """Map the cell of `rank`; raises `OSError` where it cannot be opened, or belongs to another rank."""
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._memory = mmap.mmap(opened, BYTES, prot=mmap.PROT_READ)
@@ -157,11 +157,11 @@ class CellReader:
             raise OSError(f"process {pid} has no cell of rank {rank} there")
 
     def read(self) -> Place:
-        """Return where the rank is, or was last."""
+        """Return the current or last position of the rank."""
         return place_of(self._numbers())
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self._memory.close()
 
     def _numbers(self) -> list[int]:
@@ -170,7 +170,7 @@ class CellReader:
 
 
 def place_of(numbers: list[int]) -> Place:
-    """Return the place that a cell's numbers say; raises `ValueError` for what are no such numbers."""
+    """Return the position from a cell's numbers; raises `ValueError` for invalid ones."""
     if len(numbers) < NUMBERS or not 0 <= numbers[PHASE] < len(PHASES):
         raise ValueError("no numbers of a cell")
     at, step, program, phase, wait, run, entered = numbers[:RANK]

@@ -1,12 +1,12 @@
-"""The hub of a run's watch: hears all ranks, reads their cells, makes the verdict. It is no rank, and outlives them.
+"""The hub of hang detection: connects to all ranks, reads their cells, makes the verdict. Not a rank, it outlives them.
 
     quintsched run     a thread of the launcher:  hub = Hub(num_ranks, …); hub.start(); environ |= hub.environment
                                                   hub.ended(rank, code) after each wait; hub.close() at the end
-    torchrun           python -m quintsched.runtime.watch.hub SOCKET NUM_RANKS, which rank 0 starts, and which ends with
-                       the last rank; the key is in its environment, and every rank that is left says the verdict
-    several machines   the same; each launcher tells it how ranks of its machine ended (`start.tell_end`)
+    torchrun           python -m quintsched.runtime.watch.hub SOCKET NUM_RANKS, started by rank 0; it ends with the last
+                       rank; the key is in its environment, and every surviving rank prints the verdict
+    several machines   the same; each launcher reports the exits of its machine's ranks (`start.tell_end`)
 
-It listens on the loopback unless ranks are on several machines, and takes nobody who does not know the run's key.
+It listens on the loopback unless ranks are on several machines, and accepts only peers that know the run's key.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from .wall_time import now_s
 
 TICK_S = 0.1
 HURRY_S = 0.01
-"""How long a look at everything is apart from the next; the latter while it is looked for what became of a process."""
+"""Seconds between two looks at all ranks; the shorter one while an exit status is awaited."""
 ALONE_AT_FIRST_S, ALONE_S = 120.0, 2.0
-"""How long a hub stays that is a process of its own and hears no rank: at first, and later."""
+"""Seconds until a hub that is a separate process ends without any connected rank: at first, and later."""
 FATE_S = 0.25
-"""How long it is looked for that at most."""
+"""Maximum time to wait for an exit status, in seconds."""
 
 
 class Hub:
-    """Watches the ranks of a run, from a thread of its own.
+    """Watches the ranks of a run, in a thread of its own.
 
     Args:
-        num_ranks: how many there are.
-        tell: is given the verdict as soon as there is one, in the hub's thread, and says it to the user; None: ranks
-            do, and the hub ends with the last of them, and not only when it is closed.
-        key: what shows that somebody belongs to the run; None: made up.
-        listening: a socket that listens already; None: one on the loopback.
+        num_ranks: number of ranks.
+        tell: is called with the verdict at once, in the hub's thread, and prints it; None: the ranks print it, and the
+            hub also ends with the last of them, not only when it is closed.
+        key: shared secret that authenticates ranks; None: generated.
+        listening: a listening socket; None: one on the loopback.
     """
 
     def __init__(
@@ -84,38 +84,38 @@ class Hub:
 
     @property
     def address(self) -> str:
-        """Where it listens: "host:port"."""
+        """Address that it listens at: "host:port"."""
         return self._listener.address
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks have to have in their environment to find it."""
+        """Environment variables by which ranks find it."""
         return {ADDRESS: self.address, KEY: self.key}
 
     def start(self) -> None:
-        """Start its thread."""
+        """Start the thread."""
         self._thread.start()
 
     def ended(self, rank: int, returncode: int) -> None:
-        """Take in that a rank's process has ended, and how: as `subprocess` has it, minus a signal's number."""
+        """Record that a rank's process has ended, with its `subprocess` return code: minus a signal's number."""
         with self._lock:
             self._ended[rank] = returncode
         self._listener.wake()
 
     def wait(self, timeout_s: float) -> Verdict | None:
-        """Return the verdict, or None once nothing is left to be judged, or after so many seconds."""
+        """Return the verdict; None once there is nothing left to judge, or after the timeout."""
         self._is_over.wait(timeout_s)
         return self.verdict
 
     def stop(self) -> None:
-        """Judge no more: what happens to ranks from now on is meant to."""
+        """Stop judging: whatever happens to ranks from now on is intended."""
         self._is_closing = True
         self._listener.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop, and hang up."""
+        """Stop, and close all connections."""
         self.stop()
         if self.verdict is not None:
             self.verdict.finish()
@@ -125,7 +125,7 @@ class Hub:
                 member.reader.close()
 
     def run(self) -> None:
-        """Watch until the hub is closed, or all ranks have ended and hung up."""
+        """Watch until the hub is closed, or all ranks have ended and disconnected."""
         try:
             while not self._is_closing:
                 self._hear()
@@ -176,14 +176,14 @@ class Hub:
             member.has_ended = True
 
     def _refused(self, message: Mapping[str, Any], now: float) -> None:
-        """Take in that a rank cannot even connect, and why."""
+        """Record the error of a rank that cannot even connect."""
         rank = int(message["refused"])
         if 0 <= rank < len(self._members) and not self._members[rank].has_come:
             self._members[rank].host = str(message["host"])[:200]
             self._members[rank].fail("refusal", printable(str(message["error"])), int(message["code"]), now)
 
     def _welcome(self, connection: Connection, message: Mapping[str, Any], now: float) -> None:
-        """Take in who has shown the key, and say whether its cell is read from here."""
+        """Register an authenticated rank, and reply whether its cell is read directly."""
         rank = int(message["rank"])
         member = self._members[rank] if 0 <= rank < len(self._members) else None
         if member is None or member.has_come:
@@ -249,7 +249,7 @@ class Hub:
                 member.move(member.reader.read(), now)
 
     def _seek_fate(self, member: Member, now: float) -> None:
-        """Find what became of a process that has hung up; one that is still there after a while goes on unheard."""
+        """Find the exit of a disconnected process; one that still runs after a while stays without connection."""
         assert member.closed_s is not None
         if not member.is_here:
             member.end(Fate("unreachable" if member.is_cut else "gone"), now)
@@ -268,7 +268,7 @@ class Hub:
                 member.closed_s = None
 
     def _rule(self) -> None:
-        """Make the verdict; not yet where ranks are told that their own code failed, which they say first."""
+        """Make the verdict; but first, ranks whose own code failed are told so, and print their errors."""
         now, still_s = now_s(), max(self._progress.still_s / 2, SETTLE_S)
         for member in self._members:
             member.is_silent = is_silent(member, now)
@@ -289,7 +289,7 @@ class Hub:
         for member in self._members:
             if member.is_stopped and member.lives:
                 with suppress(OSError):
-                    os.kill(member.process.pid, signal.SIGKILL)  # or it would train on when somebody lets it go on
+                    os.kill(member.process.pid, signal.SIGKILL)  # it would otherwise resume training when continued
         self._is_over.set()
 
     def _announce(self, connection: Connection) -> None:
@@ -299,7 +299,7 @@ class Hub:
 
 
 def _went_with_launcher(member: Member, fate: Fate) -> bool:
-    """Whether a process was killed, or is gone, whose launcher had ended before, as the kernel then does it."""
+    """Whether a process was killed, or is gone, because its launcher ended first (parent death signal)."""
     if member.launcher == NOBODY or (fate.kind, fate.code) not in (("signal", signal.SIGKILL), ("gone", None)):
         return False
     state = look_at(member.launcher)
@@ -307,7 +307,7 @@ def _went_with_launcher(member: Member, fate: Fate) -> bool:
 
 
 def main() -> int:
-    """Watch in a process of its own until all ranks have ended; say the verdict where no rank is left to do so."""
+    """Run a hub in a process of its own until all ranks have ended; print the verdict where no rank survives."""
     file, num_ranks = int(sys.argv[1]), int(sys.argv[2])
     hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file))
     hub.run()

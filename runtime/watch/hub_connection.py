@@ -1,21 +1,21 @@
-"""The hub's sockets: takes connections, asks for the key, puts frames together, drops who does not keep to the rules.
+"""Sockets of the hub: accepts connections, authenticates peers, assembles frames, drops peers that break the rules.
 
     rank                                hub
       │ ◀──────────── {"ask": challenge} │     a stranger: one frame of at most 1 KiB, within 10 s, or it is dropped
-      │ {"answer": …, "ask": …, …} ────▶ │     a rank: frames as `frames` bounds them
+      │ {"answer": …, "ask": …, …} ────▶ │     a rank: larger frames, within the bounds below
       │ ◀──────────────── {"answer": …}  │
 
-Nothing here blocks: a rank that does not read, as one that is stopped, misses what does not fit into the socket.
+Nothing here blocks: messages to a rank that does not read, such as a stopped one, are dropped when its socket is full.
 
-What goes over the watch's connections: frames of a kind and a bounded size, after both ends have shown the key.
+Protocol of the watch's connections: frames of a kind and a bounded size, after mutual authentication by a key.
 
     ┌ kind 1 B ┐┌ length 4 B ┐┌ payload ─────────────────────────┐
     │ J        ││ 57         ││ {"error": "ValueError: …", …}    │     J: a JSON object, at most 64 KiB
     │ P        ││ 20417      ││ 4 B number, the plan, compressed │     P: at most 64 MiB
     └──────────┘└────────────┘└──────────────────────────────────┘
 
-A length is looked at before anything of that length is read. The key never goes over the wire: each end answers the
-other's challenge with an HMAC. Who is not known yet may send one small J frame, nothing else.
+A length is checked before that many bytes are read. The key is never sent: each end answers the other's challenge with
+an HMAC. An unauthenticated peer may send one small J frame, nothing else.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from . import wall_time
 JSON, PLAN = b"J", b"P"
 MOST_BYTES = {JSON: 64 * 1024, PLAN: 64 * 1024 * 1024}
 MOST_OF_STRANGERS = 1024
-"""Bytes of a frame from somebody who has not shown the key."""
+"""Maximum size in bytes of a frame from an unauthenticated peer."""
 MOST_PLAN = 1024 * 1024 * 1024
-"""Bytes of a plan file, not compressed."""
+"""Maximum size in bytes of a plan file, uncompressed."""
 HEAD = struct.Struct(">cI")
 NUMBER = struct.Struct(">I")
 
 
 class FrameError(Exception):
-    """What came is no frame of ours."""
+    """The received bytes are no valid frame."""
 
 
 def json_frame(message: dict[str, Any]) -> bytes:
@@ -66,10 +66,10 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Puts the bytes of one connection together to frames.
+    """Assembles the bytes of one connection into frames.
 
     Attributes:
-        is_known: whether the other end has shown the key; until then frames are small.
+        is_known: whether the other end is authenticated; until then frames are small.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class FrameReader:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (kind, payload) of each frame that is complete; raises `FrameError` for what is no frame."""
+        """Yield (kind, payload) of each complete frame; raises `FrameError` for an invalid one."""
         self._received += data
         while len(self._received) >= HEAD.size:
             kind, length = HEAD.unpack_from(self._received)
@@ -92,7 +92,7 @@ class FrameReader:
 
 
 def message_of(payload: bytes) -> dict[str, Any]:
-    """Return the message in a J frame; raises `FrameError` for what is no JSON object."""
+    """Return the message in a J frame; raises `FrameError` for a payload that is no JSON object."""
     try:
         found = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -103,7 +103,7 @@ def message_of(payload: bytes) -> dict[str, Any]:
 
 
 def plan_of(payload: bytes) -> tuple[int, bytes]:
-    """Return the number and the plan file in a P frame; raises `FrameError` for what holds none."""
+    """Return the number and the plan file in a P frame; raises `FrameError` for an invalid payload."""
     if len(payload) < NUMBER.size:
         raise FrameError("no plan")
     expander = zlib.decompressobj()
@@ -117,30 +117,30 @@ def plan_of(payload: bytes) -> tuple[int, bytes]:
 
 
 def challenge() -> str:
-    """Return something that was never asked before."""
+    """Return a random challenge."""
     return secrets.token_hex(16)
 
 
 def answer(key: str, asked: str, role: str) -> str:
-    """Return what only somebody with the key can say to a challenge; the roles of both ends differ."""
+    """Return the HMAC that answers a challenge; `role` differs between both ends, so that none can be reflected."""
     return hmac.new(key.encode(), f"{role}:{asked}".encode(), hashlib.sha256).hexdigest()
 
 
 def is_answer(given: object, key: str, asked: str, role: str) -> bool:
-    """Whether an answer shows that somebody has the key."""
+    """Whether an answer proves knowledge of the key."""
     return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, answer(key, asked, role))
 
 
 ADDRESS, KEY = "QUINTSCHED_WATCH", "QUINTSCHED_WATCH_KEY"
-"""The environment that ranks find their hub by."""
+"""Environment variables by which ranks find their hub."""
 CHUNK = 256 * 1024
 STRANGER_S = 10.0
 CUT_S = 10
-"""After so many seconds without a sign of life from the other host's system, a connection is cut."""
+"""Seconds without a reply of the other host's system after which a connection is cut."""
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Let the system find out when the other host is cut off, though nobody says anything."""
+    """Enable keep-alive, so that the system detects an unreachable host even on an idle connection."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": CUT_S // 2}.items():
@@ -151,12 +151,12 @@ def keep_alive(connected: socket.socket) -> None:
 
 
 class Connection:
-    """One connection to a rank, or to a stranger.
+    """One connection to a rank, or to an unauthenticated peer.
 
     Attributes:
-        rank: whose it is; None: nobody's yet.
+        rank: the peer's rank; None: not known yet.
         is_closed: whether it has ended.
-        is_cut: whether the network ended it, and not the other process.
+        is_cut: whether the network ended it, not the other process.
     """
 
     def __init__(self, connected: socket.socket, key: str) -> None:
@@ -172,12 +172,12 @@ class Connection:
         self.send({"ask": self._asked})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message, as far as the other end takes it."""
+        """Send a message without blocking; bytes that do not fit into the socket are dropped."""
         with suppress(OSError):
             self.socket.send(json_frame(message))
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield what has come; what breaks the rules ends the connection."""
+        """Yield the received messages; an invalid one ends the connection."""
         try:
             yield from self._receive()
         except FrameError:
@@ -208,13 +208,13 @@ class Connection:
             yield message
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.is_closed = True
         self.socket.close()
 
 
 class Listener:
-    """The hub's end of all connections; `most` is how many there may be at a time."""
+    """The hub's listening socket and all its connections; `most` is their maximum number."""
 
     def __init__(self, key: str, listening: socket.socket, most: int) -> None:
         self._key, self._most = key, most
@@ -231,12 +231,12 @@ class Listener:
         self._connections: dict[socket.socket, Connection] = {}
 
     def wake(self) -> None:
-        """Let who waits in another thread look around."""
+        """Wake the thread in `wait`."""
         with suppress(OSError):
             os.write(self._wake, b"!")
 
     def wait(self, timeout_s: float) -> Iterator[Connection]:
-        """Wait at most so long, and yield connections of which something has come, or that have ended."""
+        """Wait up to a timeout, and yield connections that have received data, or have ended."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listening:
                 self._accept()
@@ -253,13 +253,13 @@ class Listener:
                 self.drop(connection)
 
     def drop(self, connection: Connection) -> None:
-        """Hang up."""
+        """Close a connection."""
         if self._connections.pop(connection.socket, None) is not None:
             self._selector.unregister(connection.socket)
         connection.close()
 
     def close(self) -> None:
-        """Hang up everywhere."""
+        """Close all connections."""
         for connection in list(self._connections.values()):
             self.drop(connection)
         self._selector.close()

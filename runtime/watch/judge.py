@@ -1,20 +1,20 @@
-"""When there is a verdict to be made: after the first sign that something is wrong, and the words that come with it.
+"""Rules for the time of a verdict: after the first symptom, once the messages that explain it have arrived.
 
-a process ended, or is cut off                 0.3 s later: late words are in, and the first to end is still the first
-a process ended quietly, in set-up             1.5 s later, if somebody waits for it
+a process ended, or is cut off                 0.3 s later: late messages are in, and the first to end is still first
+a process ended quietly, in set-up             1.5 s later, if some rank waits
 a rank's own code raised                       when its process has ended, so that its traceback comes first
-all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
-some refuse                                    4 s later; 8 s while others have not connected, who may find the same;
-                                               0.3 s after another one's wait for them has failed
-a rank's wait for others failed                as soon as the cause is known, 2 s later in any case; where it was the
-                                               user's code that waited, and nobody else is to blame, that rank first
-                                               says the error, as its own
-nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
-a rank of another machine does not answer      the last two wait for whether it is cut off, 15 s at most
+all ranks refuse (a job that does not fit)     never: they print it themselves, in the same words
+some refuse                                    4 s later; 8 s while others have not connected, which may refuse too;
+                                               0.3 s after another rank's wait for them has failed
+a rank's wait for others failed                as soon as the cause is known, at most 2 s later; where user code
+                                               waited, and no other rank is at fault, that rank first prints
+                                               the error, as its own
+no rank moves for longer than the limit        0.3 s later, after new samples, if still no rank has moved
+a rank of another machine does not answer      the last two wait until it is known to be cut off, 15 s at most
 
-What the hub knows of each rank: where it is, since when, what became of its process, what it said.
+State of each rank as the hub knows it: position and its time, exit of its process, its messages.
 
-hello ─▶ Member ─▶ place (read or sent) ─▶ …  bye: it has done all it should     error: what it raised
+hello ─▶ Member ─▶ place (read or sent) ─▶ …  bye: it has finished     error: what it raised
                                               closed: its process has ended, or is cut off ─▶ fate
 """
 
@@ -34,49 +34,49 @@ from .process import NOBODY, ProcessId
 from .progress import Progress
 
 ErrorKind = Literal["own", "refusal", "stall", "unclear"]
-"""What a rank says of an error: its own code's; one that all ranks may find alike; that a wait for others failed; that
-its code failed as it communicated: another rank's fault if there is one, else its own.
+"""Kind of an error, as a rank reports it: of its own code; a refusal that all ranks may raise alike; a failed wait for
+others; unclear: its code failed in communication, by another rank's fault if there is one, else its own.
 """
 
 COMPLAINTS: tuple[ErrorKind, ...] = ("stall", "unclear")
-"""The kinds of errors that may be another rank's fault."""
+"""Kinds of errors that may be another rank's fault."""
 
 
 @dataclass
 class Member:
-    """One rank. Times are those of the hub's clock, in seconds."""
+    """State of one rank. Times are on the hub's clock, in seconds."""
 
     rank: int
     host: str = ""
     process: ProcessId = NOBODY
     launcher: ProcessId = NOBODY
-    """The process that it ends with, where that is known."""
+    """The launcher process that it ends with, where that is known."""
     is_here: bool = False
-    """Whether it runs on the hub's machine, where numbers of processes mean the same."""
+    """Whether it runs on the hub's machine, where process ids are comparable."""
     reader: CellReader | None = None
     place: Place = START
     changed_s: float = 0.0
     heard_s: float = 0.0
     groups: list[tuple[int, ...]] = field(default_factory=list)
     host_waits: bool = True
-    """Whether its host waits for other ranks itself, and no device in its stead."""
+    """Whether its host blocks in waits for other ranks, not a device."""
     has_come: bool = False
     has_ended: bool = False
-    """Whether it said that it has done all it should."""
+    """Whether it has sent a goodbye: it has finished its work."""
     closed_s: float | None = None
     is_cut: bool = False
-    """Whether the network closed its connection, and not its process."""
+    """Whether the network closed its connection, not its process."""
     fate: Fate | None = None
     fate_s: float = 0.0
     error: tuple[ErrorKind, str] | None = None
     error_s: float = 0.0
-    """When it told of it."""
+    """Time of its report."""
     error_code: int = 1
-    """The exit code of such an error, whatever its process ends with."""
+    """Exit code for this error, whatever its process ends with."""
     is_stopped: bool = False
-    """Whether its process lives and does not run, as after a SIGSTOP; known of those on the hub's machine."""
+    """Whether its process is stopped, as by SIGSTOP; known on the hub's machine only."""
     is_silent: bool = False
-    """Whether it has not answered for so long that its machine would have been found cut off."""
+    """Whether it has not answered for so long that a cut connection would have been detected."""
 
     @property
     def lives(self) -> bool:
@@ -90,34 +90,34 @@ class Member:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether nobody knows yet if its error is its own."""
+        """Whether it is not known yet if its error is its own."""
         return self.error is not None and self.error[0] == "unclear"
 
     def own_up(self) -> None:
-        """Take its error for its own."""
+        """Mark its error as its own."""
         assert self.error is not None
         self.error = ("own", self.error[1])
 
     def move(self, place: Place, now_s: float) -> None:
-        """Take in where it is."""
+        """Record its position."""
         self.heard_s = now_s
         if place != self.place:
             self.place, self.changed_s = place, now_s
 
     def end(self, fate: Fate, now_s: float) -> None:
-        """Take in what became of its process; what is known better replaces what is known worse."""
+        """Record the exit of its process; a more certain fate replaces a less certain one."""
         if self.fate is None:
             self.fate_s = now_s
         if self.fate is None or self.fate.kind in ("gone", "unreachable"):
             self.fate = fate
 
     def fail(self, kind: ErrorKind, text: str, code: int, now_s: float) -> None:
-        """Take in what it raised; its own error counts for more than a wait that failed before."""
+        """Record its error; an error of its own replaces an earlier failed wait."""
         if self.error is None or self.complains:
             self.error, self.error_s, self.error_code = (kind, text), now_s, code
 
     def state(self, now_s: float, modes: Mapping[int, str], num_ranks: int) -> RankState:
-        """Return what it said last; `modes` are those of the plans by their numbers."""
+        """Return its last state; `modes` are those of the plans by their numbers."""
         place = self.place
         return RankState(
             rank=self.rank,
@@ -139,7 +139,7 @@ class Member:
         )
 
     def _told_fate(self, now_s: float) -> Fate | None:
-        """Return its fate, with the error that it told before; one that gives up without a complaint has no reason."""
+        """Return its fate, with an error that it reported before; an exit with 4 without one gets a remark."""
         ago_s, fate = now_s - self.fate_s, self.fate
         if self.error is not None and not self.complains:
             code = fate.code if fate is not None and fate.kind == "exit" else None
@@ -166,15 +166,15 @@ COMPLAINT_S = 2.0
 OWN_ERROR_S = 2.0
 REFUSAL_S, LATE_REFUSAL_S = 4.0, 8.0
 SILENT_S, CUT_OFF_S = 1.5, 15.0
-"""After how long a silence a rank of another machine may be cut off, and after how long that would have shown."""
+"""Silence after which a rank of another machine may be cut off, and after which that would have been detected."""
 RESTING: tuple[Phase, ...] = ("idle", "ended")
-"""The phases in which a rank of a loop of somebody's own may end without a word."""
+"""Phases in which a rank of a user's own loop may end without a goodbye."""
 ASKED_TO_END = {1, signal.SIGTERM, signal.SIGINT}
-"""SIGHUP, by its number, as Windows has none of this name."""
+"""SIGHUP by its number, which has no name on Windows; SIGTERM, SIGINT."""
 
 
 class Ruling(Enum):
-    """What is to be done."""
+    """Decision of the judge."""
 
     GO_ON = "go on"
     ASK = "ask ranks of other machines where they are"
@@ -183,7 +183,7 @@ class Ruling(Enum):
 
 
 class Judge:
-    """Looks at all members of a run, from time to time; times are those of the hub's clock, in seconds."""
+    """Examines all members of a run periodically; times are on the hub's clock, in seconds."""
 
     def __init__(self, members: Collection[Member], progress: Progress) -> None:
         self._members = members
@@ -192,7 +192,7 @@ class Judge:
         self._first_s: dict[str, float] = {}
 
     def look(self, now_s: float) -> Ruling:
-        """Return what is to be done now."""
+        """Return the decision at this time."""
         living = [member for member in self._members if member.lives]
         places = {member.rank: member.place for member in self._members if member.lives and member.has_come}
         moved = self._progress.look(now_s, places)
@@ -222,12 +222,12 @@ class Judge:
         return Ruling.JUDGE if is_due else Ruling.GO_ON
 
     def _may_be_cut_off(self, now_s: float, since_s: float) -> bool:
-        """Whether a rank of another machine is silent since then, of which the system will say that it is cut off."""
+        """Whether a rank of another machine is silent since then, and may yet be detected as cut off."""
         silent = (member for member in self._members if member.heard_s < since_s and _may_be_silent(member))
         return not all(is_silent(member, now_s) for member in silent)
 
     def _cause(self, now_s: float) -> float | None:
-        """Return when the verdict on processes that ended, or raised, is due; None: there are none."""
+        """Return the time of the verdict on processes that ended, or raised; None: there are none."""
         is_awaited = any(member.lives and member.place.wait != NOTHING for member in self._members)
         ends = (member for member in self._members if is_bad_end(member))
         due = [self._due_of_end(member) for member in ends if is_awaited or not is_quiet(member)]
@@ -238,7 +238,7 @@ class Judge:
         return min(due, default=None)
 
     def _patience(self, member: Member) -> float:
-        """Return how long others have to find the error of a rank too; before it has connected, until they have."""
+        """Return the time for others to raise a rank's error too; longer before all have connected."""
         if not _refuses(member):
             return OWN_ERROR_S
         are_here = all(one.has_come or one.error is not None for one in self._members)
@@ -257,19 +257,19 @@ class Judge:
         return min(began) + (SETTLE_S if is_explained else COMPLAINT_S)
 
     def _all_refuse(self) -> bool:
-        """Whether all ranks that have not ended as they should say, by themselves, why they cannot go on."""
+        """Whether all ranks that have not finished have reported refusals of their own."""
         at_work = [member for member in self._members if not member.has_ended]
         return bool(at_work) and all(map(_refuses, at_work))
 
     def _was_asked_to_end(self) -> bool:
-        """Whether somebody ended all ranks from outside."""
+        """Whether all ranks were ended from outside, by signals."""
         codes = {*ASKED_TO_END, *(128 + number for number in ASKED_TO_END)}
         fates = [member.fate for member in self._members]
         return all(fate is not None and fate.kind in ("signal", "exit") and fate.code in codes for fate in fates)
 
 
 def is_silent(member: Member, now_s: float) -> bool:
-    """Whether a rank of another machine does not answer although that does: it would have been found cut off by now."""
+    """Whether a rank of another machine is silent for longer than the detection of a cut connection takes."""
     return _may_be_silent(member) and member.heard_s <= now_s - CUT_OFF_S
 
 
@@ -282,14 +282,14 @@ def _may_be_silent(member: Member) -> bool:
 
 
 def is_bad_end(member: Member) -> bool:
-    """Whether a process has ended, or is cut off, that should not have."""
+    """Whether a process has ended, or is cut off, without having finished."""
     if member.fate is None or member.has_ended:
         return False
     return not (is_quiet(member) and member.place.phase in RESTING)
 
 
 def is_quiet(member: Member) -> bool:
-    """Whether a process ended, before its work or between two pieces of it, as one does that has nothing to do."""
+    """Whether a process ended without an error, in set-up or between steps, as one without further work does."""
     fate, phase = member.fate, member.place.phase
     if fate is None or member.error is not None:
         return False

@@ -1,7 +1,7 @@
-"""What became of a process, as the kernel says where it runs on this machine; nothing of it elsewhere.
+"""State and exit of processes on this machine, as the kernel reports them; nothing is known of other machines.
 
-/proc/PID/stat     state R, S, D: it runs, sleeps, waits for a disk    T: stopped    Z: ended, exit code readable
-boot_id            whether another process is on this machine: its number means the same there as here
+/proc/PID/stat     state R, S, D: runs, sleeps, waits for a disk    T: stopped    Z: ended, exit code readable
+boot_id            identifies the machine: process ids are comparable where it is the same
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quintsched.stalls.states import Fate
 from .rendezvous.parent import has_launcher
 
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
-"""Where these are in /proc/PID/stat, counted from the state, which is the third."""
+"""Indices of these fields in /proc/PID/stat, counted from the state, which is the third field."""
 
 
 class ProcessId(NamedTuple):
-    """A process: its number, and when it started, in the kernel's ticks (numbers are given again); 0: not known."""
+    """A process: its id, and its start time in the kernel's ticks (ids are reused); 0: not known."""
 
     pid: int
     started: int
@@ -36,25 +36,25 @@ NOBODY = ProcessId(0, 0)
 
 
 class ProcessState(NamedTuple):
-    """What the kernel says of a process; `exit_code` as `wait` has it, None where that is not said."""
+    """State of a process; `exit_code` is a wait status, None where it is not available."""
 
     state: str
     exit_code: int | None
 
 
 def process_of(pid: int) -> ProcessId:
-    """Return a process of this machine by its number."""
+    """Return a process of this machine by its id."""
     fields = _stat(pid)
     return ProcessId(pid, int(fields[_STARTED]) if fields else 0)
 
 
 def launcher() -> ProcessId:
-    """Return the process that this one ends with as a rank; `NOBODY` where there is none, or nothing is known of it."""
+    """Return the launcher process that this rank ends with; `NOBODY` where there is none, or it is unknown."""
     return process_of(os.getppid()) if has_launcher() else NOBODY
 
 
 def machine() -> str:
-    """Return what only this machine has since it was started, and only processes that see each other; or nothing."""
+    """Return an id of this machine, boot and pid namespace, equal for processes that see each other; "": unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -62,7 +62,7 @@ def machine() -> str:
 
 
 def look_at(process: ProcessId) -> ProcessState | None:
-    """Return the state of a process of this machine; None: there is none any more."""
+    """Return the state of a process of this machine; None: it does not exist any more."""
     fields = _stat(process.pid)
     if fields is None or (process.started and int(fields[_STARTED]) != process.started):
         return None
@@ -71,7 +71,7 @@ def look_at(process: ProcessId) -> ProcessState | None:
 
 
 def fate_of(state: ProcessState | None) -> Fate | None:
-    """Return what became of a process by what the kernel says; None: it runs."""
+    """Return the fate of a process by its state; None: it runs."""
     if state is None:
         return Fate("gone")
     if state.state in "ZX":
@@ -80,12 +80,12 @@ def fate_of(state: ProcessState | None) -> Fate | None:
 
 
 def fate_of_code(code: int) -> Fate:
-    """Return the fate that an exit code says as `subprocess` has it: minus the signal, where one ended the process."""
+    """Return the fate for an exit code as `subprocess` returns it: minus the signal's number for a signal."""
     return Fate("signal", -code) if code < 0 else Fate("exit", code)
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields from the state on; what is before may hold anything."""
+    """Return the fields from the state on; the process name before it may contain any characters."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
@@ -94,10 +94,10 @@ def _stat(pid: int) -> list[str] | None:
 
 
 class HeldTerm:
-    """A SIGTERM that does not end this process at once, where nobody else handles it; made in the main thread.
+    """A SIGTERM that is held back, unless another handler is installed; created in the main thread.
 
     Attributes:
-        reader: gets a byte for each signal, also while the main thread hangs in a library; None: nothing is held.
+        reader: gets a byte per signal, even while the main thread hangs in a library; None: nothing is held.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class HeldTerm:
         for end in (reader, self._writer):
             end.setblocking(False)
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # somebody else's, who goes on getting them
+        if before != -1:  # user code's, which keeps getting them
             signal.set_wakeup_fd(before)
             return
         signal.signal(signal.SIGTERM, _note)
@@ -117,7 +117,7 @@ class HeldTerm:
         run_in_children(self.release)
 
     def has_come(self) -> bool:
-        """Whether a SIGTERM has come since the last call that nobody else handles by now."""
+        """Whether a SIGTERM has come since the last call, and no other handler is installed by now."""
         if self.reader is None:
             return False
         with suppress(OSError):
@@ -125,7 +125,7 @@ class HeldTerm:
         return False
 
     def release(self) -> None:
-        """Let a SIGTERM end this process again; does nothing outside the main thread."""
+        """Let SIGTERM end this process again; does nothing outside the main thread."""
         is_main = threading.current_thread() is threading.main_thread()
         if self.reader is not None and is_main and signal.getsignal(signal.SIGTERM) is _note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -134,11 +134,11 @@ class HeldTerm:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the number is with the reader."""
+    """Do nothing: the signal number is written to the reader."""
 
 
 def run_in_children(method: Callable[[], object]) -> None:
-    """Run a method in processes that are forked off, as long as its object lives."""
+    """Run a method in forked child processes, as long as its object is alive."""
     known = WeakMethod(method)
 
     def run() -> None:

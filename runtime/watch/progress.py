@@ -1,13 +1,13 @@
-"""How long a run may stand still before it counts as stalled: learnt from how long it stood still while it went well.
+"""Stall limits: how long a run may pause before it counts as stalled, learnt from pauses in its earlier steps.
 
-    gaps       ─┐ the longest time in which no rank moved, of each of the last steps        0.02 s  0.03 s  4.8 s  …
-    limit       └▶ max(10 s, 4 × the longest but one): a five second pause never ends a run, and is no rule
+    gaps       ─┐ the longest pause of all ranks in each of the last steps                  0.02 s  0.03 s  4.8 s  …
+    limit       └▶ max(10 s, 4 × the second longest): a single pause of 5 s neither ends a run nor raises the limit
 
-    setup, data, save, load, idle; a first step      the timeout of the run's waits, which would end them anyway
-    a rank that is stopped                           the limit of a step, wherever it is
+    setup, data, save, load, idle; a first step      the timeout of the run's waits, at which they would fail anyway
+    a stopped process among the ranks                the limit of a step, whatever the phase
 
-A run stalls when no rank moves *and somebody waits*: ranks that all load, or all save, are waited for by nobody. The
-clock is what the hub saw: while it did not run itself (a machine put to sleep), no time passes.
+A run stalls when no rank moves *and some rank waits for others*: ranks that all load, or all save, do not. Time counts
+only as far as the hub observed it: while the hub did not run (a suspended machine), no time passes.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from quintsched.stalls.states import Phase
 from .cell import NOTHING, UNKNOWN, Place
 
 FLOOR_S = 10.0
-"""No shorter stand is a stall, unless a limit is given."""
+"""Minimum stall limit, in seconds, unless a limit is given."""
 COMPILING_FLOOR_S = 300.0
-"""The same where stages are compiled, which may happen anew in any step."""
+"""The same with compiled stages, which may recompile in any step."""
 FACTOR = 4.0
-"""How much longer than the longest of the last steps' stands one has to be."""
+"""Factor of the limit over the longest pause but one of the last steps."""
 REMEMBERED = 32
-"""Of so many steps."""
+"""Number of last steps whose pauses are kept."""
 FIRST_STEPS = 1
-"""So many steps of a program are its first: what they warm up takes longer."""
+"""Number of steps of a program that count as first ones: warm-up makes them longer."""
 TICK_S = 1.0
-"""The most time that passes from one look to the next."""
+"""Maximum time that counts between two looks, in seconds."""
 
 FIRST_S = 60.0
-"""How long a first step may stand still where a shorter limit is given."""
+"""Limit of a first step, in seconds, where a shorter limit is given."""
 
 WALKS: tuple[Phase, ...] = ("step", "evaluate")
-"""The phases in which ranks run programs, and wait for each other."""
+"""Phases in which ranks run programs, and wait for each other."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run may stand still, in seconds.
+    """Limits of a run's pauses, in seconds.
 
-    `timeout_s` is that of its waits; `stall_after` the limit of a step, None: learnt. `compiles` says whether stages
-    are compiled.
+    `timeout_s` is that of its waits; `stall_after` the limit of a step, None: learnt. `compiles`: stages are compiled.
     """
 
     timeout_s: float = 300.0
@@ -54,13 +53,13 @@ class Patience:
 
     @property
     def floor_s(self) -> float:
-        """The least that a learnt limit is."""
+        """Minimum of a learnt limit."""
         return COMPILING_FLOOR_S if self.compiles else FLOOR_S
 
 
 @dataclass
 class _Walk:
-    """What is known of the steps of one program, or of its evaluations."""
+    """Pauses in the steps of one program, or in its evaluations."""
 
     num_ended: int = 0
     gap_s: float = 0.0
@@ -68,7 +67,7 @@ class _Walk:
 
     @property
     def usual_s(self) -> float:
-        """The longest gap but one: one pause says nothing of the next step."""
+        """The longest pause but one: a single pause does not predict the next step."""
         return sorted(self.gaps_s)[-2:][0]
 
     def end(self) -> None:
@@ -79,10 +78,10 @@ class _Walk:
 
 
 class Progress:
-    """Watches the places of all ranks.
+    """Tracks the positions of all ranks, and the time since any has moved.
 
     Attributes:
-        still_s: how long no rank has moved.
+        still_s: seconds since a rank has moved.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -93,7 +92,7 @@ class Progress:
         self._walks: dict[tuple[Phase, int], _Walk] = {}
 
     def look(self, now_s: float, places: Mapping[int, Place]) -> bool:
-        """Take in where ranks are at a time; return whether one of them has moved since the last look."""
+        """Record the positions of ranks at a time; return whether one has moved since the last call."""
         elapsed = 0.0 if self._seen_s is None else min(max(now_s - self._seen_s, 0.0), TICK_S)
         self._seen_s = now_s
         self.still_s += elapsed
@@ -111,24 +110,24 @@ class Progress:
         return True
 
     def _learn(self, places: Collection[Place]) -> None:
-        """Count the time up to now as a gap of the walks that ranks were in, if all were in one."""
+        """Record the current pause for the programs that ranks are in, if all ranks are in one."""
         if all(place.phase in WALKS for place in places):
             for walk in set(map(_walk_of, places)):
                 known = self._walks.setdefault(walk, _Walk())
                 known.gap_s = max(known.gap_s, self.still_s)
 
     def limit_s(self, places: Sequence[Place]) -> float:
-        """Return how long ranks that are there may stand still."""
+        """Return the stall limit for these positions, in seconds."""
         return max((self._limit_of(place) for place in places), default=self.patience.timeout_s)
 
     def stop_limit_s(self) -> float:
-        """Return how long a run may stand still of which a rank is stopped."""
+        """Return the stall limit for a run with a stopped process, in seconds."""
         steps = (known for walk, known in self._walks.items() if known.gaps_s and walk[0] == "step")
         known = (self._limit_of_walk(known, None) for known in steps)
         return min([*known, self.patience.stall_after or self.patience.floor_s])
 
     def is_stalled(self, places: Sequence[Place], *, any_stopped: bool = False) -> bool:
-        """Whether ranks that are there, all that live and have not ended, have stood still for too long."""
+        """Whether the ranks that are alive and have not ended have paused for longer than the limit."""
         if not places or not any(map(may_wait, places)):
             return False
         limit = self.limit_s(places)
@@ -143,7 +142,7 @@ class Progress:
         patience = self.patience
         if patience.stall_after is not None:
             is_late = place is None or (place.phase == "step" and place.run > FIRST_STEPS)
-            is_first = walk.num_ended < FIRST_STEPS and not is_late  # short steps may end unseen
+            is_first = walk.num_ended < FIRST_STEPS and not is_late  # short steps may end between two looks
             return max(patience.stall_after, min(FIRST_S, patience.timeout_s)) if is_first else patience.stall_after
         if not walk.gaps_s:
             return patience.timeout_s
@@ -155,5 +154,5 @@ def _walk_of(place: Place) -> tuple[Phase, int]:
 
 
 def may_wait(place: Place) -> bool:
-    """Whether a rank that is there waits for others, or may do so: in a walk always, elsewhere where it says so."""
+    """Whether a rank may wait for others: always in a program, elsewhere if its cell has a wait."""
     return place.phase in WALKS or place.wait not in (NOTHING, UNKNOWN)

@@ -1,8 +1,8 @@
-"""How a rank finds the hub: the launcher has named it in the environment, or rank 0 starts one and says where.
+"""Connection of a rank to the hub: the launcher's, named in the environment, or one that rank 0 starts.
 
-quintsched run     QUINTSCHED_WATCH=127.0.0.1:41233  QUINTSCHED_WATCH_KEY=…          the launcher's
-torchrun           rank 0: a socket ─▶ a process that takes it over ─▶ the run's store ─▶ the others
-several machines   the same; the launchers find it there too, and tell it how ranks of theirs have ended
+quintsched run     QUINTSCHED_WATCH=127.0.0.1:41233  QUINTSCHED_WATCH_KEY=…          the launcher's hub
+torchrun           rank 0: a socket ─▶ a process that inherits it ─▶ the run's store ─▶ the other ranks
+several machines   the same; the launchers find it there too, and report the exits of their ranks to it
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 HUB_S = 2.0
-"""How long a hub may take to answer a launcher."""
+"""Timeout of a hub's answer to a launcher, in seconds."""
 
 MOST_WORDS, HOST_LETTERS = 600, 64
-"""Bytes of an error, and letters of a host's name, in the one frame that who is no rank yet may send."""
+"""Maximum length of an error, and of a host name, in the one frame that an unregistered rank may send."""
 
 
 @dataclass(frozen=True)
 class WatchOptions(Patience):
-    """What a run's watch is told: how long it may stand still, and the file that a verdict is written to."""
+    """Options of a run's watch: stall limits, and the file of the verdict's report."""
 
     report: str = "stall.json"
 
 
 def find_watch(rank: int, num_ranks: int, options: WatchOptions, *, host_waits: bool) -> Publisher | None:
-    """Return this rank's publisher, which the launcher's hub hears; None where no launcher has named one."""
+    """Return this rank's publisher, connected to the launcher's hub; None where the environment names none."""
     if num_ranks == 1 or ADDRESS not in os.environ:
         return None
     return _publisher(os.environ[ADDRESS], os.environ.get(KEY, ""), rank, options, None, host_waits=host_waits)
@@ -60,10 +60,10 @@ def start_watch(
     host_waits: bool,
     tell: Callable[[str], object] = lambda hub: None,
 ) -> Publisher:
-    """Return this rank's publisher, whose hub rank 0 starts; one that nobody hears where there is no way to it.
+    """Return this rank's publisher, connected to a hub that rank 0 starts; unconnected where that is unreachable.
 
-    All ranks call this. `store` is theirs, and may outlive a connection: keys count how often they came together.
-    `tell` is given the hub's address and key on rank 0.
+    All ranks call this. `store` is theirs, and may outlive a connection: its keys contain a count of connections.
+    `tell` is called with the hub's address and key on rank 0.
     """
     if num_ranks == 1:
         return Publisher()
@@ -78,13 +78,13 @@ def start_watch(
 
 
 def tell_end(hub: str, rank: int, code: int) -> bool:
-    """Tell the hub at "host:port key" how a rank has ended, as `subprocess` has it; return whether it heard."""
+    """Report a rank's exit, as a `subprocess` return code, to the hub at "host:port key"; return whether it arrived."""
     address, _, key = hub.partition(" ")
     return _tell(address, key, ended=[rank, code])
 
 
 def tell_refusal(rank: int, words: str, code: int) -> bool:
-    """Tell the launcher's hub, if there is one, that a rank cannot even connect; return whether it heard."""
+    """Report to the launcher's hub, if there is one, that a rank cannot even connect; return whether it arrived."""
     while len(json.dumps(words)) > MOST_WORDS:
         words = words[: len(words) * 3 // 4]
     refused = {"refused": rank, "error": words, "code": code, "host": socket.gethostname()[:HOST_LETTERS]}
@@ -124,7 +124,7 @@ def _start_hub(num_ranks: int) -> tuple[str, str]:
 
 
 def _own_host() -> str:
-    """Return where ranks reach this one: on the loopback if all are on this machine, else at the store's interface."""
+    """Return the address at which ranks reach this one: loopback on a single machine, else the store's interface."""
     master = os.environ.get("MASTER_ADDR", LOOPBACK)
     if is_one_machine() or master == "localhost" or master.startswith("127."):
         return LOOPBACK

@@ -1,4 +1,4 @@
-"""What the hub says in the end: a message for people, and a report for programs and pictures.
+"""Verdict on a stalled or failed run: a message for the user, and a report for programs and pictures.
 
 rank 2 (host a, pp=2) was killed by SIGKILL in step 17 at instruction 9 of 24: Fwd(stage=2, microbatch=3)
 rank 1 waits for its RecvGrad(stage=1, microbatch=0, peer=2) from it since 0.4 s, and rank 0 for rank 1
@@ -24,19 +24,19 @@ from .judge import Member
 from .progress import WALKS
 
 REPORT_S, LATE_REPORT_S = 0.3, 3.0
-"""How long the verdict waits for the report, and how long its end does."""
+"""Seconds that the verdict waits for the report, and that its end does."""
 
 MOST_PLANS = 32
 
 
 class Plans:
-    """The plans that were told of last."""
+    """The latest plans that ranks have sent."""
 
     def __init__(self) -> None:
         self._plans: dict[int, Plan] = {}
 
     def add(self, number: int, text: bytes) -> None:
-        """Take in a plan file; one that is none is left out: the verdict then goes without."""
+        """Add a plan file; an invalid one is ignored: the verdict then goes without."""
         try:
             self._plans[number] = Plan.from_json(text)
         except QuintschedError:
@@ -45,7 +45,7 @@ class Plans:
             del self._plans[old]
 
     def get(self, number: int) -> Plan | None:
-        """Return the plan of a number, if it is known."""
+        """Return the plan with a number, if it is known."""
         return self._plans.get(max(number, 0))
 
     def modes(self) -> dict[int, str]:
@@ -55,11 +55,11 @@ class Plans:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of the end of a run; `culprits` are the ranks whose fault it is, none where that is not known.
+    """Message on the end of a run; `culprits` are the ranks at fault, () where these are not known.
 
-    `exit_code` is that of the run: the culprit's own, where it raised, else 4. `comes_again` says whether a further
-    attempt would end so too: it was refused by ranks that had come together. `has_survivors` says whether there are
-    ranks that can say it. `writing` is what writes the report, which may not have ended.
+    `exit_code` is that of the run: the culprit's own where it raised, else 4. `comes_again`: a further attempt would
+    end in the same way, as ranks that had all connected refused it. `has_survivors`: ranks are left that can print it.
+    `writing` is the thread that writes the report.
     """
 
     message: str
@@ -70,7 +70,7 @@ class Verdict:
     writing: Thread | None = None
 
     def finish(self) -> None:
-        """Return when the report is written, or when that takes too long."""
+        """Wait until the report is written, or a timeout."""
         if self.writing is not None:
             self.writing.join(LATE_REPORT_S)
 
@@ -78,7 +78,7 @@ class Verdict:
 def make_verdict(
     members: Sequence[Member], plans: Plans, report: Path | None, now_s: float, *, still_s: float
 ) -> Verdict:
-    """Make the verdict on what the members said last, and begin to write the report, for which nobody waits long."""
+    """Make the verdict from the members' last states, and start to write the report, with a short wait for it."""
     found = _find(members, plans, now_s, still_s)
     if isinstance(found, StallReport):
         words, writing = _write(found, report)
@@ -86,7 +86,7 @@ def make_verdict(
     else:
         (culprits, message), writing = found, None
     raised = [one for one in members if one.rank in culprits and one.error is not None and not one.complains]
-    code = raised[0].error_code if raised else StallError.exit_code  # of the first: the same on whatever rank
+    code = raised[0].error_code if raised else StallError.exit_code  # the first in rank order
     return Verdict(
         message,
         culprits,
@@ -98,7 +98,7 @@ def make_verdict(
 
 
 def own_errors(members: Sequence[Member], plans: Plans, now_s: float, *, still_s: float) -> list[Member]:
-    """Return the members whose unclear errors are their own: no other rank is to blame, or has ended before."""
+    """Return the members whose unclear errors are their own: no other rank is at fault, or has ended before."""
     unclear = {member.rank: member for member in members if member.is_unclear}
     others = [member for member in members if member.rank not in unclear]
     if not unclear or any(member.fate is not None and not member.complains for member in others):
@@ -111,7 +111,7 @@ def own_errors(members: Sequence[Member], plans: Plans, now_s: float, *, still_s
 def _find(
     members: Sequence[Member], plans: Plans, now_s: float, still_s: float
 ) -> StallReport | tuple[tuple[int, ...], str]:
-    """Return the report; before a plan is known, who is to blame and the message."""
+    """Return the report; before a plan is known, (culprits, message)."""
     modes = plans.modes()
     states = [member.state(now_s, modes, len(members)) for member in members]
     plan = plans.get(_program(members))
@@ -119,14 +119,14 @@ def _find(
 
 
 def _program(members: Sequence[Member]) -> int:
-    """Return the number of the plan of the rank that is farthest behind; the first where none has begun to walk one."""
+    """Return the number of the plan of the rank that is farthest behind; 0 where none has begun one."""
     walking = [member.place for member in members if member.place.phase in WALKS and not member.has_ended]
     begun = [place for place in walking if place.program != NOWHERE]
     return min(begun, key=lambda place: place.run).program if begun else 0
 
 
 def _write(found: StallReport, report: Path | None) -> tuple[list[str], Thread | None]:
-    """Write the report, and return what is to be said of it by now: the file may be where nothing answers."""
+    """Write the report in a thread, as its file system may hang; return what to print about it by now."""
     if report is None:
         return [], None
     said: list[str] = []

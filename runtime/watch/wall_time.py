@@ -1,8 +1,8 @@
-"""The time, for what runs without torch; `comm.clock` has the rest."""
+"""Clock for modules without torch; `comm.clock` has the others."""
 
 from __future__ import annotations
 
 import time
 
 now_s = time.perf_counter
-"""Seconds since some moment, the same for all threads of a process."""
+"""Seconds on a monotonic clock, the same for all threads of a process."""

@@ -1,10 +1,10 @@
-"""A rank's end of the watch: a thread that tells the hub what no cell says, and ends the process after a verdict.
+"""Watch thread of a rank: sends the hub messages beside the cell, and ends the process after a verdict.
 
     rank's thread     wait fails ─▶ ask ──────────────┐  ◀── StallError(verdict): unwinds, and ends with 4
-    this thread            hub ◀── error, goodbye ────┘──▶ verdict ─▶ says it, where nobody else does; a moment later
+    this thread            hub ◀── error, goodbye ────┘──▶ verdict ─▶ prints it, unless the hub does; a moment later
                                                                       os._exit(4): the rank's thread may hang for ever
 
-Where the hub reads the rank's cell, this thread sleeps until the end; else it sends samples of it.
+Where the hub reads the rank's cell directly, this thread sleeps until the end; otherwise it sends samples of it.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0
 SAMPLE_S, BEAT_S = 0.25, 1.0
-"""How often a cell that the hub cannot read is looked at, and sent though nothing has changed."""
+"""Seconds between samples of a cell that the hub cannot read, and between repeats of an unchanged one."""
 ASK_S = 6.0
-"""How long a rank waits for the verdict when its wait for others has failed."""
+"""Seconds that a rank waits for the verdict after its wait for others has failed."""
 GRACE_S, UNWIND_S = 2.0, 10.0
-"""How long a rank may take to end by itself after the verdict: one that does not know of it yet, and one that does."""
+"""Seconds until a rank is ended after the verdict: while it does not know of it, and while it unwinds."""
 TERM_S = 2.0
-"""How long a rank that was sent a SIGTERM waits for the verdict, which may be why."""
+"""Seconds that a rank waits for the verdict after a SIGTERM, which may be a consequence of the failure."""
 
 
 class Answer(NamedTuple):
-    """The verdict, as a rank hears it; `was_told`: somebody has said it to the user already."""
+    """The verdict as a rank receives it; `was_told`: it has been printed already."""
 
     message: str
     was_told: bool
 
 
 class HubCall:
-    """A connection to the hub, both ends of which have shown the key; `words` go with the answer to its challenge.
+    """An authenticated connection to the hub; `words` are sent with the answer to its challenge.
 
-    Raises `OSError` or `FrameError` where there is no hub at that address that knows the key.
+    Raises `OSError` or `FrameError` where no hub at that address knows the key.
     """
 
     def __init__(self, address: str, key: str, wait_s: float, /, **words: Any) -> None:
@@ -94,9 +94,9 @@ class HubCall:
 
 
 class Watcher:
-    """Connects a rank with the hub.
+    """Connects a rank to the hub.
 
-    Raises `OSError` or `FrameError` where there is no hub at that address that knows the key.
+    Raises `OSError` or `FrameError` where no hub at that address knows the key.
     """
 
     def __init__(self, address: str, key: str, rank: int, cell: Cell, held: HeldTerm | None, **about: Any) -> None:
@@ -124,17 +124,17 @@ class Watcher:
         run_in_children(self._socket.close)
 
     def tell_program(self, number: int, plan: Plan) -> None:
-        """Pass on a plan and its number: rank 0 does, for all."""
+        """Send a plan and its number: rank 0 only, for all."""
         if self._rank == 0:
             with suppress(FrameError):
                 self._send(plan_frame(number, plan.to_json()))
 
     def tell_group(self, ranks: tuple[int, ...]) -> None:
-        """Pass on a further group of ranks."""
+        """Send the ranks of a new group."""
         self._say(group=list(ranks))
 
     def tell_error(self, error: BaseException) -> None:
-        """Pass on why this rank ends."""
+        """Send the error that ends this rank."""
         if isinstance(error, SystemExit):
             self._say(leaves=error.code if isinstance(error.code, int) else int(error.code is not None))
         elif is_own(error) and not self._has_failed:
@@ -146,9 +146,9 @@ class Watcher:
             self._say(error=headline(error), kind="stall" if lost_peer(error) else "unclear")
 
     def ask(self, words: str, *, in_code: bool = False) -> Answer | None:
-        """Pass on that a wait for others failed, and return the verdict, if one comes within `ASK_S`.
+        """Report that a wait for others failed, and return the verdict, if one comes within `ASK_S`.
 
-        One that failed `in_code` of the user's may turn out to be this rank's own error: the message is empty then.
+        A wait `in_code` of the user may turn out to be this rank's own error: the message is empty then.
         """
         if not self._has_failed:
             self._asks = True
@@ -157,7 +157,7 @@ class Watcher:
         return self._answer
 
     def has_said(self, error: BaseException) -> bool | None:
-        """Return whether the hub has said all of a refusal of this rank to the user, as it does unless all refuse."""
+        """Return whether the hub has printed all of this rank's refusal, as it does unless all ranks refuse."""
         if not (self._refuses and self._hub_speaks):
             return None
         self._answered.wait(ASK_S)
@@ -166,7 +166,7 @@ class Watcher:
         return True if is_one_line and headline(error) in told else False if self._is_of_all else None
 
     def close(self, *, clean: bool) -> None:
-        """Hang up, and end the thread."""
+        """Disconnect, and end the thread."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -209,7 +209,7 @@ class Watcher:
                 _exit(128 + signal.SIGTERM)
 
     def _receive(self) -> bytes | None:
-        """Wait for words of the hub, or a signal; return those, nothing where it hung up, None where there are none."""
+        """Wait for data from the hub, or a signal; return the data, b"" where it disconnected, None without data."""
         signals = None if self._held is None else self._held.reader
         sleeps = self._is_seen and self._term_s == math.inf
         ready, _, _ = select.select(
@@ -235,15 +235,15 @@ class Watcher:
             self._end(str(message["verdict"]), was_told=bool(message["spoken"]), at_once=bool(message["at_once"]))
 
     def _end_alone(self) -> None:
-        """End this rank because the network between it and the hub is cut: the others end it too, and cannot say so."""
+        """End this rank as the network to the hub is cut: the other ranks are ended too, but cannot tell this one."""
         if not self._closed.is_set():
             lost = "cannot reach the host of rank 0: the link between them is cut, or that host is gone"
             self._end(f"rank {self._rank} (host {socket.gethostname()}) {lost}", was_told=False)
 
     def _end(self, message: str, *, was_told: bool, at_once: bool = False) -> None:
-        """End this process, whatever its main thread does; it may do so itself first, in its own words.
+        """End this process, whatever its main thread does; it may end itself first, with its own message.
 
-        One that is to blame may not, unless it has failed by itself: a rank that slept would train on.
+        A rank at fault may not, unless it has failed itself: one that merely slept would resume training.
         """
         if message and not was_told and not self._asks and not self._has_failed:
             write_error(message)
@@ -256,7 +256,7 @@ class Watcher:
             _exit(1 if self._has_failed else StallError.exit_code)
 
     def _leave(self) -> None:
-        """At the end of the process, say whether that is as it should be; one that lost its peers ends with 4."""
+        """Report at exit whether the process ends as expected; one that lost its peers exits with 4."""
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.tell_error(error)
@@ -266,7 +266,7 @@ class Watcher:
 
 
 def _exit_code_alone(error: BaseException) -> int:
-    """Return the exit code of an error that no other rank has: one that code of the user's raised is no misfit then."""
+    """Return the exit code of an error that no other rank has: an error raised by user code is no misfit then."""
     if isinstance(error, QuintschedError) and not failed_in_code(error):
         return error.exit_code
     return CodeError.exit_code

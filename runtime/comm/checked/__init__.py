@@ -1,5 +1,5 @@
-"""Messages that say what they are, where a wire would take anything for anything.
+"""Messages with frames that identify them, for wires that match any two messages.
 
-`frame` is what stands behind a message, `framed` sends and receives with it.
+`frame` is the frame's layout, `framed` sends and receives with it.
 Imports `comm.base`.
 """

@@ -1,12 +1,12 @@
-"""What stands behind the numbers of a message: what they are, for which instruction, in which step.
+"""Frames of messages: a trailer behind the payload with its dtype and shape, instruction and step.
 
     ┌─────── payload: nbytes ───────┬──────────────────────── frame: 128 bytes ────────────────────────┐
     │ numbers of the tensor         │ sender's │ magic type kind place stage microbatch … dims step run │
     └───────────────────────────────┴──────────┴──────────────── the same on both ends ─────────────────┘
 
-The receiver knows the end of what it expects, to the byte. A message that is shorter or longer has its end elsewhere,
-or none: only then is looked for what came instead. The end that an earlier message has left in the buffer is none,
-since it is wiped before a receive is posted.
+The receiver knows the exact bytes at the end of the expected frame. A message that is shorter or longer has its end
+elsewhere, or none: only then its buffer is searched for the actual frame. The end of an earlier message's frame cannot
+be mistaken for it, since it is wiped before a receive is posted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _STAMP = struct.Struct("<qq")
 _OWN = struct.Struct("<iII")
 _COMMON = _HEAD.size + _STAMP.size
 OWN_BYTES = FRAME_BYTES - _COMMON
-"""With so many bytes of the sender's a frame begins; the others are the same on both ends."""
+"""Size of a frame's first part, which only the sender knows; the rest is the same on both ends."""
 
 WIPED = b"\xff" * 8
-"""What stands at the end of a frame that has not come."""
+"""Bytes at the end of the frame until a message has come."""
 
 KINDS = ("message", "activation", "gradient", "skip", "gradient of a skip")
 DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
@@ -41,19 +41,19 @@ _NO_INSTRUCTION = -1
 
 
 def describe_spec(dtype: torch.dtype, shape: Sequence[object]) -> str:
-    """Say dtype and shape in a few letters, as error messages do: "float32 (2, 3)"."""
+    """Return dtype and shape in short, for error messages: "float32 (2, 3)"."""
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a message is for; both ends have the same, but for the instruction.
+    """Purpose of a message; the same on both ends, but for the instruction.
 
     Attributes:
-        kind: one of `KINDS`; a "message" is for no stage.
-        stage: whose output, or gradient of an output, it is.
-        place: which tensor of several.
-        instruction: its place in this end's program.
+        kind: one of `KINDS`; a "message" belongs to no stage.
+        stage: the stage whose output, or gradient of an output, it is.
+        place: index of the tensor, where there are several.
+        instruction: its index in this end's program.
     """
 
     kind: str = "message"
@@ -65,7 +65,7 @@ class Label:
 
     @property
     def same(self) -> tuple[str, int, int, int, int]:
-        """What both ends have alike."""
+        """Fields that are the same on both ends."""
         return self.kind, self.stage, self.microbatch, self.slice, self.place
 
     def __str__(self) -> str:
@@ -80,11 +80,11 @@ NO_LABEL = Label()
 
 
 class Stamp:
-    """What all messages of one walk through a program have in common.
+    """Step of all messages of one run of a program.
 
     Attributes:
         step: the number of the step, from 1.
-        bytes: as it stands in frames.
+        bytes: its encoding in frames.
     """
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class Stamp:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Begin another walk, a step's or an evaluation's; all ranks do so alike."""
+        """Begin another run, of a step or an evaluation; all ranks do so alike."""
         self._run += 1
         self.step, self.bytes = step, _STAMP.pack(step, self._run)
 
 
 def head_of(label: Label, dtype: torch.dtype, shape: Sequence[int], source: int, destination: int) -> bytes:
-    """Return what both ends know of a message, its step left out."""
+    """Return the part of a frame that both ends know, without the step."""
     dims = (
         [*shape[: _DIMS - 1], prod(shape[_DIMS - 1 :])]
         if len(shape) >= _DIMS
@@ -122,13 +122,13 @@ def head_of(label: Label, dtype: torch.dtype, shape: Sequence[int], source: int,
 
 
 def own_part(instruction: int, checksum: int | None) -> bytes:
-    """Return how a frame begins: what the sender alone knows."""
+    """Return the first part of a frame, which only the sender knows."""
     return _OWN.pack(instruction, int(checksum is not None), checksum or 0).ljust(OWN_BYTES, b"\0")
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame that was read."""
+    """A decoded frame."""
 
     label: Label
     spec: str
@@ -140,7 +140,7 @@ class Frame:
 
     @classmethod
     def read(cls, data: bytes) -> Frame | None:
-        """Return the frame that these bytes begin with; None where they do not, or make no sense."""
+        """Return the frame at the start of these bytes; None where there is none, or an invalid one."""
         if len(data) < FRAME_BYTES or data[OWN_BYTES : OWN_BYTES + len(MAGIC)] != MAGIC:
             return None
         instruction, has_checksum, checksum = _OWN.unpack_from(data)
@@ -167,7 +167,7 @@ class Frame:
 
 
 def find_frame(data: bytes, at: int, stamp: bytes) -> Frame | None:
-    """Return the frame of what came: at its place, or else one of this step that stands where its own length says."""
+    """Return the frame of a received message: at its place, or one of this step at the place its own length implies."""
     found = Frame.read(data[at : at + FRAME_BYTES])
     if found is not None and data[at + FRAME_BYTES - len(WIPED) : at + FRAME_BYTES] != WIPED:
         return found
@@ -182,7 +182,7 @@ def find_frame(data: bytes, at: int, stamp: bytes) -> Frame | None:
 
 
 def mismatch(expected: Frame, came: Frame | None, receiver: int, sender: int) -> MisfitError:
-    """Return the error for a message that is not what its receiver expects."""
+    """Return the error for a message that is not the expected one."""
     label = expected.label
     where = "" if label.instruction == _NO_INSTRUCTION else f" (instruction {label.instruction})"
     wanted = f"{label}, {expected.spec}, of step {expected.step}"

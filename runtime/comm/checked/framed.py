@@ -1,15 +1,15 @@
-"""Sending and receiving with frames, on wires that take any bytes for any others.
+"""Send and receive with frames, over wires that match any two messages.
 
-    send    tensor ──copied──▶ staging: payload, frame ──▶ wire            staging is used again when it has been sent
-    receive wire ──▶ room: payload, frame, slack ──▶ the frame is looked at when the message is waited for
+    send    tensor ──copied──▶ staging: payload, frame ──▶ wire            staging is reused after the send is complete
+    receive wire ──▶ room: payload, frame, slack ──▶ the frame is checked when the message is waited for
 
-    in place  tensor ──▶ wire ──▶ buffer, frame ──▶ wire ──▶ looked at     two messages, and no copy of the payload
+    in place  tensor ──▶ wire ──▶ buffer, frame ──▶ wire ──▶ checked       two messages, and no copy of the payload
 
-What comes in place may not be too long, so between two ranks the frame of the first of each kind goes ahead of it.
+An in-place message must not be too long for its buffer, so the first one of a kind on a channel sends its frame first.
 
-A receiver that has room behind its buffer gets the payload in place; for any other it is copied out of a room of ours.
-Slack lets a message come in that is too long: the wire would end the process for it. Memory that nothing is written to
-costs none.
+A receiver with room behind its buffer gets the payload in place; otherwise it is copied from memory of this module.
+Slack accepts a message that is too long, for which the wire would end the process. Slack that is never written to takes
+no physical memory.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from .frame import FRAME_BYTES, NO_LABEL, OWN_BYTES, WIPED, Frame, Label, Stamp,
 
 MOST_SLACK = 2**24
 MOST_KINDS = 64
-"""So many kinds of tensors have staging memory that is kept."""
+"""Number of kinds of tensors whose staging memory is kept."""
 COPIED = 2**20
-"""Bytes of a tensor up to which a copy costs less than a message of its own for the frame."""
+"""Size in bytes up to which a copy of a tensor costs less than a separate message for the frame."""
 
 Key = tuple[torch.dtype, torch.Size]
 
 
 def room_for(nbytes: int) -> int:
-    """Return how many bytes a receiver needs behind a payload."""
+    """Return the bytes that a receiver needs behind a payload."""
     return FRAME_BYTES + min(max(nbytes, 4096), MOST_SLACK)
 
 
 Post = Callable[[Tensor, Key, int, int], Work]
-"""What gives bytes to a wire, or posts memory for them: memory, what it holds, peer, tag."""
+"""Posts a send or a receive on the wire: (memory, its dtype and shape, peer, tag) → Work."""
 
 
 class _Staging:
-    """Memory that a message is sent from."""
+    """Memory that a message is copied to for its send."""
 
     __slots__ = ("bytes", "memory", "nbytes", "payload")
 
@@ -57,7 +57,7 @@ class _Staging:
 
 
 class _SentWork:
-    """A message under way, whose staging memory is free when it has arrived."""
+    """A pending send, whose staging memory is reused after it."""
 
     __slots__ = ("_free", "_staging", "_work")
 
@@ -73,7 +73,7 @@ class _SentWork:
 
 
 class FramedMessages(Transport):
-    """The messages of a transport whose wire takes any bytes for any others: all of them have frames."""
+    """Transport whose wire matches any two messages, so that all of them have frames."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -82,18 +82,18 @@ class FramedMessages(Transport):
 
     @abstractmethod
     def _post_send(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
-        """Give bytes to the wire; `key` says what tensor they are."""
+        """Post a send of bytes; `key` is the tensor's dtype and shape, for errors."""
 
     @abstractmethod
     def _post_receive(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
-        """Let the wire fill memory, which may be longer than what comes."""
+        """Post a receive into memory, which may be longer than the message."""
 
     def room_for(self, nbytes: int) -> int:
-        """Return how many bytes a message's frame needs, and one that is too long."""
+        """Return the bytes behind a buffer for a frame, and for a message that is too long."""
         return room_for(nbytes)
 
     def send_in_place(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Send a tensor as it lies, with its frame as a message of its own; one that is small as `send` does."""
+        """Send a tensor without a copy, its frame as a separate message; a small one as `send` does."""
         if tensor.nbytes <= COPIED:
             return self.send(tensor, peer, tag)
         self._require_ready(tensor, (self.rank, peer))
@@ -105,7 +105,7 @@ class FramedMessages(Transport):
         return _Both(*(self._post_send(part, key, peer, tag) for part in parts))
 
     def recv_in_place(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        """Receive what `send_in_place` has sent."""
+        """Receive a message of `send_in_place`."""
         if buffer.nbytes <= COPIED:
             return self.recv(buffer, peer, tag)
         self._require_ready(buffer, (peer, self.rank))
@@ -113,13 +113,13 @@ class FramedMessages(Transport):
         return _InPlaceReceive(self, buffer, peer, tag, is_first=is_first)
 
     def _is_first(self, channel: tuple[int, int], key: Key) -> bool:
-        """Whether no tensor of this kind has gone this way in place."""
+        """Whether no tensor of this kind has been sent in place on this channel."""
         is_first = (channel, key) not in self._gone
         self._gone.add((channel, key))
         return is_first
 
     def refuse_in_place(self, channel: tuple[int, int], key: Key) -> None:
-        """Note that a tensor of this kind has not come this way."""
+        """Record that no valid tensor of this kind has come on this channel."""
         self._gone.discard((channel, key))
 
     def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
@@ -157,7 +157,7 @@ class FramedMessages(Transport):
         return send
 
     def _head_of_new_kind(self, heads: dict[Key, bytes], label: Label, tensor: Tensor, peer: int) -> bytes:
-        """Return what both ends know of a message; of one that is longer than all before it the watch is told."""
+        """Return the part of a frame that both ends know; a message longer than all before goes to the watch."""
         if heads and tensor.nbytes > max(shape.numel() * dtype.itemsize for dtype, shape in heads):
             self.publisher.note_longer(tensor.nbytes + FRAME_BYTES, label.instruction)
         if len(heads) >= MOST_KINDS:
@@ -171,7 +171,7 @@ class FramedMessages(Transport):
 
 
 class _Both:
-    """Two messages under way, one behind the other."""
+    """Two pending messages, one after the other."""
 
     __slots__ = ("_first", "_second")
 
@@ -184,7 +184,7 @@ class _Both:
 
 
 class _ReceivedWork:
-    """A message that is to come into a room, and is looked at when it has."""
+    """A pending receive, whose frame is checked on arrival."""
 
     __slots__ = ("_expected", "_receive", "_work")
 
@@ -200,16 +200,16 @@ class _ReceivedWork:
 
 
 class FramedReceive:
-    """A place where messages of one kind come in, one after the other.
+    """A receive that is posted repeatedly for messages of one kind.
 
     Args:
-        rank: mine.
+        rank: this rank.
         post: posts a receive.
-        stamp: the step that this rank is in.
-        buffer: where the payload is wanted.
-        room: memory that begins with the buffer and goes on for `room_for` its bytes; None: the payload is copied.
-        peer, tag, label: of the messages.
-        verify: whether they have a checksum.
+        stamp: the step of this rank.
+        buffer: destination of the payload.
+        room: memory that begins with the buffer, followed by `room_for` its bytes; None: the payload is copied.
+        peer, tag, label: those of the messages.
+        verify: whether messages have a checksum.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class FramedReceive:
         return _ReceivedWork(work, self, self._head + self._stamp.bytes)
 
     def arrived(self, expected: bytes) -> None:
-        """Look at the message that has come; raises `MisfitError` unless it is what was expected."""
+        """Check the frame of the received message; raises `MisfitError` unless it is the expected one."""
         if self._bytes[self._begin : self._end] != expected or (self._verify and not self._is_whole()):
             self._refuse(expected)
         if self._copies:
@@ -261,7 +261,7 @@ class FramedReceive:
 
 
 class _InPlaceReceive(FramedReceive):
-    """A payload that is to come into its buffer, and its frame; memory behind the frame lets a small tensor in."""
+    """A receive in place of a payload and its frame; memory behind the frame accepts a small framed tensor."""
 
     def __init__(self, transport: FramedMessages, buffer: Tensor, peer: int, tag: int, *, is_first: bool) -> None:
         room = torch.zeros(2 * FRAME_BYTES + COPIED, dtype=torch.uint8)
@@ -293,5 +293,5 @@ class _InPlaceReceive(FramedReceive):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor, as a view."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The in-process transport: every rank a thread, with NCCL's or gloo's rules, and wires of a given speed.
+"""The in-process transport: every rank a thread, with the semantics of NCCL or gloo, and links of a given speed.
 
-Imports `comm`'s `base` and `clock`, and `job`.
+Imports `comm`'s `base`, `checked`, `clock`, `device` and `host_link`, and `settings` and `watch`.
 """

@@ -1,9 +1,9 @@
-"""All members of a group in one process, of which one runs at a time: until it waits for the others.
+"""All members of a group as threads of one process, of which one runs at a time: until it waits for the others.
 
     member 0   ─ runs ─▶ all-reduce  · · · · · · · · ·  ─ runs ─▶
     member 1              · · · · · ─ runs ─▶ all-reduce  · · · ·  ─ runs ─▶
 
-Nothing leaves the process. Where members issue unlike collectives, or one of them ends, the others get an error.
+No other process takes part. Where members issue different collectives, or one of them ends, the others get an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_S = 1e6
 
 @dataclass(frozen=True)
 class EnteredModes:
-    """Modes of functions and of operators, and hooks of saved tensors, that are entered on a thread."""
+    """Function modes, dispatch modes and saved-tensor hooks that are active on a thread."""
 
     functions: tuple[Any, ...]
     operators: tuple[Any, ...]
@@ -48,7 +48,7 @@ class EnteredModes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context in which this thread has them too; their own `__enter__` is not called again."""
+        """Return a context that activates them on this thread too, without calling their `__enter__` again."""
         for mode in self.functions:
             overrides._push_mode(mode)
         for mode in self.operators:
@@ -64,7 +64,7 @@ class EnteredModes:
 
 
 class _Turns(LocalWorld):
-    """A world whose ranks pass a lock on where they wait."""
+    """A world whose ranks pass on one lock whenever they wait."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__(size, device, _LONGEST_S)
@@ -80,9 +80,9 @@ class _Turns(LocalWorld):
 
 
 def run_in_turns(size: int, device: torch.device, work: Callable[[Group], Result]) -> list[Result]:
-    """Call `work` with the group of `size` as each of its members has it, and return the results in their order.
+    """Run `work` as each member of a group of `size`, one at a time, and return the results in member order.
 
-    Raises the first error that a member raises; `StallError` where they issue unlike collectives.
+    Raises the first error that a member raises; `StallError` where they issue different collectives.
     """
     world, results = _Turns(size, device), dict[int, Result]()
     records, modes = torch.is_grad_enabled(), EnteredModes.here()
@@ -93,7 +93,7 @@ def run_in_turns(size: int, device: torch.device, work: Callable[[Group], Result
             try:
                 if device.index is not None:
                     use_device(device, device.index)
-                # one thread of torch's runs the backwards of a device: it must not wait for a member behind it
+                # a device's backwards share one thread of torch, which must not block on a later member
                 serially = torch.autograd.set_multithreading_enabled(False)
                 with torch.set_grad_enabled(records), serially, modes.entered():
                     results[index] = work(transport.world_group())

@@ -1,18 +1,18 @@
-"""Collectives between the threads of one process: the members of a group meet, the last one to come does the work.
+"""Collectives between the threads of one process: members join a meeting, and the last one computes the results.
 
-    rank 0 ── brings its tensors ──▶ meeting k of the group ◀── brings its tensors ── rank 1
-                                     all there: combined in the order of ranks, written to all outputs
+    rank 0 ── its tensors ──▶ meeting k of the group ◀── its tensors ── rank 1
+                                     all joined: combined in the order of ranks, written to all outputs
 
-What a member brings is neither copied nor read until the last one comes, so a tensor that is changed too early gives
-a wrong result, as on a real wire; results are bitwise the same on all ranks and from run to run.
+Tensors are neither copied nor read until the last member joins, so one that is modified too early gives a wrong result,
+as on a real wire; results are bitwise the same on all ranks and from run to run.
 
-NCCL may run the collectives of a rank one at a time, whatever their communicators:
+NCCL may run the collectives of a rank one at a time, across all communicators:
 
     rank 0   launched  a, b ──▶ a waits for rank 1 ┐
-    rank 1   launched  b, c ──▶ b waits for rank 0 ┘ and so none is ever held
+    rank 1   launched  b, c ──▶ b waits for rank 0 ┘ and so none ever runs
 
-Under its rules a meeting is held when all its members are there and have none before it; a circle of meetings that
-wait for each other is refused as soon as it closes, be it through two groups or through more.
+Under its rules a meeting runs when all its members have joined it and have none before it; a cycle of meetings that
+wait for each other is refused as soon as it closes, through two groups or more.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GroupKey = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a member issues, which must be the same for all: its kind with operation or source, and the tensor.
+    """A collective as a member issues it: kind with operation or source, and tensor; must be the same for all.
 
-    Only an all-to-all brings rows that differ: so many for each member, and from each.
+    Only an all-to-all may differ in its rows: the counts for each member, and from each.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Collective:
     sent: tuple[int, ...] = ()
 
     def fits(self, other: Collective) -> bool:
-        """Say whether these two can meet."""
+        """Whether these two can be the same collective."""
         mine, theirs, since = self.tensor, other.tensor, 1 if self.sent else 0
         return (
             self.kind == other.kind
@@ -61,14 +61,14 @@ class Collective:
 
 
 Distribute = Callable[[list[Collective]], Sequence[Tensor]]
-"""What all members brought → the result of each."""
+"""Maps the collectives of all members to the result of each."""
 
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """The `number`-th collective of a group: what its members brought, and where they want the result.
+    """The `number`-th collective of a group: the members' tensors, and their outputs.
 
-    `after` says of a member which meeting has to be held before this one, `then` which one after it.
+    `after` has, per member, the meeting that must run before this one; `then`, the one after it.
     """
 
     group: GroupKey
@@ -81,7 +81,7 @@ class Meeting:
     arrival_s: float | None = None
 
     def hold(self, arrival_s: float) -> None:
-        """Combine what all members brought and give each its result, which is there at a time of `now_s`."""
+        """Compute the results of all members, and write them to their outputs; they arrive at a time of `now_s`."""
         collectives, outputs = zip(*map(self.brought.__getitem__, self.group[1]), strict=True)
         for output, result in zip(outputs, self.distribute(list(collectives)), strict=True):
             output.copy_(result)
@@ -89,23 +89,23 @@ class Meeting:
         self.arrival_s = arrival_s
 
     def finish(self) -> None:
-        """Nothing is left to do: the last member to come wrote all results."""
+        """Do nothing: the last member to join wrote all results."""
 
     @property
     def name(self) -> str:
-        """Which one of its group it is."""
+        """Its number and ranks, in words."""
         return f"collective {self.number} of ranks {list(self.group[1])}"
 
     def describe_to(self, rank: int) -> str:
-        """Say which collective this is."""
+        """Describe the collective, in words."""
         return f"{self.first[1]} with ranks {list(self.group[1])}, collective {self.number} of the group"
 
 
 class Meetings:
-    """All meetings of a world that have begun and not ended. Calls are made with the world's lock held.
+    """All pending meetings of a world. Calls are made with the world's lock held.
 
-    With `one_order`, the collectives of a rank are held in the order in which it issued them; otherwise those of one of
-    its groups. A collective takes `collective_s` seconds from when it is held; a group does one at a time.
+    With `one_order`, the collectives of a rank run in the order in which it issued them; otherwise in order per group.
+    A collective takes `collective_s` seconds after its start; a group runs one at a time.
     """
 
     def __init__(self, one_order: bool, collective_s: float) -> None:
@@ -117,20 +117,20 @@ class Meetings:
 
     @property
     def num_open(self) -> int:
-        """How many meetings wait for a member."""
+        """Number of meetings that wait for a member."""
         return len(self._open)
 
     def enter(self, rank: int, group: GroupKey) -> None:
-        """Note that `rank` is a member of `group`."""
+        """Register `rank` as a member of `group`."""
         self._issued[rank][group] = 0
 
     def join(
         self, rank: int, group: GroupKey, collective: Collective, output: Tensor, distribute: Distribute
     ) -> tuple[Meeting, list[Meeting]]:
-        """Bring a tensor to the next meeting of the group; return it, and the meetings that can be held by that.
+        """Join the next meeting of the group; return it, and the meetings that can run now.
 
         Raises:
-            MisfitError: the members issue different collectives, or those of several groups in a circle.
+            MisfitError: the members issue different collectives, or those of several groups in a cycle.
         """
         issued = self._issued[rank]
         number = issued[group]
@@ -148,7 +148,7 @@ class Meetings:
         return meeting, self._hold(meeting) if is_complete else []
 
     def _queue(self, rank: int, meeting: Meeting) -> None:
-        """Put a meeting behind the latest of the rank that is not held yet; raises `MisfitError` for a circle."""
+        """Order a meeting after the latest pending one of the rank; raises `MisfitError` for a cycle."""
         latest, self._latest[rank] = self._latest.get(rank), meeting
         if latest is None or latest.arrival_s is not None:
             return
@@ -158,7 +158,7 @@ class Meetings:
             raise MisfitError(f"{'; '.join(steps)}; NCCL wants one launch order on all ranks")
 
     def _hold(self, meeting: Meeting) -> list[Meeting]:
-        """Hold a meeting whose members are all there, and none before it, and those that waited for it alone."""
+        """Run a complete meeting with none before it, and those that waited for it alone."""
         held = [meeting]
         for one in held:
             del self._open[one.group, one.number]
@@ -171,13 +171,13 @@ class Meetings:
         return held
 
     def _arrival_s(self, group: GroupKey) -> float:
-        """Return when a collective is done that begins now, which takes time."""
+        """Return the end of a collective that starts now, where collectives take time."""
         self._free_s[group] = max(now_s(), self._free_s.get(group, 0.0)) + self._collective_s
         return self._free_s[group]
 
 
 def _circle(meeting: Meeting) -> Sequence[tuple[int, Meeting, Meeting]]:
-    """Return the shortest way on which a meeting waits for itself, as (rank, earlier, later); none if it does not."""
+    """Return the shortest cycle by which a meeting waits for itself, as (rank, earlier, later); () without one."""
     ways: dict[Meeting, list[tuple[int, Meeting, Meeting]]] = {meeting: []}
     reached = [meeting]
     for later in reached:

@@ -1,12 +1,12 @@
-"""All ranks in one process, a thread each: the transport for tests and debugging.
+"""Transport with all ranks in one process, a thread each, for tests and debugging.
 
     rank 0 ─ send ─▶ message k of (0, 1, tag) ◀─ recv ─ rank 1
-       └───▶ collective k of the group: the last one to come does the work ◀───┘
+       └───▶ collective k of the group: the last member to join computes it ◀───┘
 
-What a send waits for, and whether tags matter, is up to the world's rules: "mailbox" is the most lenient, "nccl" is as
-strict as NCCL, so that what would hang or go wrong there does so here, and says why.
+The world's rules define when a send completes, and whether tags matter: "mailbox" is the most lenient, "nccl" as strict
+as NCCL, so that a hang or corruption there is an error here, with its reason.
 
-A group of one member that runs as if there were others, where shapes and calls matter, and no numbers of theirs.
+`EchoGroup` is a group of one member that runs as if there were others, for shapes and calls without their numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class LocalTransport(Transport):
-    """One rank of a LocalWorld; `attempt` is that of a process that may be started again."""
+    """One rank of a LocalWorld; `attempt` is set for a process that may be restarted."""
 
     name = "local"
     attempt: Attempt | None = None
@@ -54,7 +54,7 @@ class LocalTransport(Transport):
         self._num_groups = 0
 
     def begin_run(self) -> None:
-        """Note that the run has begun, where its process may be started again."""
+        """Record that the run has begun, where its process may be restarted."""
         if self.attempt is not None:
             self.attempt.begin()
 
@@ -67,7 +67,7 @@ class LocalTransport(Transport):
         return LocalGroup(self._world, call, ranks, self.rank)
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Channels appear when they are used."""
+        """Do nothing: channels are created on first use."""
 
     def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
         payload = tensor.clone() if self._copies else tensor
@@ -92,12 +92,12 @@ class LocalTransport(Transport):
         self._world.abort(self.rank, error)
 
     def close(self) -> None:
-        """Tell those who wait for this rank that it has ended."""
+        """Signal to waiting ranks that this rank has ended."""
         self._world.close(self.rank)
 
 
 class LocalGroup(Group):
-    """A group of a LocalWorld; `call` tells apart the groups of the same ranks."""
+    """A group of a LocalWorld; `call` distinguishes groups of the same ranks."""
 
     def __init__(self, world: LocalWorld, call: int, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks, ranks.index(rank), world.device)
@@ -150,9 +150,9 @@ def _tensors(brought: list[Collective]) -> list[Tensor]:
 
 
 def _swap(brought: list[Collective]) -> list[Tensor]:
-    """Return what each member gets: the rows that are meant for it.
+    """Return the rows that each member receives in an all-to-all.
 
-    Raises `MisfitError` where one member sends other rows than another one expects.
+    Raises `MisfitError` where one member sends a number of rows that another one does not expect.
     """
     for source, sender in enumerate(brought):
         for target, receiver in enumerate(brought):
@@ -166,7 +166,7 @@ def _swap(brought: list[Collective]) -> list[Tensor]:
 
 
 class _LocalWork:
-    """What a rank can wait for, as a Work; `cell` is where it says so, None for a message: who takes it does."""
+    """Wait for a message or a meeting, as a Work; `cell` publishes the wait, None for a message: its taker does."""
 
     __slots__ = ("_awaited", "_cell", "_code", "_rank", "_world")
 
@@ -198,15 +198,15 @@ def run_local(
     collective_s: float = 0.0,
     host_bandwidth: float | None = None,
 ) -> list[Result]:
-    """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in order of ranks.
+    """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in rank order.
 
-    `rules` say what a wire does with a message: with "rendezvous" and "nccl" one finds out what deadlocks on such
-    wires. A message is under way for `wire_s`, one number or one for each channel {(source, destination): seconds},
-    and a channel carries one at a time. A collective takes `collective_s`; a group does one at a time. Activations go
-    to the host's memory, and back, at `host_bandwidth` bytes a second; None: as fast as they are copied.
+    `rules` are the semantics of messages: "rendezvous" and "nccl" reveal deadlocks of such transports. A message takes
+    `wire_s`, one number or one for each channel {(source, destination): seconds}, and a channel carries one at a time.
+    A collective takes `collective_s`; a group runs one at a time. Activations are offloaded to host memory, and
+    fetched, at `host_bandwidth` bytes per second; None: as fast as they are copied.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
-    The threads take over the caller's grad mode; they have torch's global random generator in common.
+    The threads inherit the caller's grad mode; they share torch's global random generator.
     """
     world = LocalWorld(
         world_size,
@@ -232,7 +232,7 @@ def run_local(
     for thread in threads:
         thread.start()
     world.wait_for_end()
-    for thread in threads:  # behind `Engine.close`, with which a rank has ended, its function may go on
+    for thread in threads:  # a rank's function may continue after `Engine.close`, which ends the rank
         thread.join(timeout_s if world.failure else None)
     if world.failure is None:
         return [results[rank] for rank in range(world_size)]
@@ -242,7 +242,7 @@ def run_local(
 
 
 class EchoGroup(SelfGroup):
-    """A group whose other members are not there: it has its own tensors for theirs, and its own part of a sum."""
+    """A group without its other members: its own tensors replace theirs, and a sum is its own part alone."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         Group.__init__(self, tuple(range(size)), 0, device)

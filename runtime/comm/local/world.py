@@ -1,19 +1,19 @@
-"""What the threads of one run share: the wires, the meetings, and who waits for what.
+"""State shared by the rank threads of one run: messages, collectives (meetings), and waits, with deadlock detection.
 
-As all waits happen under one lock, a deadlock is seen, not timed out: when every rank waits and nothing that
-is waited for can come, all of them get a StallError that lists who waits for what. A message under way will come,
-so whoever waits for one counts as busy. This takes for granted that a rank is one thread.
+As all waits happen under one lock, a deadlock is detected, not timed out: when every rank waits and nothing that is
+waited for can come, all of them get a StallError that lists the waits. A message in flight will come, so a rank that
+waits for one counts as busy. This assumes that a rank is one thread.
 
-Messages between the threads of one process: who meets whom, when a message starts, when it is there.
+Messages between the threads of one process: their matching, their start, and their arrival.
 
-    send 0 ──▶ message 0 ◀── receive 0        of one (source, destination, tag); under NCCL's rules of one
-    send 1 ──▶ message 1 ◀── receive 1        (source, destination): the order is all there is
+    send 0 ──▶ message 0 ◀── receive 0        per (source, destination, tag); under NCCL's rules per
+    send 1 ──▶ message 1 ◀── receive 1        (source, destination): matched by order alone
 
     channel 0 to 1   ├── message 0 ──┤├── message 1 ──┤      one at a time, each `wire_s` of that channel long
                      ▲ sent, and unless buffered, received
 
-Under the rules "mailbox" a message starts when it is sent, else when both ends are there. Under "nccl" nothing is
-copied until one of the two waits after its arrival: a tensor that is changed too early arrives changed.
+Under the rules "mailbox" a message starts when it is sent, otherwise when both ends are posted. Under "nccl" nothing is
+copied until one of the two waits after its arrival: a tensor that is modified too early arrives modified.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ _NOTHING = nullcontext()
 
 
 class Awaited(Protocol):
-    """What a rank can wait for: a message or a meeting. All is called with the world's lock held."""
+    """A message or a collective that a rank can wait for. Called with the world's lock held."""
 
     @property
     def arrival_s(self) -> float | None:
-        """The time of `now_s` at which it is there (0: it is), or None as long as others must act first."""
+        """The time (`now_s`) of its arrival (0: arrived), or None as long as other ranks must act first."""
 
     def finish(self) -> None:
-        """Hand over the result; called when the time has come, and allowed twice."""
+        """Deliver the result; called after the arrival, and allowed twice."""
 
     def describe_to(self, rank: int) -> str:
-        """Say in words what `rank` waits for."""
+        """Describe what `rank` waits for, in words."""
 
 
 class LocalWorld:
-    """What the threads of one run share: the wires, the meetings, and who waits for what.
+    """State shared by the rank threads of one run: messages, meetings, and waits.
 
     Args:
         world_size: number of ranks.
-        device: where their tensors live.
-        timeout_s: longest that one wait may take, in seconds.
-        rules: what a wire does with a message.
-        wire_s: how long a message is under way, in seconds: on all channels, or on each (source, destination).
-        collective_s: how long a collective of several ranks takes, in seconds, once all of them have come to it.
-        host_bandwidth: how fast activations go to the host's memory, and back, in bytes a second; None: at once.
+        device: the device of their tensors.
+        timeout_s: maximum duration of one wait, in seconds.
+        rules: semantics of messages: "mailbox", "rendezvous" or "nccl".
+        wire_s: simulated duration of a message, in seconds: on all channels, or on each (source, destination).
+        collective_s: simulated duration of a collective of several ranks, in seconds, after all have joined it.
+        host_bandwidth: simulated speed of host copies of activations, in bytes per second; None: not simulated.
 
     Raises:
-        UsageError: no such rules, or no such time.
+        UsageError: unknown rules, or an invalid time.
     """
 
     def __init__(
@@ -100,19 +100,19 @@ class LocalWorld:
         self.wire = Wire(rules, wire_s)
         self.meetings = Meetings(one_order=rules == "nccl", collective_s=collective_s)
         self._partitions: dict[int, tuple[int, list[tuple[int, ...]]]] = {}
-        # A bell for each rank: who posts a message wakes one rank, not all of them.
+        # a condition per rank, so that a message wakes one rank, not all
         self._bells = [threading.Condition(self.lock) for _ in range(world_size)]
         self._end = threading.Condition(self.lock)
         self._waits: dict[int, Awaited] = {}
         self._closed: set[int] = set()
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Wake all ranks with a StallError that names `rank`; the first failure stays."""
+        """Wake all ranks with a StallError that names `rank`; the first failure is kept."""
         with self.lock:
             self._fail(rank, error)
 
     def close(self, rank: int) -> None:
-        """Note that `rank` will not send any more; those who wait for it wake up."""
+        """Record that `rank` will not send any more; wakes ranks that wait for it."""
         with self.lock:
             self._closed.add(rank)
             self._ring_all()
@@ -130,22 +130,22 @@ class LocalWorld:
             raise MisfitError(f"group {call}: rank {first} splits the world into {expected}, rank {rank} {partition}")
 
     def wake(self, rank: int) -> None:
-        """With the lock held, let `rank` look again whether what it waits for has come."""
+        """Wake `rank` to check its wait again; the lock is held."""
         if rank in self._waits:
             self._bells[rank].notify()
 
     def wake_all(self, ranks: Iterable[int]) -> None:
-        """With the lock held, let some ranks look again."""
+        """Wake some ranks to check their waits again; the lock is held."""
         for rank in ranks:
             if rank in self._waits:
                 self._bells[rank].notify()
 
     def wait_for(self, rank: int, awaited: Awaited) -> None:
-        """Return when `awaited` is there and finished.
+        """Return when `awaited` has arrived and is finished.
 
         Raises:
-            StallError: another rank failed, all ranks wait for each other, or the timeout is over.
-            MisfitError: what came does not fit.
+            StallError: another rank failed, all ranks wait for each other, or the timeout has expired.
+            MisfitError: the two ends do not match.
         """
         with generators_lent() if threading.get_ident() in SEEDED else _NOTHING, self.lock:
             if awaited.arrival_s is None:
@@ -168,10 +168,10 @@ class LocalWorld:
             del self._waits[rank]
 
     def _sleep_until(self, arrival_s: float) -> None:
-        """Let go of the lock until the time has come: what is under way cannot fail to come.
+        """Release the lock and sleep until the arrival, which is certain.
 
-        A plain sleep is a tenth of a millisecond late. Looking at the clock at its end would be better when the machine
-        is quiet, and worse when there are more ranks than cores.
+        A plain sleep is a tenth of a millisecond late. Polling the clock at its end would be more precise on an idle
+        machine, and worse with more ranks than cores.
         """
         left_s = arrival_s - now_s()
         if left_s > 0:
@@ -218,11 +218,11 @@ def _check_wires(wire_s: WireTimes, world_size: int) -> None:
 
 Key = tuple[int, int, int | None]
 What = tuple[Label, int]
-"""What a message is for, and in which step."""
+"""Label of a message, and its step."""
 
 NOTHING_SAID: What = (NO_LABEL, 0)
 WireTimes = float | Mapping[tuple[int, int], float]
-"""Seconds that a message is under way: on all channels, or on each (source, destination), 0 where none is named."""
+"""Seconds per message: on all channels, or on each (source, destination), 0 where a channel is not named."""
 
 
 @dataclass(slots=True)
@@ -238,10 +238,10 @@ class Message:
     arrival_s: float | None = None
 
     def finish(self) -> None:
-        """Move what was sent into the buffer, unless the other end did so.
+        """Copy the payload into the buffer, unless the other end has done so.
 
         Raises:
-            MisfitError: the two ends do not fit each other.
+            MisfitError: the two ends do not match.
         """
         payload, buffer = self.payload, self.buffer
         if payload is None or buffer is None:
@@ -254,7 +254,7 @@ class Message:
         self.payload = self.buffer = None
 
     def describe_to(self, rank: int) -> str:
-        """Say which message this is, as seen from one of its ends."""
+        """Describe the message, as seen from one of its ends."""
         source, destination, tag = self.key
         name = f"message {self.number}"
         tagged = "" if tag is None else f" with tag {tag}"
@@ -273,7 +273,7 @@ def _words(what: What) -> str:
 
 @dataclass(slots=True)
 class _Mailbox:
-    """How far the two ends of a key are, and its messages of which one end is missing."""
+    """Counters of the two ends of a key, and its messages with one end missing."""
 
     num_sent: int = 0
     num_received: int = 0
@@ -292,11 +292,11 @@ class Wire:
 
     @property
     def num_open(self) -> int:
-        """How many messages there are of which one end is missing."""
+        """Number of messages with one end missing."""
         return sum(len(box.open) for box in self._boxes.values())
 
     def send(self, source: int, destination: int, tag: int, payload: Tensor, what: What = NOTHING_SAID) -> Message:
-        """Post the next send; under the rules "nccl" the memory of `payload` is read when the message moves."""
+        """Post the next send; under the rules "nccl" the payload's memory is read when the message is delivered."""
         key = (source, destination, tag if self.is_tagged else None)
         box = self._boxes[key]
         number, box.num_sent = box.num_sent, box.num_sent + 1
@@ -322,7 +322,7 @@ class Wire:
         return message
 
     def _start(self, message: Message) -> None:
-        """Put the message on its channel, which carries one at a time."""
+        """Start the message on its channel, which carries one at a time."""
         channel = message.key[:2]
         wire_s = self._wire_s.get(channel, 0.0) if isinstance(self._wire_s, Mapping) else self._wire_s
         if not wire_s:

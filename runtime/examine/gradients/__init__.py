@@ -1,4 +1,4 @@
-"""Whether blocks change gradients by more than a factor: `own_backwards` finds who may, `backwards` tries them.
+"""Blocks whose backward is not linear in the gradient: `own_backwards` finds suspects, `backwards` tries them.
 
 Imports what `examine` may, and runs of blocks from beside it.
 """

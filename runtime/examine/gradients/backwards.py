@@ -1,4 +1,4 @@
-"""Backwards of blocks that are not linear in the gradient: what is right for a batch is wrong for its microbatches.
+"""Blocks whose backward is not linear in the gradient: right for a whole batch, it is wrong for its microbatches.
 
     gradients in flight belong to one microbatch, times the weight of its loss; the total divides their sums
 
@@ -7,12 +7,12 @@
     backward: return g, torch.ones(())          adds a constant        right where each microbatch weighs 1
     backward: return g.clamp(…)                 for each sample alone  right where the loss is a sum
     backward: return g - g.mean(0), g * len(g)  mixes samples          those of a microbatch, and not of the batch
-    forward: self.kept = x; backward: … kept    a later forward's      where it has run before the backward
-    backward: self.seen = g; forward: … seen    times that weight      of nothing that is taken back
+    forward: self.kept = x; backward: … kept    a later forward's      if it has run before the backward
+    backward: self.seen = g; forward: … seen    scaled by that weight  by which nothing divides it
     p.grad.mul_(0.5), of a sum so far           earlier ones again     once for each microbatch
 
-Blocks that can do so (`own_backwards`) are run on a few samples before the first step, backwards from gradients of
-several sizes, and of some samples alone; once more where what they go by has changed. Hooks on weights count as well.
+Suspects (`own_backwards`) are run on a few samples before the first step, with backwards from gradients of several
+scales, and of single samples; again after state that they read has changed. Hooks on weights count as well.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from .trial_backwards import Begin, Draws, Gradients, gradients_of, made_behind
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
 _TINY = 2.0**-60
 _DRAWS = 4
-"""How often gradients are drawn."""
+"""Number of draws of gradients."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 _FROZEN = 4096
-"""Larger weights that are not trained are not compared, nor blocks with such."""
+"""Size limit, in elements, of frozen weights that are compared; blocks with larger ones are examined one by one."""
 _ALWAYS = 8
-"""So many changes of a block that is no suspect are all looked at."""
+"""Number of changes of a block that is no suspect that are all examined; then every power of two."""
 _STEERED = (
     "block {} ({}) may change gradients, and goes by {}, which may be another in a later step (let the training loop "
     "set an attribute of it)"
@@ -59,7 +59,7 @@ _STEERED = (
 
 Gathered = Callable[[int], AbstractContextManager[None]]
 ArrivalOf = Callable[[int, bool], Arrival]
-"""What a block of a number is given: of a few samples, or as many as cost least to find out."""
+"""Function (block number, few samples?) → inputs of the block: `FEW` samples, or as many as cost least."""
 
 
 _SEES = (
@@ -70,9 +70,9 @@ _COUNTS = "block {} ({}) divides gradients by how often ids are in a batch, scal
 
 
 class Unlinear(NamedTuple):
-    """Why the backward of a block is not linear, in words; "": it is.
+    """Reason why the backward of a block is not linear, in words; "": it is linear.
 
-    `adds`: but for what it adds to gradients. `is_of_each`: each sample has the gradient that it has alone.
+    `adds`: linear except for a constant that it adds. `is_of_each`: each sample has the gradient that it has alone.
     """
 
     why: str = ""
@@ -89,24 +89,24 @@ def why_unlinear(
     *,
     is_brief: bool = False,
 ) -> Unlinear:
-    """Return why a block's gradients are not proportional to those that it is given; it is as it was.
+    """Return the reason why a block's gradients are not proportional to its output gradients; its state is restored.
 
     Args:
-        run: runs a block on what it is given.
+        run: runs a block on its inputs.
         number: of the block.
         block: its weights are resident.
-        arrival: what it is given.
+        arrival: its inputs.
         alike: a context in which it draws the same each time for some samples.
         is_brief: whether few experiments are enough.
 
-    Raises, if it `is_brief`, what the block raises, and `ArithmeticError` for gradients that are not finite.
+    Raises, if it `is_brief`, the block's own errors, and `ArithmeticError` for gradients that are not finite.
     """
     is_short = any(p.dtype is torch.float16 for p in block.parameters())
     scales = _SHORT_SCALES if is_short else _SCALES
     hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
 
     def backward(seed: int, scale: float, only: int | None = None) -> Gradients:
-        for rest in (0.0, _TINY):  # of nothing, 0 / 0
+        for rest in (0.0, _TINY):  # tiny in place of zero: a block may divide 0 / 0
             with alike(range(arrival.samples)):
                 found = gradients_of(run, number, block, arrival, Begin(seed, scale, only, rest), kept)
             if all(bool(gradient.isfinite().all()) for gradient in found):
@@ -125,7 +125,7 @@ def why_unlinear(
         sees = not is_brief and _sees_gradients(run, number, block, arrival, alike, scales, (hooks, kept))
     except Draws:
         return Unlinear(_STEERED.format(number, type(block).__name__, "draws from Python's or numpy's generator"))
-    except Exception as error:  # what a user's code says to numbers that no block has given
+    except Exception as error:  # errors of user code on numbers that no block has given
         if is_brief:
             raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -151,7 +151,7 @@ def _sees_gradients(
     scales: Sequence[float],
     before: tuple[Snapshot, Kept],
 ) -> bool:
-    """Whether a block gives something else behind a backward from larger gradients."""
+    """Return whether a block's output changes after a backward from larger gradients."""
     hooks, kept = before
     found = list[Sequence[Tensor]]()
     for scale in (1.0, *scales):
@@ -168,7 +168,7 @@ def _judged(
     ones: Sequence[Gradients],
     halves: Sequence[Sequence[Gradients]],
 ) -> Unlinear:
-    """Return what gradients show: of nothing, by scales, of whole microbatches, and of each of their samples alone."""
+    """Return the verdict on gradients: from zero, by scales, of whole microbatches, and of single samples."""
 
     def adds_up(added: Gradients) -> bool:
         return all(_adds_up(one, parts, added) for one, parts in zip(ones, halves, strict=True))
@@ -183,7 +183,7 @@ def _judged(
 
 
 def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gradients]], added: Gradients) -> bool:
-    """Whether gradients are proportional to what they come from, but for what is `added`."""
+    """Return whether gradients are proportional to their output gradients, except for the constant `added`."""
     return all(
         _is_close(found - more, (whole - more) * scale, zero, (scale, whole))
         for scale, its in [*others, (0.0, none)]
@@ -192,7 +192,7 @@ def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gr
 
 
 def _adds_up(one: Gradients, halves: Sequence[Gradients], added: Gradients) -> bool:
-    """Whether gradients are the sums of those of some samples alone, but for what is `added`."""
+    """Return whether gradients are the sums of those of single samples, except for the constant `added`."""
     return all(
         _is_close(sum(half - more for half in its), whole - more, more, (1.0, whole))
         for whole, more, *its in zip(one, added, *halves, strict=True)
@@ -207,11 +207,11 @@ def _is_close(found: Tensor | int, wanted: Tensor, added: Tensor, sizes: tuple[f
 
 
 def calls_own(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) -> bool:
-    """Whether a block's forward applies a Function, or registers a hook, of no known library; it is as it was."""
+    """Return whether a block's forward applies a Function, or registers a hook, of no known library; it is restored."""
     calls = Calls()
     if any(isinstance(weight, DTensor) for weight in block.parameters()):
         return False
-    with suppress(Exception), untouched(block):  # what it says to numbers that no block has given
+    with suppress(Exception), untouched(block):  # errors on numbers that no block has given
         with calls.watched():
             ran = run_with_graph(run, number, block, arrival)
         calls.look_at(ran.made)
@@ -219,14 +219,14 @@ def calls_own(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) ->
 
 
 class BlockBackwards:
-    """The backwards of a rank's blocks.
+    """Findings about the backwards of a rank's blocks.
 
     Args:
-        blocks: by stages and numbers.
-        run: runs a block on what it is given.
-        alike: gives a context in which a block, of a number, draws the same for some samples each time.
+        blocks: by stage and number.
+        run: runs a block on its inputs.
+        alike: returns a context in which a block, of a number, draws the same for some samples each time.
         gathered: makes the weights of a stage resident (collective over replicas).
-        agree: makes numbers of ranks that run a block together the same.
+        agree: makes numbers equal on the ranks that run a block together.
         overtaken: the stages where a forward of another microbatch may run before a backward.
     """
 
@@ -250,18 +250,18 @@ class BlockBackwards:
 
     @property
     def found(self) -> Unlinear:
-        """What the first block is like whose backward is not linear."""
+        """First finding of a block whose backward is not linear."""
         return next((found for found in self._found.values() if found.why), Unlinear())
 
     @property
     def suspects(self) -> dict[int, nn.Module]:
-        """The blocks that can change gradients, by their numbers."""
+        """Blocks that can change gradients, by number."""
         return {n: block for held in self._blocks.values() for n, block in held.items() if n in self._suspects}
 
     def changed(self) -> list[int]:
-        """Return the numbers of the blocks that may have other backwards than they were found to have.
+        """Return the numbers of the blocks whose backwards may have changed since they were examined.
 
-        Once in a step; blocks that are no suspects and change in each step are named ever more rarely.
+        Called once in a step; blocks that are no suspects and change in each step are returned ever more rarely.
         """
         if not self._owns and (self._shape is None or self._shape.is_same()):
             return []
@@ -271,12 +271,12 @@ class BlockBackwards:
         return [number for number in found if number in self._suspects or _is_due(self._num_changes[number])]
 
     def examine(self, arrival_of: ArrivalOf) -> None:
-        """Find out which blocks are not linear in gradients; see `again`."""
+        """Find the blocks whose backward is not linear; see `again`."""
         self._arrival_of = arrival_of
         self.again({number for blocks in self._blocks.values() for number in blocks})
 
     def again(self, numbers: Collection[int]) -> None:
-        """Find it out of the blocks of these numbers, those of other ranks too (collective over who has the same)."""
+        """Examine the blocks of these numbers, of all ranks (collective over ranks with the same blocks)."""
         for stage, blocks in sorted(self._blocks.items()):
             some = {number: block for number, block in blocks.items() if number in numbers}
             if some and self._arrival_of is not None:
@@ -288,7 +288,7 @@ class BlockBackwards:
         self._shape = Shape(block for blocks in self._blocks.values() for block in blocks.values())
 
     def _examine(self, number: int, block: nn.Module, arrival_of: ArrivalOf, known: dict[object, Unlinear]) -> Unlinear:
-        """Return what is found of a block; `known` is what was found of others, by their kinds."""
+        """Return the finding about a block; `known`: the findings about others, by kind."""
         code = Code(block)
         is_suspect = code.is_suspect
         if code.has_more and not is_suspect:
@@ -305,7 +305,7 @@ class BlockBackwards:
         return known[kind]
 
     def _find(self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, *, is_suspect: bool) -> Unlinear:
-        """Return what experiments on a block show."""
+        """Return the finding of experiments on a block."""
         found = Unlinear()
         if is_suspect:
             arrival = arrival_of(number, True)
@@ -320,7 +320,7 @@ class BlockBackwards:
         return found
 
     def _of_others(self, number: int, block: nn.Module, arrival: Arrival) -> Unlinear:
-        """Return what is found where extras are other numbers than the first ones, or what it asks of tensors is."""
+        """Return the finding for other numbers in extras, and for other values of tensors that it reads in Python."""
         accepts, alike = accepted_extras(block), partial(self._alike, number, block)
         taken = replace(arrival, extras={name: extra for name, extra in arrival.extras.items() if accepts(name)})
         given = others_of(taken, block, self._agree) if taken.extras else ()
@@ -337,7 +337,7 @@ class BlockBackwards:
         return Unlinear()
 
     def _found_briefly(self, number: int, block: nn.Module, arrival: Arrival, alike: Alike) -> Unlinear:
-        """Return what is found where it is given what it may never be given; what fails tells nothing."""
+        """Return the finding for inputs that may never occur; a failure decides nothing."""
         with suppress(Exception):
             found = why_unlinear(self._run, number, block, arrival, alike, is_brief=True)
             return found if found.why else Unlinear(why_of_microbatch(self._run, number, block, arrival, alike))
@@ -346,7 +346,7 @@ class BlockBackwards:
     def _of_microbatches(
         self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, found: Unlinear, *, is_suspect: bool
     ) -> Unlinear:
-        """Return why gradients are those of a microbatch, or what was found before."""
+        """Return the reason why gradients depend on the microbatch, or else the former finding."""
         if any(getattr(module, "scale_grad_by_freq", False) is True for module in block.modules()):
             return Unlinear(_COUNTS.format(number, type(block).__name__))
         if not (is_suspect or code.may_detach):
@@ -363,7 +363,7 @@ def _is_due(count: int) -> bool:
 
 
 def _is_of_kind(block: nn.Module, code: Code) -> bool:
-    """Whether all by which a block's backward may go is in `_kind_of`, or is trained and changes in each step."""
+    """Return whether all that a block's backward depends on is in `_kind_of`, or is trained."""
     weights = [*block.parameters()]
     is_plain = all(key.startswith("_quintsched") for weight in weights for key in vars(weight))
     is_small = all(weight.requires_grad or weight.numel() <= _FROZEN for weight in weights)
@@ -371,7 +371,7 @@ def _is_of_kind(block: nn.Module, code: Code) -> bool:
 
 
 def _kind_of(block: nn.Module, arrival: Arrival) -> object:
-    """Return what blocks have in common that change gradients alike."""
+    """Return a key that is equal for blocks that change gradients alike."""
     given = [(name, one.tensor.shape, one.tensor.dtype) for name, one in arrival.tensors.items()]
     frozen = [str(weight.tolist()) for weight in block.parameters() if not weight.requires_grad]
     return content_of(block), *given, *frozen

@@ -1,4 +1,4 @@
-"""Gradients of a microbatch that are no part of the batch's, though they are linear: each block alone shows it.
+"""Blocks whose gradients of a microbatch are linear, but not a part of the batch's; each block is tried alone.
 
 two samples together, and each alone        outputs agree, and gradients have to
 backward, and again on top of its sums      twice the sums
@@ -23,11 +23,11 @@ from ..block_runs import RunBlock, run_with_graph
 from .own_backwards import hooks_of, is_known
 
 Alike = Callable[[range], AbstractContextManager[None]]
-"""Gives a context in which a block draws the same each time for some samples."""
+"""Function that returns a context in which a block draws the same each time for some samples."""
 
 
 def anyhow(_: range) -> AbstractContextManager[None]:
-    """Return a context in which a block draws as it does."""
+    """Return a context that leaves the block's draws as they are."""
     return nullcontext()
 
 
@@ -42,19 +42,19 @@ _OVERTAKEN = (
 )
 _ADDS = "block {} ({}) adds a gradient to its {!r} in its forward, by a backward of its own or p.grad = …"
 _OF_LATER = -0.75
-"""What a later microbatch is times an earlier one."""
+"""Factor from the inputs of a microbatch to those of a later one."""
 
 
 class _Steps(Exception):
-    """A hook has changed weights."""
+    """Raised where a hook has changed weights."""
 
 
 class _Adds(Exception):
-    """A forward has added to the gradient of a weight, which this is the name of."""
+    """Raised where a forward has added to the gradient of a weight, with its name."""
 
 
 def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, alike: Alike = anyhow) -> str:
-    """Return why gradients of samples together are not those of each, where their outputs are; "": they are."""
+    """Return the reason why joint gradients of samples are not those of each, though outputs are; "": there is none."""
     samples, trials, kept = range(arrival.samples), list[_Trial](), Kept(block)
     try:
         whole = _try(run, number, block, kept, [(arrival, samples)], alike)
@@ -62,7 +62,7 @@ def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arr
             trials.append(_try(run, number, block, kept, [(arrival.of_sample(k), samples[k : k + 1])], alike))
     except _Adds as error:
         return _ADDS.format(number, type(block).__name__, str(error))
-    except Exception:  # what takes no other number of samples, or steps weights
+    except Exception:  # it takes no other number of samples, or steps weights
         return ""
     outputs, gradients = (
         ([*zip(*of, strict=True)] for of in zip(*(trial[:2] for trial in trials), strict=True)) if trials else ([], [])
@@ -81,7 +81,7 @@ def why_of_others(
     *,
     overtaken: bool = True,
 ) -> str:
-    """Return why a block's gradients go by other microbatches, in words; "": they do not.
+    """Return the reason why a block's gradients depend on other microbatches, in words; "": they do not.
 
     `overtaken`: whether a later one's forward may run before its backward.
     """
@@ -95,7 +95,7 @@ def why_of_others(
         late = _try(run, number, block, kept, [(arrival, samples), (later, samples)], alike) if overtaken else one
     except _Steps:
         return _STEPS.format(*said)
-    except Exception as error:  # as of values that a backward takes out of what is empty by then
+    except Exception as error:  # e.g. a backward pops from a list that is empty by then
         return _OVERTAKEN.format(*said) + f" ({type(error).__name__})"
     finally:
         hooks.put_back()
@@ -108,7 +108,7 @@ def why_of_others(
 
 
 class _Trial(NamedTuple):
-    """What a block gave, and gradients: of as many leaves that it was given, then of weights."""
+    """Outputs of a block, and gradients: of its `num_leaves` input leaves, then of its weights."""
 
     made: Sequence[Tensor]
     gradients: Sequence[Tensor]
@@ -124,9 +124,9 @@ def _try(
     alike: Alike,
     times: int = 1,
 ) -> _Trial:
-    """Run a block, which is as `kept`, forwards on what is given, then backwards of the first.
+    """Run a block's forwards on all inputs, then the backward of the first; the block starts as `kept`.
 
-    Weights keep their gradients.
+    The gradients of weights are restored.
     """
     samples = given[0][1]
     with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
@@ -142,7 +142,7 @@ def _try(
             ):
                 raise _Adds(added[0])
             versions = [weight._version for weight in weights]
-            begun = [_rows_begun(t, k, samples) for k, t in enumerate(made)]  # not drawn by keys
+            begun = [_rows_begun(t, k, samples) for k, t in enumerate(made)]  # same rows for a sample in any batch
             with alike(samples):
                 torch.autograd.backward(made, begun)
             if versions != [weight._version for weight in weights]:
@@ -153,7 +153,7 @@ def _try(
 
 
 def _rows_begun(output: Tensor, place: int, samples: range) -> Tensor:
-    """Return for some samples the rows that all begin with; nothing for what belongs to none."""
+    """Return output gradients for some samples, equal for a sample in any batch; zeros for outputs of no sample."""
     if not output.dim() or output.shape[0] != len(samples):
         return torch.zeros_like(output)
     rows = [
@@ -163,13 +163,13 @@ def _rows_begun(output: Tensor, place: int, samples: range) -> Tensor:
 
 
 _ROUNDING = 64
-"""So many times the last bit of the largest of all tensors is what is left where numbers cancel."""
+"""Units in the last place of the largest of all tensors that may remain where numbers cancel."""
 
 
 def _are_made_of(wholes: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether tensors of samples are what their own are, one after the other, or what they add up to.
+    """Return whether tensors are the concatenation, or the sum, of those of single samples.
 
-    A gradient that is 0 but for rounding, as that of the bias of keys, is compared with the others'.
+    A gradient that is 0 except for rounding, as that of the bias of keys, is compared with the others' scale.
     """
     largest = max((float(t.abs().amax()) for t in wholes if t.numel()), default=0.0)
     return all(_is_made_of(whole, its, largest) for whole, its in zip(wholes, parts, strict=True))
@@ -188,7 +188,7 @@ def _is_made_of(whole: Tensor, parts: Sequence[Tensor], largest: float) -> bool:
 
 @contextmanager
 def gradients_kept(things: Iterable[Any]) -> Iterator[None]:
-    """A context in which leaves have no gradient yet, and hooks of this package do not run on them."""
+    """Context in which leaf tensors have no gradient, and hooks of this package do not run on them."""
     leaves = {id(t): t for t in things if isinstance(t, Tensor) and t.requires_grad and t.is_leaf}.values()
     kept = [(t, t.grad, t._post_accumulate_grad_hooks, {**(t._post_accumulate_grad_hooks or {})}) for t in leaves]
     for leaf, _, hooks, before in kept:

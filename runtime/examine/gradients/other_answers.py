@@ -1,9 +1,9 @@
-"""Code of users that asks tensors for Python values: what it would do if one of these were another.
+"""Mode that replaces a Python value that user code reads from a tensor, to run the other branch.
 
     if x.abs().max() > 20: h.register_hook(clamp)      no       once as if it were: a backward that clamps
     self.log = float(h.norm())                         1.7      once as if it were 1000000.0: the same backward
 
-Data of later steps decide so; a few drawn samples need not.
+Data of later steps may take that branch, which a few drawn samples need not reach.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LARGE = 1e6
 
 
 class OtherAnswers(TorchFunctionMode):
-    """Gives another answer to the question at `place`, counted from 1; 0: to none.
+    """Mode that changes the value of the read at `place`, counted from 1; 0: of none.
 
     Attributes:
-        count: how many users' code has asked.
+        count: number of reads by user code.
     """
 
     def __init__(self, place: int = 0) -> None:
@@ -36,7 +36,7 @@ class OtherAnswers(TorchFunctionMode):
         self._place, self.count = place, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, and count it where it gives users' code a Python value."""
+        """Call a function, and count it where it returns a Python value of a tensor to user code."""
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") not in _ASKING or isinstance(result, complex):
             return result
@@ -47,7 +47,7 @@ class OtherAnswers(TorchFunctionMode):
 
 
 def answered(alike: Alike, answers: OtherAnswers) -> Alike:
-    """Return a context in which a block draws as in another, and is given these answers, afresh each time."""
+    """Return `alike` with the mode entered as well, its count reset each time."""
 
     @contextmanager
     def within(samples: range) -> Iterator[None]:

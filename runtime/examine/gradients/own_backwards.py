@@ -1,11 +1,12 @@
-"""Which blocks may have backwards of their own: by all that can be reached from their code, and by one run of each.
+"""Suspects: blocks that may have custom backwards, by the code that is reachable from them, and by one run of each.
 
     reached    a class of autograd Functions; code that names a hook on gradients; such hooks       ┐ suspects, which
-    run        Function.apply, register_hook, … called, wherever that is written; nodes of C++      ┘ `backwards` tries
+    run        Function.apply, register_hook, … called, in whatever code; nodes of C++              ┘ `backwards` tries
+
     neither    a block is run where its code leads to other packages than those below, or looks names up by strings
 
-What steers the code of users' blocks, and the hooks of all, are looked at once in a step: who finds anything new says
-so with the figures of the step, and all ranks examine their blocks again before a weight changes.
+State that steers user code in blocks, and the hooks of all, are checked once in a step. A rank that finds a change
+piggybacks that on the figures of the step, and all ranks examine their blocks again before weights are updated.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ...objects.user_code import is_library_module, is_of_library, names_of
 _KNOWN = frozenset({"torch", "numpy", "transformers", "timm", "peft", "quintsched", *sys.stdlib_module_names})
 _KNOWN_BY_NAME = _KNOWN - {"__main__"}
 _OF_OTHERS = ("torch._", "torch.utils._")
-"""Where torch makes Functions of what users give it, and calls their code back."""
+"""Modules of torch that build Functions of user functions, and call them."""
 
 _HOOKING = {
     Tensor.register_hook,
@@ -46,16 +47,16 @@ _HOOKING = {
 _HOOKING_CODE = {function.__code__ for function in _HOOKING}
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _NAMES = frozenset({function.__name__ for function in _HOOKING} | {"apply", "register_prehook"})
-"""What code names that calls a Function of autograd, or registers a hook while it runs."""
+"""Names in code that applies an autograd Function, or registers a hook while it runs."""
 _DETACHING = frozenset({"detach", "detach_", "no_grad", "data"}) | {
     *("_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine"),
 }
-"""What code names that lets a value have another gradient than its own."""
+"""Names in code that can give a value another gradient than its own."""
 
 _BY_STRINGS = frozenset({"getattr", "__getattr__", "__getattribute__", "attrgetter", "methodcaller", "ops"}) | {
     *("eval", "exec", "compile", "globals", "__import__", "import_module"),
 }
-"""What code names that looks up names which are not in it."""
+"""Names in code that looks up names by strings."""
 _LOOKED_INTO = (
     *(nn.Module, Tensor, tuple, OrderedDict, defaultdict, deque),
     *(MethodType, partial, property, staticmethod, classmethod, SimpleNamespace, UserDict),
@@ -65,7 +66,7 @@ _OF_GRADIENT, _OF_SUM = attrgetter("_backward_hooks"), attrgetter("_post_accumul
 
 
 def is_known(thing: Any) -> bool:
-    """Whether a class or function is of a library whose backwards are linear in the gradient."""
+    """Return whether a class or function is of a library whose backwards are linear in the gradient."""
     return _is_known_module(str(getattr(thing, "__module__", None) or ""))
 
 
@@ -75,7 +76,7 @@ def _is_known_module(name: str) -> bool:
 
 
 def hooks_of(block: nn.Module) -> list[Any]:
-    """Return hooks of a user's on gradients of modules and weights."""
+    """Return users' hooks on gradients of modules and weights."""
     found = [*global_hooks._global_backward_hooks.values(), *global_hooks._global_backward_pre_hooks.values()]
     for module in block.modules():
         found += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
@@ -88,15 +89,15 @@ def _of_users(hooks: list[Any]) -> list[Any]:
 
 
 class Code:
-    """What can be reached from a block.
+    """Code that is reachable from a block.
 
     Attributes:
-        is_plain: whether nothing of it is a user's, or of a library that is not known.
+        is_plain: whether none of it is user code, or of an unknown library.
         is_suspect: whether it can change gradients.
         may_detach: whether it can give values other gradients than their own.
-        has_more: whether it leads to what nobody looks into, which may do so: other packages, names made of strings.
-        hooks: a user's, on gradients of modules and weights.
-        tensors: those that are a user's, and no weights.
+        has_more: whether it leads to code that is not inspected and may do so: other packages, computed names.
+        hooks: users' hooks on gradients of modules and weights.
+        tensors: the user's tensors that are no weights.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -117,14 +118,14 @@ class Code:
         self._reached = reached
 
     def unknown(self) -> Any:
-        """Return an object of which nobody can say whether it has changed; None: there is none."""
+        """Return an object whose content cannot be compared; None: there is none."""
         return next((thing for thing in self._reached if not (has_known_content(thing) or only_tells(thing))), None)
 
 
 def _is_sign(thing: FunctionType | type) -> bool:
     if isinstance(thing, type):
         return issubclass(thing, torch.autograd.Function)
-    of_start = "init" in thing.__name__  # where nn.Module.apply is called
+    of_start = "init" in thing.__name__  # nn.Module.apply is called there
     return not (of_start or is_of_library(thing) or _NAMES.isdisjoint(names_of(thing.__code__)))
 
 
@@ -147,7 +148,7 @@ def _leads_on(thing: Any) -> bool:
 
 
 class Calls:
-    """Watches what a block runs.
+    """Profile function that watches the calls of a block.
 
     Attributes:
         has_own: whether it has applied a Function, or registered a hook, that is not of a known library.
@@ -158,7 +159,7 @@ class Calls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A context in which this thread's calls are looked at."""
+        """Context in which this thread's calls are watched."""
         before = sys.getprofile()
         profile_by(self._note)
         try:
@@ -167,7 +168,7 @@ class Calls:
             profile_by(before)
 
     def look_at(self, made: Sequence[Tensor]) -> None:
-        """Look for Functions of C++ in the graph of what was made."""
+        """Look for custom C++ Functions in the autograd graph of outputs."""
         nodes, seen = [t.grad_fn for t in made], set[Any]()
         while nodes:
             node = nodes.pop()
@@ -181,7 +182,7 @@ class Calls:
             self.has_own |= not is_known(frame.f_locals["cls"])
         elif event == "call" and frame.f_code in _HOOKING_CODE:
             self._note_caller(frame.f_back)
-        elif event == "c_call" and getattr(called, "__name__", "") in _NAMES:  # of nodes of a graph
+        elif event == "c_call" and getattr(called, "__name__", "") in _NAMES:  # hooks on nodes of a graph
             self._note_caller(frame)
 
     def _note_caller(self, frame: FrameType | None) -> None:
@@ -189,7 +190,7 @@ class Calls:
 
 
 class Shape:
-    """Hooks on blocks and on their weights, and the modules in them: compared without a call of Python's."""
+    """Hooks on blocks and their weights, and the blocks' submodules: compared without Python calls."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         modules = [module for block in blocks for module in block.modules()]
@@ -202,7 +203,7 @@ class Shape:
         self.is_same()
 
     def is_same(self) -> bool:
-        """Whether no hook of a user's came or went, and no module."""
+        """Return whether no user hook and no submodule was added or removed."""
         weights = self._weights
         held = filter(None, chain(self._hooks, map(_OF_GRADIENT, weights), map(_OF_SUM, weights)))
         now = sum(map(sum, held)), list(chain.from_iterable(map(dict.values, self._inner)))
@@ -217,10 +218,10 @@ class Shape:
 
 
 class Watched:
-    """What may give a block another backward: its shape, what steers a user's code, and suspects' tensors.
+    """State that may give a block another backward: its shape, state that steers user code, and suspects' tensors.
 
     Attributes:
-        is_own: whether there is more to it than its shape.
+        is_own: whether it has more than its shape.
     """
 
     def __init__(self, block: nn.Module, code: Code, *, is_suspect: bool) -> None:
@@ -232,7 +233,7 @@ class Watched:
         self._tensors = [(tensor, tensor._version) for tensor in code.tensors if is_suspect]
 
     def has_changed(self) -> bool:
-        """Whether something is another now."""
+        """Return whether any of it has changed."""
         if not self._shape.is_same() or any(tensor._version != version for tensor, version in self._tensors):
             return True
         return any(True for _ in self._state.moved(hooks=False))

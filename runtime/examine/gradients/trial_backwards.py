@@ -1,4 +1,4 @@
-"""Trial backwards of a block from drawn gradients of any size: what gradients come, and what its forward gives then."""
+"""Trial backwards of a block from drawn output gradients of any scale: the gradients, and a later forward's outputs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .microbatch_gradients import Alike, gradients_kept
 Gradients = Sequence[Tensor]
 
 _OF_ONE = 2.0**4
-"""After the first draw, how many times larger the gradients of one sample are."""
+"""Factor on the gradients of one sample, after the first draw."""
 
 
 class Draws(Exception):
-    """A block has drawn from Python's or numpy's generator."""
+    """Raised where a block draws from Python's or numpy's generator."""
 
 
 class Begin(NamedTuple):
-    """What gradients a trial backward begins with: those drawn from a seed, times `scale`.
+    """Output gradients that a trial backward starts from: drawn with a seed, times `scale`.
 
-    `only` one sample has such; others, or all without a scale, have `rest` of them.
+    With `only`, one sample has these; the others, or all if `scale` is 0, are scaled by `rest`.
     """
 
     seed: int
@@ -40,7 +40,7 @@ class Begin(NamedTuple):
 def gradients_of(
     run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin, kept: Kept
 ) -> list[Tensor]:
-    """Return gradients of what a block, which is as `kept`, is given and of its weights."""
+    """Return the gradients of a block's inputs and weights; the block starts as `kept`."""
     with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
         drawn = draws_of_python()
         leaves, weights = _run_backwards(run, number, block, arrival, begin)
@@ -53,7 +53,7 @@ def gradients_of(
 def made_behind(
     run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin, kept: Kept, alike: Alike
 ) -> list[Tensor]:
-    """Return what a block, which was as `kept`, gives behind a backward."""
+    """Return a block's outputs of a forward after a backward; the block starts as `kept`."""
     with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
         with alike(range(arrival.samples)):
             _run_backwards(run, number, block, arrival, begin)
@@ -65,9 +65,9 @@ def made_behind(
 def _run_backwards(
     run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin
 ) -> tuple[Sequence[Tensor], Sequence[nn.Parameter]]:
-    """Run a block forwards and backwards; return what it was given, and its weights, which have the gradients."""
+    """Run a block's forward and backward; return its input leaves and weights, which have the gradients."""
     leaves, weights, made, _ = run_with_graph(run, number, block, arrival)
-    if made:  # not by autograd.grad, which checkpoints may refuse
+    if made:  # torch.autograd.grad is refused by reentrant checkpoints
         torch.autograd.backward(made, [_begun(t, k, arrival.samples, begin) for k, t in enumerate(made)])
     return leaves, weights
 
@@ -82,5 +82,5 @@ def _begun(output: Tensor, place: int, samples: int, begin: Begin) -> Tensor:
     if begin.only is not None and has_samples:
         scales[: begin.only] = scales[begin.only + 1 :] = begin.rest
     elif begin.only:
-        scales.fill_(begin.rest)  # of what belongs to no sample all is in the first
+        scales.fill_(begin.rest)  # outputs of no sample count with the first
     return drawn * scales

@@ -1,4 +1,4 @@
-"""What blocks of several stages have in common, and hand on through it.
+"""State that blocks of several stages share, and values that they pass on through it.
 
-Imports what `examine` may, and what is told of weights from beside it.
+Imports what `examine` may, and `weights_elsewhere` from beside it.
 """

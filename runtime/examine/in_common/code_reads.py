@@ -1,4 +1,4 @@
-"""Names that code reads, and names that it only writes to, among all that something reaches; see `name_uses`."""
+"""Names that reachable code reads, and names that it only writes to; see `name_uses`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _UNENTERED = {"__init__", "__new__", "__repr__", "__str__", "__init_subclass__"}
 
 
 class CodeReads:
-    """What something reaches, and which names its code reads and sets when it runs.
+    """Objects reachable from a block or function, and the names that its code reads and sets when it runs.
 
     Args:
         thing: a block, or a function such as a loss.
         snapshot: of the thing.
-        is_block: whether it is a block; of modules that a function holds the forwards do not count.
+        is_block: whether it is a block; forwards of modules that a function holds do not count.
 
     Attributes:
-        held: what it reaches, by ids, and the names that lead there.
-        uses: what its code does with names and files.
+        held: ids of mutable objects it reaches → the names that lead there.
+        uses: the uses of names and files in its code.
     """
 
     def __init__(self, thing: Any, snapshot: Snapshot, *, is_block: bool = True) -> None:
@@ -54,40 +54,40 @@ class CodeReads:
 
     @property
     def stored(self) -> frozenset[str]:
-        """The names that its code sets; those of all that it names, where it makes up names."""
+        """Names that its code sets; all names in it, where code computes names."""
         return self.uses.named if self.uses.named & _BY_ANY_NAME else self.uses.stored
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that its code reads."""
+        """Names that its code reads."""
         return self.uses.read
 
     def reads_into(self, token: int) -> bool:
-        """Whether code may read what is in a container: unless it only writes under the last name that leads there."""
+        """Return whether code may read a container's content; not if it only writes under the last name to it."""
         found = _LAST_NAME.search(self.held.get(token, ""))
         return token in self.held and (found is None or found[1] in self.uses.read or found[1] not in self.uses.named)
 
     def awaits_entries(self, token: int) -> bool:
-        """Whether code reads a container by its name, and sets no entries of any: those that come are others'."""
+        """Return whether code reads a container by name and sets no entries anywhere: new entries come from others."""
         found = _LAST_NAME.search(self.held.get(token, ""))
         return found is not None and found[1] in self.uses.read and FILL not in self.uses.stored
 
 
 def snapshot_of(thing: Any) -> Snapshot:
-    """Return what a block or a function reaches, by hooks on its weights, too."""
+    """Return the snapshot of a block or function, hooks on its weights included."""
     weights = thing.named_parameters() if isinstance(thing, nn.Module) else ()
     hooks = {f"{name}, hook": hook for name, weight in weights for hook in hooks_on(weight) if not is_ours(hook)}
     return Snapshot({"": thing, **hooks}, numbers=False)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor, which others may have as well; wrappers have none of their own."""
+    """Return an id of a tensor's storage, which others may share; of wrappers and meta tensors, their own id."""
     has_none = tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter)
     return id(tensor) if has_none else -tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def _function_of(thing: Any) -> FunctionType | None:
-    """Return the code that a call of something begins with, if it is a user's."""
+    """Return the function that a call of an object enters, if it is user code."""
     while isinstance(thing, partial):
         thing = thing.func
     if isinstance(thing, MethodType):
@@ -103,7 +103,7 @@ def _is_operator(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _uses_of(codes: frozenset[CodeType], entered: frozenset[CodeType]) -> Uses:
-    """Return what some codes use, and those among all that they call by name."""
+    """Return the uses of the entered code, and of all code that it calls by name."""
     found, waiting, entering = Uses(frozenset(), frozenset(), frozenset()), codes - entered, entered
     while entering:
         found = union_of([found, *(uses_in(one) for code in entering for one in codes_in(code))])

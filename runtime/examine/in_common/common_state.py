@@ -1,10 +1,10 @@
-"""State that stages have in common: what code of one reads, a step of another may not change.
+"""State shared by stages: a step of one stage may not change state that code of another reads.
 
-    count[0] += 1     x * count[0]       in one process the second would see what the first writes: refused
+    count[0] += 1     x * count[0]       in one process the second would see the first's write: refused
     norms[name] = g.norm()               read by the loop alone: each rank has its part of it
 
-Places are looked at as a step begins and behind its backwards, whoever writes: forwards, backwards or hooks. Who reads
-them is told by code, see `code_reads`. Where nothing is in common, nothing is looked at.
+Places are compared from the start of a step to after its backwards, whatever wrote them: forwards, backwards or hooks.
+Their readers are found in code, see `code_reads`. Where no state is shared, nothing is compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Judged = Collection[tuple[int, str | int | None]]
 
 
 class Runs(NamedTuple):
-    """Something that runs on a stage, a block or a function, and what its code reads."""
+    """Block or function that runs on a stage, and the names that its code reads."""
 
     name: str
     stage: int
@@ -34,27 +34,27 @@ class Runs(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """A place or a container that is looked at: what reads it, and in whose words."""
+    """Watched place or container: a function that reads it, and the names of its writer and reader."""
 
     name: str
     read: Callable[[], Any]
     writer: str
     reader: str
     may_grow: bool = True
-    """Whether entries may come to it: its reader makes those that it lacks, as of a cache."""
+    """Whether entries may be added to it: its reader makes missing ones itself, as for a cache."""
 
 
 class CommonState:
-    """What runs on a rank and may change what others read.
+    """State that code on this rank may change and code of other stages reads.
 
     Args:
-        own: what runs here, and a snapshot of it.
-        others: what runs on all stages.
-        judged: ids of holders, with names there or with None: forwards are known to hand these on to nobody.
+        own: blocks and functions that run here, with their snapshots.
+        others: blocks and functions of all stages.
+        judged: (holder id, key or None): places that forwards are known to pass on to no other stage.
         between: tensors that code between the layers of a model reads.
 
     Attributes:
-        spots: the places that are looked at.
+        spots: the watched places.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class CommonState:
         self._num_steps, self._why = 0, ""
 
     def begin(self) -> None:
-        """Note what is there before a step."""
+        """Record the places' values before a step."""
         self._num_steps += 1
         self._before = [spot.read() for spot in self.spots]
 
     def why_changed(self) -> str:
-        """Return what has changed since, in this step or behind the last look in one before; empty: nothing has."""
+        """Return the reason for a change since, in this step or after the last check; "": nothing has changed."""
         for spot, was in zip(self.spots, self._before, strict=True) if not self._why else ():
             if not _is_kept(was, spot.read(), may_grow=spot.may_grow):
                 self._why = (
@@ -103,18 +103,18 @@ class CommonState:
                 yield from self._places_in(name, space, one, others)
 
     def _reader_of(self, others: Iterable[Runs], token: int) -> Runs | None:
-        """Return who may read what is in a container or a tensor, one that waits for entries rather than others."""
+        """Return a block or function that may read a container or tensor, preferably one that waits for entries."""
         if (token, None) in self._judged:
             others = (other for other in others if not other.is_block)
         found = [other for other in others if other.reads.reads_into(token)]
         return max(found, key=lambda other: other.reads.awaits_entries(token), default=None)
 
     def _state_of(self, tensor: Tensor) -> Mapping[Any, Any]:
-        """Return how often a tensor was written, and at first its numbers, as `.data` is written without count."""
+        """Return a tensor's version; in the first step a digest too, as writes through `.data` are not counted."""
         return {"": tensor._version, "numbers": numbers_of(tensor) if self._num_steps == 1 else None}
 
     def _places_in(self, name: str, space: Space, one: Runs, others: Sequence[Runs]) -> Iterator[_Spot]:
-        """Yield the places of a holder that code here sets, and code elsewhere reads."""
+        """Yield the places of a holder that code here sets, and code of another stage reads."""
         keys = one.reads.stored - OF_TORCH if space.form == ".{}" and type(space) is Entries else set(space.keys())
         for key in sorted(keys & one.reads.stored):
             token = id(space.cells[key] if isinstance(space, Cells) else space.holder)
@@ -128,7 +128,7 @@ class CommonState:
 
 
 def _is_kept(was: Mapping[Any, Any] | Sequence[Any], now: Mapping[Any, Any] | Sequence[Any], *, may_grow: bool) -> bool:
-    """Whether all is as it was but, where these may come, for entries that were not there: caches are filled so."""
+    """Return whether all values are as they were; `may_grow`: entries may be added, as to a cache."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         return (may_grow or len(was) == len(now)) and all(
             value is None or is_same(value, now.get(key, GONE)) for key, value in was.items()

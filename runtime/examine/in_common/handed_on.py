@@ -1,9 +1,9 @@
-"""Values that code hands on through objects: which block reads what a block of another stage has set.
+"""Marks that detect values passed on through objects: a block reads a value that a block of another stage has set.
 
     layer 0    ctx.h0 = h          stage 0's     ┐ a mark in its place tells whether it is read
     layer 3    h + ctx.h0          stage 1's own ┘
 
-A mark ends the run of a block that uses it, whatever the code does with it.
+Using a mark ends the block's run, whatever the code does with it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ...objects.snapshot import Snapshot
 
 
 class MarkRead(BaseException):
-    """Ends the run of a block that reads a mark; no `except Exception` of its own catches it."""
+    """Raised when a block uses a mark; a BaseException, so that the block's `except Exception` does not catch it."""
 
 
 class ReadMark:
-    """Stands where a value is that another stage has: that of block `setter`."""
+    """Placeholder for a value that block `setter`, of another stage, has set."""
 
     def __init__(self, setter: int) -> None:
         self.setter, self.is_read = setter, False

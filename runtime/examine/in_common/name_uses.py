@@ -1,4 +1,4 @@
-"""Names that code reads, and names that it only writes to, told from its instructions, of Python 3.11 to 3.14.
+"""Names that code reads, and names that it only writes to, by its bytecode, of Python 3.11 to 3.14.
 
 norms[name] = g.norm()      log.append(x)      calls["a"] += 1      self.calls += 1        written
 norms[name] / 2             log[-1]            len(calls)           self.calls > 3         read
@@ -34,9 +34,9 @@ _READS = re.compile(
 
 
 class Uses(NamedTuple):
-    """The names that code reads, those that it sets, and all of them; calls that write and read files.
+    """Names that code reads, names that it sets, and all names; calls that write and read files.
 
-    Where it sets entries of anything, `FILL` is among those that it sets.
+    If it sets entries of any container, `FILL` is among the names that it sets.
     """
 
     read: frozenset[str] = frozenset()
@@ -47,13 +47,13 @@ class Uses(NamedTuple):
 
 
 def union_of(uses: Iterable[Uses]) -> Uses:
-    """Return all that several use."""
+    """Return the union of several uses."""
     return Uses(*(frozenset().union(*names) for names in zip(Uses(), *uses, strict=True)))
 
 
 @lru_cache(maxsize=4096)
 def uses_in(code: CodeType) -> Uses:
-    """Return what code uses, but for what is defined in it."""
+    """Return the uses in a code object, without those nested in it."""
     read, stored, named, writes, reads = (set[str]() for _ in Uses._fields)
     steps = [*dis.get_instructions(code)]
     for place, step in enumerate(steps):
@@ -72,7 +72,7 @@ def uses_in(code: CodeType) -> Uses:
 
 
 def _call_of_files(steps: Sequence[dis.Instruction], place: int) -> str:
-    """Return what is looked up at a place to write or read a file, in words; empty: nothing such."""
+    """Return the call at a place that writes or reads a file, in words; "": none."""
     step, above, mode = steps[place], 0, "r"
     name = f"{steps[place - 1].argval}.{step.argval}" if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else step.argval
     if step.argval != "open" or not (step.opname == "LOAD_GLOBAL" or _method_of(step)):
@@ -87,7 +87,7 @@ def _call_of_files(steps: Sequence[dis.Instruction], place: int) -> str:
 
 
 def _is_written(steps: Sequence[dis.Instruction], place: int, *, is_text: bool) -> bool:
-    """Whether what is looked up at a place is only written to, or changed by what it was."""
+    """Return whether the value loaded at a place is only written to, or updated in place."""
     name, after = steps[place].argval, steps[place + 1 :]
     if is_text:
         return bool(after) and after[0].opname.startswith(("STORE_", "DELETE_"))
@@ -97,7 +97,7 @@ def _is_written(steps: Sequence[dis.Instruction], place: int, *, is_text: bool) 
         after = after[1:]
     if (method := _method_of(after[0])) not in ("", "setdefault"):
         return method in _ADDERS
-    above = 0  # how much is on the stack behind what was looked up
+    above = 0  # stack depth above the loaded value
     for step, following in pairwise(after):
         is_of_it = above == 1 + step.opname.endswith("_SLICE")
         is_copy = step.opname == "COPY" and step.arg == above + 1 > 1  # calls["a"] += 1
@@ -114,7 +114,7 @@ def _is_written(steps: Sequence[dis.Instruction], place: int, *, is_text: bool) 
 
 
 def _method_of(step: dis.Instruction) -> str:
-    """Return the name of the method that a step looks up to call it; empty: it looks up none."""
+    """Return the name of the method that an instruction loads to call it; "": none."""
     is_method = step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and "NULL|self" in step.argrepr)
     return str(step.argval) if is_method else ""
 

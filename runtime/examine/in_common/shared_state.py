@@ -1,9 +1,9 @@
-"""State that two stages have: one module or buffer in blocks of both, a counter of a class, a global of a module.
+"""State shared by stages: one module or buffer in blocks of both, a counter in a class, a global of a module.
 
-    model[1] = model[4] = norm     stage 0: norm.running_mean  ┐ each stage would change its own, and neither has
-                                   stage 1: norm.running_mean  ┘ what one process would have: refused, where one does
+    model[1] = model[4] = norm     stage 0: norm.running_mean  ┐ each stage would change its own copy, unlike
+                                   stage 1: norm.running_mean  ┘ one process: refused, where a forward changes it
 
-Weights are tied, where both blocks have them in submodules, and tables that no forward changes may be shared.
+Weights are tied, where both blocks have them in submodules; tables that no forward changes may be shared.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .common_state import CommonState, Runs
 from .handed_on import MarkRead, ReadMark
 
 Place = tuple[int, str]
-"""The number of a block, and the name of something in a snapshot of it."""
+"""Number of a block, and the name of a holder in a snapshot of it."""
 
 Marks = Mapping[int, Sequence[tuple[str, str | int, ReadMark]]]
-"""What blocks have in place of what other stages set: its owner in a snapshot, its key there, and a mark."""
+"""Marks in place of values that other stages set, by block: the owner's name in a snapshot, the key, and the mark."""
 
 
 class SharedState:
-    """What blocks of several stages have in common besides weights.
+    """Mutable state, other than weights, that blocks of several stages share.
 
     Args:
         blocks: all blocks; those that are modules as they were given.
         cuts: the blocks of each stage.
-        changed: what forwards are known to change.
+        changed: places that forwards are known to change.
 
-    Raises `MisfitError` where forwards change some of it, as far as that is known before they run.
+    Raises `MisfitError` where forwards change shared state, as far as that is known before they run.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], cuts: Sequence[range], changed: Collection[Place] = ()) -> None:
@@ -83,7 +83,7 @@ class SharedState:
             self._require_one_stage(number, name, is_attribute=False)
 
     def require_one_stage(self, parcels: Sequence[Parcel]) -> None:
-        """Raise `MisfitError` where a block was found to change what a block of another stage has as well."""
+        """Raise `MisfitError` where a block changes state that a block of another stage shares."""
         named: dict[str, int] = {}
         for number, parcel in enumerate(parcels):
             for state in parcel.state:
@@ -94,13 +94,13 @@ class SharedState:
                     self._require_one_stage(number, state.name, is_attribute=state.is_attribute)
 
     def let_read(self, functions: Mapping[str, Any]) -> None:
-        """Take the functions that the last stage calls, by what they are called: they may read what blocks set."""
+        """Add the functions that the last stage calls, by name: they may read state that blocks set."""
         self._functions = dict(functions) if self._runs else {}
 
     def common(self, own: Mapping[int, nn.Module]) -> CommonState | None:
-        """Return what some blocks, by their numbers, may change that runs elsewhere, as all is now; None: nothing.
+        """Return the state that the given blocks may change and other stages read, recorded now; None: there is none.
 
-        Raises `MisfitError` on all ranks where stages hand something on through files.
+        Raises `MisfitError` on all ranks where stages pass values on through files.
         """
         given = [(number, block) for number, reference in enumerate(self._blocks) if (block := reference()) is not None]
         if not self._runs or all(map(is_of_torch, [*dict(given).values(), *own.values(), *self._functions.values()])):
@@ -126,9 +126,9 @@ class SharedState:
         return Runs(name, self._stage_of[number], CodeReads(block, snapshot))
 
     def require_none_handed_on(self, parcels: Sequence[Parcel], run: Callable[[Marks], object]) -> None:
-        """Raise `MisfitError` where a block or a function reads what a block of another stage sets on the host.
+        """Raise `MisfitError` where a block reads host state that a block of another stage sets.
 
-        `run` runs all blocks again, with marks where other stages have set something.
+        `run` runs all blocks again, with marks in place of values that other stages have set.
         """
         setters = [
             (number, state) for number, parcel in enumerate(parcels) for state in parcel.state if state.key != ""
@@ -137,15 +137,15 @@ class SharedState:
         marks: dict[int, list[tuple[str, str | int, ReadMark]]] = {}
         for number, state in setters:
             tensor = f"{state.owner}.{state.key}"
-            grown = self._rows if state.said == state.owner else ()  # others may go by how long it is
+            grown = self._rows if state.said == state.owner else ()  # other code may read its length
             tokens = self._tokens_at(number, state.owner, tensor)
             self._judged |= {(token, None) for token in tokens.difference(grown)}
-            cell = f", {state.key}"  # a variable around functions of both
+            cell = f", {state.key}"  # a closure variable of functions in both blocks
             for token in self._tokens_at(number, state.owner, state.owner + cell):
                 self._judged.add((token, state.key))
                 for other, place in self._places[token]:
                     owner = place.removesuffix(cell)
-                    is_cache = state.is_new and (token, state.key, other) in own  # each makes it where it lacks it
+                    is_cache = state.is_new and (token, state.key, other) in own  # each makes it where it is missing
                     if self._stage_of[other] != self._stage_of[number] and not is_cache:
                         marks.setdefault(other, []).append((owner, state.key, ReadMark(number)))
         with suppress(MisfitError, MarkRead):
@@ -166,7 +166,7 @@ class SharedState:
     def _require_one_stage(self, number: int, name: str, *, is_attribute: bool) -> None:
         for (other, _), is_copy in self._homes.get((number, name), ()):
             what = f"have one {name.lstrip(' .')}, which a forward changes"
-            if is_attribute and is_copy:  # with weights of each block's own, so with attributes of its own
+            if is_attribute and is_copy:  # a module with weights of its own per block needs attributes of its own too
                 raise MisfitError(f"{self._said(other, number)} {what}; {_INSTEAD}")
             self._refuse_apart(other, number, what)
 
@@ -184,7 +184,7 @@ class SharedState:
 
 
 def _require_files_apart(runs: Sequence[Runs]) -> None:
-    """Raise `MisfitError` where code of a stage writes files, or the environment, and that of another reads such."""
+    """Raise `MisfitError` where code of one stage writes files or the environment, and that of another reads some."""
     for one, other in product(runs, repeat=2):
         written, read = one.reads.uses.writes, other.reads.uses.reads
         found = [pair for pair in product(sorted(written), sorted(read)) if len({*map(_is_of_environment, pair)}) == 1]
@@ -203,7 +203,7 @@ _INSTEAD = "give each block its own: copy.deepcopy(module)"
 
 
 def _norms(blocks: Sequence[nn.Module]) -> Iterator[Place]:
-    """Yield the norms that keep running statistics, and train."""
+    """Yield the norms in training mode that keep running statistics."""
     for number, block in enumerate(blocks):
         for path, module in block.named_modules():
             if isinstance(module, _NormBase) and module.training and module.running_mean is not None:

@@ -1,11 +1,11 @@
-"""What a user's losses and metrics are over, found by experiment, and compared with real microbatches ever after.
+"""Reductions of losses and metrics (sum, or mean over what), found by experiment and checked on real microbatches.
 
 Imports what `examine` may, and the state of functions from beside it.
 
-examined        one of them: examined when it is first called, and watched from then on
-loss_weights    what a loss may be over, and what a microbatch weighs by it
-examination     experiments with unlike parts of a few samples (`parts`): values and gradients; what it calls
-                (`calls_checked`), what its own calls write (`own_writes`)
-stated          the same of what gives (sum, weight); `metrics`, of values alone
-real_batches    a step's own microbatches, compared with what was found; `values`, in every step, by values alone
+examined        a loss or metric: examined at its first call, and watched from then on
+loss_weights    possible reductions of a loss, and the weight of a microbatch by them
+examination     experiments with unlike parts of a few samples (`parts`): values and gradients; operators it calls
+                (`calls_checked`), state that its own calls write (`own_writes`)
+stated          the same for losses that return (sum, weight); `metrics`: by values alone
+real_batches    a step's own microbatches, compared with the reduction found; `values`: in every step, by values alone
 """

@@ -1,4 +1,4 @@
-"""What a user's loss calls while it is tried: in which numbers, and whole numbers that torch alone reads.
+"""Modes for trial calls of a loss: the dtypes it computes in, and made-up ids that only torch's operators may read.
 
 ids of the data, in another order ─┐            torch's own operators     check or ignore them
 ids that may come, or be ignored ──┴▶ MadeUp ──▶ all else                  raises: CTC, kernels of others, numpy
@@ -18,10 +18,10 @@ _UNCHECKED = ("ctc_loss", "sparse", "unsafe_index", "unsafe_masked")
 
 
 class CallsChecked(TorchFunctionMode):
-    """While it is entered, the types of numbers that a user's loss is found in are noted.
+    """Mode that records the dtypes in which a user's loss computes.
 
     Attributes:
-        dtype: the shortest type of floating numbers that a gradient goes through; without gradients, of all.
+        dtype: the lowest floating-point precision that a gradient passes through; without gradients, of all results.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class CallsChecked(TorchFunctionMode):
 
 
 class MadeUp(Tensor):
-    """Whole numbers that no data have shown so, for torch's operators alone: others may read memory by them unchecked.
+    """Tensor of ids that do not come from data, for torch's operators alone: other kernels may index memory unchecked.
 
-    There is no memory behind it.
+    It has no memory of its own.
     """
 
     _numbers: Tensor
@@ -47,7 +47,7 @@ class MadeUp(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor) -> MadeUp:
-        """Return what stands for some numbers."""
+        """Return a wrapper of some ids."""
         sizes = (numbers.shape, numbers.stride(), numbers.storage_offset())
         made = Tensor._make_wrapper_subclass(cls, *sizes, dtype=numbers.dtype, device=numbers.device)
         torch._C._set_throw_on_mutable_data_ptr(made)
@@ -56,7 +56,7 @@ class MadeUp(Tensor):
 
     @classmethod
     def of(cls, leaf: Tensor) -> Tensor:
-        """Return numbers that were made up; floating ones, and masks, as they are."""
+        """Return a leaf as made-up ids; floating-point tensors and masks as they are."""
         is_whole = not leaf.is_floating_point() and leaf.dtype is not torch.bool
         return cls(leaf) if is_whole and not isinstance(leaf, cls) else leaf
 
@@ -68,10 +68,10 @@ class MadeUp(Tensor):
         return tree_map(lambda one: cls.of(one) if isinstance(one, Tensor) else one, func(*bare[0], **bare[1]))
 
     def tolist(self) -> Any:
-        """Return its numbers."""
+        """Return the ids as a list."""
         return self._numbers.tolist()
 
 
 def unseen() -> saved_tensors_hooks:
-    """Return a context in which what graphs save is neither counted nor moved by hooks around it."""
+    """Return a context in which outer saved-tensor hooks neither count nor move tensors that graphs save."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

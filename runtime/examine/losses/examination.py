@@ -1,14 +1,14 @@
-"""What a loss is over, found by experiment: a sum, or a mean over samples, tokens, targets or weights of classes.
+"""Examination of a loss: its reduction, a sum or a mean over samples, tokens, targets or class weights, by experiment.
 
-    o = a ⊕ b, two unlike parts (`loss_parts`); values, and gradients with respect to the outputs
+    o = a ⊕ b, two unlike parts (`parts`); values, and gradients with respect to the outputs
 
     ∂L(o)/∂a = r_a ∂L(a)/∂a       r_a = r_b = 1, L(o) = L(a) + L(b)                    a sum
     ∂L(o)/∂b = r_b ∂L(b)/∂b       r_a + r_b = 1, L(o) = r_a L(a) + r_b L(b)            a mean, by weights as r_a : r_b
-                                  anything else, or weights that nothing here knows    refused: no weights of
+                                  anything else, or weights that are not known here    refused: no weights of
                                                                                        microbatches make it the batch's
 
-A weight has to fit in every experiment. So contrastive losses, norms, maxima, quantiles, and sums of means over unlike
-things are refused, and losses that ignore some targets are told from those that do not, before any are ignored.
+A weight has to fit in every experiment. So contrastive losses, norms, maxima, quantiles, and sums of means over
+different units are refused, and losses with an `ignore_index` are detected before any target is ignored.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Loss = Callable[[Any, Any], Any]
 
 
 Candidates = dict[LossWeight, Callable[[Parts], float | None]]
-"""Weights that fit so far, and what gives the first part's share by them."""
+"""Candidate weights that fit so far; each with a function that returns the first part's share by it."""
 
 
 class Tried(NamedTuple):
-    """A loss of a batch or a part: its value, gradients of the outputs' leaves, the weight that it states.
+    """Result of a loss on a batch or part: its value, the gradients of the output's leaves, the weight it returns.
 
-    `dtype` is the shortest type of numbers that it was found in.
+    `dtype` is the lowest precision that it was computed in.
     """
 
     value: Tensor
@@ -60,9 +60,9 @@ class Tried(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What an experiment gave: the first part's share in a mean, None of a sum; `is_told`: anything at all.
+    """Result of an experiment: the first part's share in a mean, None for a sum; `is_told`: whether it decides.
 
-    Where one of the parts is of nothing, `is_empty`, a sum is a mean of the other as well.
+    Where the loss of one part is empty (`is_empty`), a sum is a mean of the other as well.
     """
 
     first: float | None = None
@@ -79,17 +79,17 @@ OF_NO_SAMPLE = (
 )
 _UNTOLD = Share(is_told=False)
 _PRECISION = {torch.float64: (1e-9, 1e-13), torch.float32: (2e-5, 1e-6), torch.bfloat16: (2e-2, 5e-3)}
-"""By how much a row of gradients may differ, relative to itself, and to all of them."""
+"""Tolerances of a row of gradients: relative to the row, and to all rows."""
 
 
 class LossExamination:
-    """Experiments on one function of outputs and targets, which is as if it had not been called.
+    """Experiments on one function of outputs and targets, whose state is restored afterwards.
 
     Args:
         loss: (output, targets) → a loss.
-        output, targets: those of a microbatch, with as many samples.
-        sliced: whether sequences are cut, so that it has to hold along tokens as well.
-        apart: where the output has tensors that belong to no sample, whatever their rows.
+        output, targets: of a microbatch of so many samples.
+        sliced: whether sequences are cut, so that the reduction has to hold along tokens as well.
+        apart: paths of output tensors that belong to no sample, whatever their rows.
     """
 
     called = "the loss"
@@ -120,15 +120,15 @@ class LossExamination:
         self._of_rest = ""
 
     def run(self) -> Finding:
-        """Return what all experiments agree on."""
+        """Return the finding that all experiments agree on."""
         finding = self._agreed()
         why = "" if finding.weight is None else self.why_unlinear(finding.weight)
         return Finding(None, why) if why else finding
 
     def why_unlinear(self, weight: LossWeight) -> str:
-        """Return why gradients times what a microbatch weighs are not the batch's, by all calls so far; "": they are.
+        """Return the reason why gradients are not proportional to the loss's, by all calls so far; "": they are.
 
-        A sum is added up as it is.
+        For a sum it does not matter: its gradients are added up unscaled.
         """
         return "" if self._is_linear or weight.over is Over.SUM else UNLINEAR
 
@@ -166,23 +166,23 @@ class LossExamination:
         return Finding(self._as_of_nothing(parts, finding.weight)) if finding.weight is not None else finding
 
     def has_rows(self) -> bool:
-        """Whether the output has any for each sample."""
+        """Return whether the output has rows of samples."""
         rows = zip(self._rows_of(*self._leaves), self._leaves[0], strict=False)
         return any(n for n, leaf in rows if leaf.is_floating_point())
 
     def _rows_of(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[int]:
-        """Return how many rows of each leaf belong to a sample."""
+        """Return the number of rows per sample, of each leaf."""
         of_outputs = rows_of_leaves(self._output_tree, outputs, self._samples, self._apart)
         return of_outputs + rows_of_leaves(self._target_tree, targets, self._samples)
 
     def chosen(self, candidates: Candidates) -> LossWeight:
-        """Return one of the weights that fit: where ids could not be tried, targets may be ignored later."""
+        """Return one of the weights that fit; where ids could not be tried, the one that allows ignored targets."""
         first = next(iter(candidates))
         may_ignore = (w for w in candidates if w.over is Over.TARGETS and w.ignored == -100)
         return first if self.is_safe else next(may_ignore, first)
 
     def _along_tokens(self, parts: Parts, weight: LossWeight, candidates: Candidates) -> Finding:
-        """Return the weight of slices of sequences too; and of samples of other lengths."""
+        """Return the weight that also holds for slices of sequences, and for samples of other lengths."""
         cut_parts = along_tokens(parts)
         tried = with_ignored_tokens(cut_parts, [weight.ignored], is_safe=self.is_safe) if cut_parts is not None else ()
         cuts = [(cut, self.share(cut)) for cut in tried]
@@ -205,7 +205,7 @@ class LossExamination:
         return Finding(weight)
 
     def _as_of_nothing(self, parts: Parts, weight: LossWeight) -> LossWeight:
-        """Return a weight that knows what the loss is where all targets weigh nothing."""
+        """Return the weight with the behavior of the loss where all targets weigh nothing (nan, or clamped)."""
         if weight.over not in (Over.TARGETS, Over.NUMBERS, Over.CLASSES):
             return weight
         place, values = self._paths.index(weight.leaf), [0 if weight.over is Over.NUMBERS else weight.ignored]
@@ -222,9 +222,9 @@ class LossExamination:
         return weight
 
     def depends_on_calls(self, parts: Given, state: FunctionState | None = None) -> str | None:
-        """Return the name of what its own calls write, since a state that was noted, and it goes by; None: of nothing.
+        """Return the name of the state that its own calls write and then read, since `state` was noted; None: none.
 
-        Generators are where they were.
+        Generators are restored.
         """
         others = [[t * 0.5 if t.is_floating_point() else t for t in parts.outputs], parts.outputs]
         given = [(some, parts.targets) for some in others]
@@ -235,14 +235,14 @@ class LossExamination:
         return depends_on_calls(state, self.kept, partial(self._figures, parts.outputs, parts.targets), calls * 2)
 
     def goes_by_written(self, state: FunctionState, names: Collection[str]) -> str | None:
-        """Return the name of what it goes by that its calls have written since a state was noted; None: of nothing."""
+        """Return the name of written state that it reads, of `names` written since `state` was noted; None: none."""
         if (parts := self.usable()) is None:
             return None
         return goes_by_written(state, self.kept, partial(self._figures, parts.outputs, parts.targets), names)
 
     def _figures(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        """Call it for good, and return what it gives."""
-        with torch.enable_grad(), unseen():  # a loss may find gradients itself
+        """Call it with its side effects, and return the numbers that it returns."""
+        with torch.enable_grad(), unseen():  # a loss may call autograd itself
             found = self._loss(self._output_tree.build([*map(_leaf, outputs)]), self._target_tree.build(targets))
         return [torch.as_tensor(one).detach() for one in (found if isinstance(found, tuple) else (found,))]
 
@@ -253,7 +253,7 @@ class LossExamination:
         return Finding(None, "of some of the samples it is not finite, or has no gradient")
 
     def usable(self) -> Parts | None:
-        """Return the parts in the widest type, on the host where that can be, that the loss takes."""
+        """Return the parts in the highest precision that the loss accepts, on the CPU if possible."""
         for leaves in (shortened(*self._leaves, self._samples), self._leaves):
             parts = along_samples(*leaves, self._samples, self._rows_of(*leaves))
             for place, dtype in self.ways():
@@ -268,19 +268,19 @@ class LossExamination:
         return None
 
     def ways(self) -> Iterator[tuple[torch.device, torch.dtype | None]]:
-        """Yield where the loss may be called, and with numbers of which type: the widest first, on the host."""
+        """Yield devices and dtypes to call the loss with: CPU and highest precision first."""
         is_bound = "vocabulary" in getattr(self._loss, "keywords", {})
         places = [self._device] if is_bound else list(dict.fromkeys([torch.device("cpu"), self._device]))
         yield from product(places, (torch.float64, torch.float32, None))
 
     def candidates(self, parts: Parts) -> Iterator[tuple[LossWeight, Callable[[Parts], float | None]]]:
-        """Yield weights that are known, and what gives the share of the first part by them."""
+        """Yield candidate weights, each with a function that returns the first part's share by it."""
         yield LossWeight(Over.SAMPLES), lambda parts: parts.share
         for weight in self.weights_of_targets(parts):
             yield weight, partial(self.share_of, weight)
 
     def weights_of_targets(self, parts: Parts) -> Iterator[LossWeight]:
-        """Yield weights that targets may have."""
+        """Yield the weights that targets may define."""
         tables = range(len(self._tables))
         units = parts.units[len(parts.outputs) :]
         for place, unit, leaf in zip(self._paths, units, parts.targets, strict=True):
@@ -294,19 +294,19 @@ class LossExamination:
                 for table in tables:
                     for ignored in self.ids:
                         yield LossWeight(Over.CLASSES, place, shift, ignored, table)
-                yield LossWeight(Over.NUMBERS, place, shift)  # such as lengths
+                yield LossWeight(Over.NUMBERS, place, shift)  # e.g. lengths
 
     def share_of(self, weight: LossWeight, parts: Parts) -> float | None:
-        """Return the share of the first part by what targets weigh; None: it cannot be found."""
+        """Return the first part's share by the weights of targets; None: it cannot be computed."""
         try:
             (_, a), (_, b) = parts.halves()
             named = (dict(zip(self._paths, part, strict=True)) for part in (a, b))
             return _quotient(*(float(weight.of_targets(part, self._tables)) for part in named))
-        except (IndexError, RuntimeError):  # ids that the weights of classes have not
+        except (IndexError, RuntimeError):  # ids without a class weight
             return None
 
     def share(self, parts: Parts) -> Share:
-        """Return what a loss makes of two parts together, by what it makes of each."""
+        """Return the first part's share in the loss of both parts, as measured against the losses of each."""
         one, other = parts.halves()
         whole, a, b = self.try_once(parts.outputs, parts.targets), self.try_once(*one), self.try_once(*other)
         if whole is None or a is None or b is None:
@@ -345,23 +345,23 @@ class LossExamination:
         return Share(r_a, is_empty, tolerance * 4)
 
     def _rest_in(self, parts: Parts, tried: Tried) -> str:
-        """Return what a loss goes by in the output that belongs to no sample, and what to do, in words; "": nothing."""
+        """Return a hint for a loss that reads output tensors of no sample; "": it reads none."""
         pairs = zip(self._output_tree.paths, parts.units, tried.gradients, strict=False)
         path = next((path for path, unit, g in pairs if not unit and g is not None and g.any()), None)
         return "" if path is None else OF_NO_SAMPLE.format(path)
 
     def tolerance(self, tried: Tried) -> float:
-        """Return by how much gradients may differ, relative to what they are."""
+        """Return the relative tolerance of gradients, by dtype."""
         return {torch.float64: 1e-6, torch.float32: 2e-5}.get(tried.dtype, 5e-3)
 
     def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
-        """Return what the function gives for leaves of an output and of targets."""
+        """Call the function on the leaves of an output and of targets."""
         return self._loss(self._output_tree.build(outputs), self._target_tree.build(targets))
 
     def try_once(
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
     ) -> Tried | None:
-        """Return what the loss makes of these; None where that is no finite number, or it cannot be called so."""
+        """Return the result of the loss on these leaves; None where it is not finite, or the call fails."""
         leaves = [_leaf(t) for t in outputs]
         wanted = [t for t in leaves if t.requires_grad]
         try:
@@ -372,7 +372,7 @@ class LossExamination:
                         return None
                 found = gradients_of(value, wanted) if value.requires_grad else ()
                 self._is_linear = self._is_linear and is_linear(value, wanted, found, next(self._factors))
-        except Exception:  # what a user's code says to what is no batch of its own
+        except Exception:  # errors of user code on batches that it never gets
             return None
         finally:
             self.kept.put_back()
@@ -383,7 +383,7 @@ class LossExamination:
 
 
 def _fits(share: float | None, seen: Share) -> bool:
-    """Whether a weight gives the first part the share that it was seen to have; of a sum nothing is asked."""
+    """Return whether a weight gives the first part the share that was measured; true for a sum."""
     return seen.first is None or (share is not None and abs(share - seen.first) <= seen.tolerance)
 
 

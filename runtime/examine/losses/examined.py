@@ -1,12 +1,12 @@
-"""A user's loss, metric, or part of a loss: examined when it is first called, and watched from then on.
+"""Loss, metric, or part of a loss: examined at its first call, and watched from then on.
 
-first call    experiments: what it is over (`examination`, `stated`, `metrics`)
-each step     before it, whether somebody has changed what it goes by; behind it, whether its own calls have; and
-              what it is over, by values of the step's own microbatches (`values`), as other data may lead elsewhere
-some steps    the same by gradients too (`real_batches`): 0, 1, 2, 4, 8, …; such as have unlike shapes; one before
-              which what it goes by has changed
+first call    experiments: its reduction (`examination`, `stated`, `metrics`)
+each step     before: whether the state it reads was changed from outside; after: whether its own calls did; and its
+              reduction, by values of the step's own microbatches (`values`), as other data may take other branches
+some steps    the same by gradients too (`real_batches`): 0, 1, 2, 4, 8, …; steps with unlike shapes; steps before
+              which state that it reads has changed
 
-What this package brings is believed; what torch brings is not compared by values.
+This package's own functions are trusted; torch's are not compared by values.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _OF_THIS_PACKAGE = __name__.split(".")[0]
 
 
 class Examined:
-    """A function (output, targets) → a number, or (sum, weight).
+    """Function (output, targets) → a number, or (sum, weight), with its reduction.
 
     Args:
         function: the user's.
-        name: what it is called in messages.
+        name: its name in messages.
         is_loss: whether its gradients matter.
         is_cut: whether sequences are cut.
 
     Attributes:
-        rule: what it is over; None: nobody knows yet.
-        tables: the weights of classes that it knows.
-        since: what it goes by and somebody has changed since the last step; "": nothing.
-        refusal: why no weights make its microbatches the batch; "": some do.
+        rule: its reduction; None: not known yet.
+        tables: the class weights that it holds.
+        since: name of state that it reads and that was changed from outside since the last step; "": none.
+        refusal: the reason why no weights of microbatches make its mean that of the batch; "": some do.
         is_blind: whether it has had no gradient so far; `was_blind`: in some microbatch since ranks agreed last.
-        late: what values have shown in this step; None: they were not compared.
-        rests: what it goes by in outputs of microbatches that belongs to no sample (see `RealBatch.rests`).
-        of_each: how many numbers each sample has, where it is a mean over samples; None: nobody knows.
-        apart: where outputs have tensors that belong to no sample, whatever their rows.
+        late: result of the comparison by values in this step; None: there was none.
+        rests: output tensors of no sample that it reads (see `RealBatch.rests`).
+        of_each: elements per sample, where it is a mean over samples; None: not known.
+        apart: paths of output tensors that belong to no sample, whatever their rows.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, is_loss: bool = True, is_cut: bool = False) -> None:
@@ -76,19 +76,19 @@ class Examined:
 
     @property
     def is_believed(self) -> bool:
-        """Whether nobody asks any more: it is this package's own, and says what it is over, or is a metric."""
+        """Return whether no more checks are needed: it is this package's own, with a stated reduction, or a metric."""
         is_known = self._is_ours and self.rule is not None
         return is_known and (not self._is_loss or self.rule == LossWeight(Over.STATED))
 
     @property
     def is_compared(self) -> bool:
-        """Whether its values are compared in each step."""
+        """Return whether its values are compared in each step."""
         return not self._is_known and self._way is not None and not self.refusal
 
     def begin(self, targets: Any) -> None:
-        """Begin a step, or an evaluation: look whether somebody has changed what it goes by.
+        """Begin a step, or an evaluation: check whether state that it reads was changed from outside.
 
-        That are numbers among the targets, too, which belong to no sample.
+        Numbers among the targets that belong to no sample count as such state.
         """
         self.of_each, self.rests = None, {}
         name, beside = None, self._beside if targets is None or isinstance(targets, Tensor) else _numbers(targets)
@@ -104,15 +104,15 @@ class Examined:
             self._num_changes += 1
 
     def before_call(self, output: Any) -> None:
-        """Keep where it is, before a call by which it is examined."""
+        """Save the function's state, before a call by which it is examined."""
         if self.rule is None and not self._is_ours:
             device = next((tensor.device for tensor in tensors_of(output)), torch.device("cpu"))
             self._first = FunctionKept(self._function, device)
 
     def find(self, found: Any, output: Any, targets: Any, samples: int) -> LossWeight | None:
-        """Return what it is over, which is found out if nobody knows, by what a call has just given.
+        """Return its reduction; if not known, examine it with the output and targets of a call just made.
 
-        None: it has no gradient, which tells nothing. It is as that call has left it.
+        None: it has no gradient, which decides nothing. Its state after that call is kept.
         """
         if self.rule is not None:
             return self.rule
@@ -130,7 +130,7 @@ class Examined:
         return self.rule
 
     def doubt(self, batch: RealBatch | None, probe: Unit | None, step: int) -> None:
-        """Look behind a step, or evaluation, whether its own calls have changed what it goes by, and if it is as found.
+        """Check after a step, or evaluation: whether its own calls changed state that it reads; whether its rule holds.
 
         Args:
             batch: the step's microbatches, if they are compared.
@@ -153,7 +153,7 @@ class Examined:
         self.refusal = why_rests_misfit([self.rests]) or self.refusal
 
     def compare_values(self, batch: RealBatch) -> None:
-        """Compare its values of a step's microbatches with what it was found to be over; see `late`."""
+        """Compare its values of a step's microbatches with its reduction; see `late`."""
         if self.rule is None or self._way is None or not self.is_compared:
             return
         kept = FunctionKept(self._function, batch.device) if self._writes else None
@@ -163,7 +163,7 @@ class Examined:
         self.late = self.late if late is None else late.or_before(self.late)
 
     def conclude(self, step: int) -> None:
-        """Read what values have shown, which waits for a device."""
+        """Read the result of the comparison by values, which synchronizes with the device."""
         if self.late is not None and self.late.is_off and self.rule is not None and not self.refusal:
             why = f"of all together it is {self.late.value:.6g}, and {self.late.right:.6g} would be right"
             self.refusal = _OTHERWISE.format(self.rule, step, why)
@@ -176,7 +176,7 @@ class Examined:
             self.refusal = self.refusal or WRITES.format(name)
 
     def _examine(self, found: Any, output: Any, targets: Any, samples: int) -> Finding:
-        """Examine it from where it was before a call."""
+        """Examine it, starting from its state before a call."""
         if self._is_ours and isinstance(found, tuple):
             return Finding(LossWeight(Over.STATED))
         if self._old is not None:
@@ -199,7 +199,7 @@ class Examined:
         return finding
 
     def _goes_by_written(self, output: Any, targets: Any, samples: int) -> str | None:
-        """Return the name of what it goes by now of that which its calls have written so far, though nothing did."""
+        """Return the name of state that earlier calls wrote, and that it reads only now; None: none."""
         if not self._harmless or self._begun is None:
             return None
         with versions_kept(self._function):
@@ -207,9 +207,9 @@ class Examined:
             return its.goes_by_written(self._begun, self._harmless)
 
     def _holds_still(self, output: Any, targets: Any, samples: int) -> bool:
-        """Whether a microbatch shows that it is over the same, though what it goes by has changed."""
+        """Return whether a microbatch confirms its old reduction, though state that it reads has changed."""
         if samples == 1 or self._num_changes & (self._num_changes - 1) == 0:
-            return False  # ever more rarely all is tried again
+            return False  # examine again in full, ever more rarely
         real = RealBatch(1)
         real.keep(output, targets, samples, self.apart)
         assert self._old is not None
@@ -232,7 +232,7 @@ _KINDS: dict[tuple[bool, bool], type[LossExamination]] = {
 
 
 def _numbers(targets: Any) -> list[object]:
-    """Return the numbers among targets that belong to no sample; of a device, the tensors that have them."""
+    """Return the numbers among targets that belong to no sample; for tensors on a device, their ids."""
     tree, tensors = flatten(targets)
     return [*tree.numbers(), *[t.item() if t.device.type == "cpu" else id(t) for t in tensors if not t.dim()]]
 
@@ -245,7 +245,7 @@ def _is_ours(function: Any) -> bool:
 
 
 def _has_gradient(loss: Any, output: Any) -> bool:
-    """Whether a loss has any with respect to an output; without a graph nobody knows."""
+    """Return whether a loss has a nonzero gradient of an output; False without a graph."""
     leaves = [t for t in tensors_of(output) if t.requires_grad]
     if not isinstance(loss, Tensor) or not loss.requires_grad or not leaves:
         return False

@@ -1,4 +1,4 @@
-"""Losses whose gradients are not in proportion to what a microbatch weighs: clamps, signs, hooks in them.
+"""Losses whose gradients are not proportional to the weight of a microbatch: clamps, signs, hooks in their graph.
 
 loss of microbatch i, times its weight ──▶ backward ──▶ w · g      linear: that of the batch, once all are added up
                                                    └──▶ clamp(w · g)
@@ -17,7 +17,7 @@ UNLINEAR = (
     "a microbatch's, and not the batch's; clip in the optimizer, Engine(…, clip=…)"
 )
 FACTORS, _PROPORTION = (2.0**-10, 2.0**10), {torch.float64: 1e-9, torch.float32: 1e-3}
-"""By how much the gradient of a loss is multiplied; by how much that of its output may be off then, for its size."""
+"""Factors for the gradient of a loss; relative tolerance of the output's gradient, by dtype."""
 
 
 def gradients_of(value: Tensor, wanted: Sequence[Tensor], scale: float = 1.0) -> Sequence[Tensor | None]:
@@ -26,7 +26,7 @@ def gradients_of(value: Tensor, wanted: Sequence[Tensor], scale: float = 1.0) ->
 
 
 def is_linear(value: Tensor, wanted: Sequence[Tensor], found: Sequence[Tensor | None], factor: float) -> bool:
-    """Whether gradients are in proportion to that of the loss; what is not finite tells nothing."""
+    """Return whether gradients are proportional to that of the loss; gradients that are not finite decide nothing."""
     for one, other in zip(found, gradients_of(value, wanted, factor) if found else (), strict=True):
         if one is not None and other is not None:
             off, size = float((other / factor - one).abs().amax()), float(one.abs().amax())

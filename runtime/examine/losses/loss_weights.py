@@ -1,4 +1,4 @@
-"""What a loss is over, and what a microbatch weighs by it."""
+"""Reductions of losses, and the weight of a microbatch by them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...blocks.trees import flatten
 
 
 class Over(StrEnum):
-    """What a loss is over."""
+    """Reduction of a loss: a sum, or the unit of its mean."""
 
     SUM = "sum"
     SAMPLES = "samples"
@@ -30,16 +30,16 @@ class Over(StrEnum):
 
 @dataclass(frozen=True)
 class LossWeight:
-    """What a microbatch weighs in the loss of the batch.
+    """Weight of a microbatch in the loss of the batch.
 
     Attributes:
-        over: what the loss is over.
-        leaf: where the targets are that say so (see `Tree.paths`); `shift`: without its first tokens.
-        ignored: the target that counts for nothing.
-        table: which of the rows of class weights that the loss knows.
-        by_slices: whether a slice of the sequences weighs as its tokens; else as much as any.
-        is_guarded: whether the gradient is not finite of a microbatch that weighs nothing.
-        is_clamped: whether the loss of nothing is a number, as it is divided by 1 then.
+        over: the reduction of the loss.
+        leaf: path of the targets that define it (see `Tree.paths`); `shift`: number of first tokens left out.
+        ignored: the target that counts for nothing (`ignore_index`).
+        table: index of the class weights among those that the loss holds.
+        by_slices: whether a slice of the sequences weighs as many as its tokens; else all slices weigh the same.
+        is_guarded: whether the gradient of a microbatch of weight 0 is not finite.
+        is_clamped: whether the loss of weight 0 is finite, as it is divided by 1 then.
     """
 
     over: Over
@@ -60,7 +60,7 @@ class LossWeight:
         return f"a mean over {f'targets{self.leaf}, as weights' if self.over is Over.NUMBERS else self.over}"
 
     def of_targets(self, targets: Mapping[str, Tensor], tables: Sequence[Tensor]) -> Tensor:
-        """Return what targets weigh, 0-dimensional; raises `MisfitError` for shares of classes in place of ids."""
+        """Return the weight of targets, 0-dimensional; raise `MisfitError` for class probabilities in place of ids."""
         leaf = targets[self.leaf]
         leaf = leaf[:, self.shift :] if self.shift else leaf
         if self.over is Over.NUMBERS:
@@ -78,33 +78,33 @@ class LossWeight:
 
 
 class Finding(NamedTuple):
-    """What an examination found: a weight, or why there is none."""
+    """Result of an examination: a weight, or the reason why there is none."""
 
     weight: LossWeight | None
     why: str = ""
 
 
 WITHOUT_GRADIENT = Finding(LossWeight(Over.SAMPLES))
-"""What is found of a loss that has none, so that its weight tells nothing."""
+"""Finding for a loss without gradient, whose weight is undecided."""
 
 
 def named(targets: Any) -> dict[str, Tensor]:
-    """Return tensors of targets by where they are."""
+    """Return the tensors of targets by path."""
     tree, tensors = flatten(targets)
     return dict(zip(tree.paths, tensors, strict=True))
 
 
 class EvenWeights:
-    """What a mean beside losses of blocks is over for each sample, the same in all microbatches of a step.
+    """Weight per sample of a mean used beside losses of blocks: it has to be the same in all microbatches of a step.
 
         6 targets for 2 samples, 6 for 2, 6 for 2          the mean over targets is that of the whole batch
-        6 targets for 2 samples, 3 for 2                   refused: one weight is wrong for either of both
+        6 targets for 2 samples, 3 for 2                   refused: one weight is wrong for one of both
 
     Args:
-        rule: what the mean is over.
+        rule: the reduction of the mean.
 
     Attributes:
-        of_each: what one sample weighs, as the step's first microbatch has it; None: there was none.
+        of_each: the weight of one sample in the step's first microbatch; None: there was none.
         agreed: the same of the last step in which ranks agreed on it.
     """
 
@@ -114,7 +114,7 @@ class EvenWeights:
         self.agreed: float | None = None
 
     def doubt(self, weight: Tensor | float, samples: int) -> str:
-        """Return why the samples of a microbatch do not weigh as others did, in words; "": they do."""
+        """Return the reason why a microbatch's samples weigh otherwise than those before; "": they weigh the same."""
         weight = float(weight)
         self.of_each = weight / samples if self.of_each is None else self.of_each
         if abs(weight - samples * self.of_each) <= 1e-6 * weight:

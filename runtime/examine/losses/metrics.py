@@ -1,9 +1,9 @@
-"""What a metric is over, found by experiment on its values alone: a sum, or a mean.
+"""Examination of a metric: its reduction, a sum or a mean, by experiment on its values alone.
 
-    M(o) = M(a) + M(b)                a sum, which is what is expected of a metric
+    M(o) = M(a) + M(b)                a sum, which is the default for a metric
     M(o) = w_a M(a) + w_b M(b)        a mean, by weights that are known (`loss_weights`)
 
-Where classes are predicted, some predictions are made right, since a metric that is zero tells nothing.
+Where classes are predicted, some predictions are made correct, since a metric of zero decides nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MetricExamination(LossExamination):
     called = "the metric"
 
     def run(self) -> Finding:
-        """Return what all values agree on."""
+        """Return the finding that all values agree on."""
         parts = self.usable()
         if parts is None or not any(parts.units):
             return Finding(LossWeight(Over.SUM))
@@ -63,13 +63,13 @@ class MetricExamination(LossExamination):
     def try_once(
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
     ) -> Tried | None:
-        """Return what the metric makes of these; None where that is no finite number, or it cannot be called so."""
+        """Return the result of the metric on these leaves; None where it is not finite, or the call fails."""
         try:
             with torch.no_grad(), CallsChecked() as checked:
                 found = self.call(outputs, targets)
                 value, weight = found if isinstance(found, tuple) else (found, None)
                 value = torch.as_tensor(value).double()
-        except Exception:  # what a user's code says to what is no batch of its own
+        except Exception:  # errors of user code on batches that it never gets
             return None
         finally:
             self.kept.put_back()
@@ -79,10 +79,10 @@ class MetricExamination(LossExamination):
 
 
 class StatedMetricExamination(MetricExamination):
-    """Experiments on a metric that gives (sum, weight), whose quotient is what is told."""
+    """Experiments on a metric that returns (sum, weight), whose quotient is reported."""
 
     def run(self) -> Finding:
-        """Return that it is stated, or that it is not what it says."""
+        """Return that its reduction is stated, or the reason why its weight is wrong."""
         stated, parts = LossWeight(Over.STATED), self.usable()
         if parts is None or not any(parts.units):
             return Finding(stated)

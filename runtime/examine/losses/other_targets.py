@@ -1,8 +1,8 @@
-"""The same outputs with other targets, in which a loss may weigh them otherwise.
+"""Variants of the targets, with the same outputs, in which a loss may weigh them differently.
 
 other rows' targets                          few of the lowest in one part, many of the highest in the other
-other ids          in one part the lower ones; where they are of classes, also such as the data have not
-ignored targets    some or all of these in one part only: -100, -1, numbers that the loss knows of; zeros of masks
+other ids          in one part the lower ones; of classes, also ids that the data do not have
+ignored targets    some or all of these in one part only: -100, -1, constants in the loss; zeros of masks
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def with_ignored_tokens(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
-    """Yield such parts as they are, and with the last token of each sequence ignored."""
+    """Yield parts as they are, and with the last token of each sequence ignored."""
     yield parts
     for place, leaf in enumerate(parts.targets):
         if not parts.units[len(parts.outputs) + place] or parts.rest < 2:
@@ -50,9 +50,9 @@ def _ended(value: int) -> Change:
 def with_other_targets(
     parts: Parts, ids: Sequence[int], *, is_safe: bool, tables: Sequence[Tensor] = ()
 ) -> Iterator[Parts]:
-    """Yield the same outputs with other targets; unless it `is_safe`, none that the data have not.
+    """Yield parts with other targets; unless it `is_safe`, none with ids that the data do not have.
 
-    Of the `tables` of class weights those classes are among them whose weights are extreme.
+    Classes of extreme weight in the `tables` of class weights are among them.
     """
     yield from _by_rows(parts)
     parts = _telling_targets(parts, is_safe=is_safe)
@@ -74,7 +74,7 @@ def with_other_targets(
 
 
 def _telling_targets(parts: Parts, *, is_safe: bool) -> Parts:
-    """Return the same where not all targets of a leaf are ignored, nor masked, as nothing is told of such."""
+    """Return parts in which not all targets of a leaf are ignored or masked, since these decide nothing."""
     targets = [*parts.targets]
     for place, leaf in enumerate(parts.targets):
         if parts.units[len(parts.outputs) + place] and leaf.numel():
@@ -87,7 +87,7 @@ def _telling_targets(parts: Parts, *, is_safe: bool) -> Parts:
 
 
 def _by_rows(parts: Parts) -> Iterator[Parts]:
-    """Give other samples' targets: in the first part as many of the lowest as of the highest, else few of them."""
+    """Yield other samples' targets: in the first part as many of the lowest as of the highest, else few of them."""
     split, count = len(parts.outputs), parts.first + parts.rest
     keys = torch.zeros(count, dtype=torch.float64)
     for unit, leaf in zip(parts.units[split:], parts.targets, strict=True):
@@ -105,7 +105,7 @@ def _by_rows(parts: Parts) -> Iterator[Parts]:
 def _by_ids(
     parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], tables: Sequence[Tensor], *, is_safe: bool
 ) -> Iterator[Parts]:
-    """Give other ids: the lower ones in the first part, all of them in the second; then such as may be ignored."""
+    """Yield other ids: the lower ones in the first part, all of them in the second; then ids that may be ignored."""
     known = leaf.unique()[:_MOST_IDS]
     pool = [int(one) for one in known]
     highest = int(leaf.max())
@@ -120,7 +120,7 @@ def _by_ids(
         yield _changed(parts, place, leaf, lambda a: _filled(a, lower), lambda b: _filled(b, values))
         yield _changed(parts, place, leaf, lambda a: torch.full_like(a, pool[0]), lambda b: _filled(b, values))
         rows = parts.cut(len(parts.outputs) + place, leaf)[1].numel()
-        for start in range(rows, len(pool), max(rows, 1)):  # those that there was no room for
+        for start in range(rows, len(pool), max(rows, 1)):  # ids for which there was no room
             rolled = values.roll(-start)
             yield _changed(parts, place, leaf, lambda a: _filled(a, lower), partial(_filled, values=rolled))
     for one in ids if highest < classes else ():
@@ -131,10 +131,10 @@ def _by_ids(
 
 
 def _num_classes(parts: Parts, leaf: Tensor) -> int:
-    """Return of how many classes ids are; 0: they may be something else, of which no others are made up.
+    """Return the number of classes of ids; 0: they may be no class ids, and no others are made up.
 
-    Of several outputs that have as many rows, these are the classes of the narrowest that has a place for all ids; such
-    as have none are groups, or lengths.
+    Of several outputs with as many rows, the narrowest counts that has room for all ids; ids without one are groups, or
+    lengths.
     """
     found, highest = list[int](), int(leaf.max())
     for out in parts.outputs:
@@ -151,7 +151,7 @@ def _same(leaf: Tensor) -> Tensor:
 
 
 def _changed(parts: Parts, place: int, leaf: Tensor, first: Change = _same, rest: Change = _same) -> Parts:
-    """Return the same with another leaf of targets, whose parts are changed."""
+    """Return parts with another leaf of targets, changed in each part."""
     a, b = parts.cut(len(parts.outputs) + place, leaf)
     targets = [*parts.targets]
     targets[place] = MadeUp.of(torch.cat([first(a), rest(b)], parts.along))
@@ -160,7 +160,7 @@ def _changed(parts: Parts, place: int, leaf: Tensor, first: Change = _same, rest
 
 def _every_third(leaf: Tensor, value: float) -> Tensor:
     changed, row = leaf.clone().flatten(), leaf[0].numel()
-    changed[:: next(step for step in (3, 5, 7, row + 1) if gcd(step, row) == 1)] = value  # in all columns
+    changed[:: next(step for step in (3, 5, 7, row + 1) if gcd(step, row) == 1)] = value  # reach all columns
     return changed.view_as(leaf)
 
 

@@ -1,10 +1,11 @@
-"""Whether what a function gives of a batch depends on what its own calls have written.
+"""Detection of functions whose results depend on state that their own earlier calls have written.
 
-state ──────────────────────── A ──▶ L(A)      of the same numbers the same, whatever else it was called with before:
-state ── others, of fewer ──── A ──▶ L(A)      a mask that is kept for a length, a list of losses that nobody reads
-counters + 10, 100, …, 10⁶ ─── A ──▶ L(A)      annealed, switched on after a while: another
-other numbers of a tensor ──── A ──▶ L(A)      a running mean, a flag on the device: another
-what was there before a step ─ A ──▶ L(A)      normalised by a first value, a flag that the data have set: another
+state ──────────────────────── A ──▶ L(A)      equal for equal inputs, whatever other calls came before:
+state ── others, of fewer ──── A ──▶ L(A)      a mask cached per length, a list of losses that is never read
+
+counters + 10, 100, …, 10⁶ ─── A ──▶ L(A)      annealed, switched on after a while: differs
+other numbers of a tensor ──── A ──▶ L(A)      a running mean, a flag on the device: differs
+state before a step ────────── A ──▶ L(A)      normalised by a first value, a flag that the data have set: differs
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ Run = Callable[[], Sequence[Tensor]]
 
 
 def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others: Sequence[Run]) -> str | None:
-    """Return the name of what a function goes by that its own calls write; None: of nothing; it is as before.
+    """Return the name of state that a function's calls write and it reads; None: none; its state is restored.
 
     Args:
-        state: of the function, as it was noted before calls that are doubted.
-        kept: where it is now.
-        run: calls it with some numbers, and returns what it gives of them.
-        others: call it with others.
+        state: of the function, as noted before the calls in question.
+        kept: its present state, to restore.
+        run: calls it on some inputs, and returns its results.
+        others: calls on other inputs.
     """
     generators = AllGenerators(kept.device)
 
@@ -46,14 +47,14 @@ def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others:
         expected = again()
         kept.put_back()
         for call in others:
-            with suppress(Exception):  # what a user's code says to what is no batch of its own
+            with suppress(Exception):  # errors of user code on batches that it never gets
                 call()
         if not _are_alike(expected, again()):
             return written() or "something"
         for place, value in _other_values(state, again):
             if not place.write(value) or not _are_alike(expected, again()):
                 return place.name
-    except Exception:  # what it says to what it has not written itself
+    except Exception:  # errors of user code on state that it has not written
         return written()
     finally:
         kept.put_back()
@@ -62,15 +63,15 @@ def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others:
 
 
 def goes_by_written(state: FunctionState, kept: FunctionKept, run: Run, names: Collection[str]) -> str | None:
-    """Return the name of what a function goes by of that which its earlier calls have written; None: of nothing.
+    """Return the name of state that earlier calls of a function wrote and it reads now; None: none.
 
-    So does one that collects means in training, and reads them in evaluations, or once a flag is set.
+    Example: it collects means in training, and reads them in evaluation, or once a flag is set.
 
     Args:
         state: of the function, as it was before any call.
-        kept: where it is now.
-        run: calls it with some numbers, and returns what it gives of them.
-        names: of what calls have written, see `FunctionState.written`.
+        kept: its present state, to restore.
+        run: calls it on some inputs, and returns its results.
+        names: of the state that calls have written, see `FunctionState.written`.
     """
     generators = AllGenerators(kept.device)
 
@@ -86,7 +87,7 @@ def goes_by_written(state: FunctionState, kept: FunctionKept, run: Run, names: C
         for place, value in _written_otherwise(state, names):
             if place.write(value) and not _are_alike(expected, again()):
                 return place.name
-    except Exception:  # what it says to what it has not written itself
+    except Exception:  # errors of user code on state that it has not written
         return None
     finally:
         kept.put_back()
@@ -106,7 +107,7 @@ def _written_otherwise(state: FunctionState, names: Collection[str]) -> Iterator
 
 
 def _others(now: Any) -> list[Any]:
-    """Return other values than one that may be far beyond a bound."""
+    """Return other values of a flag, number or tensor, which may be far beyond a threshold."""
     if isinstance(now, bool):
         return [not now]
     if isinstance(now, Tensor):
@@ -115,16 +116,16 @@ def _others(now: Any) -> list[Any]:
 
 
 class _Place(NamedTuple):
-    """Where calls have written."""
+    """Place that calls have written, with a function to write it."""
 
     name: str
     write: Callable[[Any], bool]
 
 
 def _other_values(state: FunctionState, run: Run) -> Iterator[tuple[_Place, Any]]:
-    """Yield places that calls have written, and what else may be there: what was, and more of what they count.
+    """Yield places that calls have written, each with another value: the former one, or a larger count.
 
-    What a call writes anew in each case may be anything, but for what it keeps.
+    A place that a further call changes again may hold any value; a tensor that it leaves alone is a cache.
     """
     moved, changed = state.moved(), state.tensors_moved()
     before = [slot.read() for slot in moved]

@@ -3,13 +3,13 @@
     rows of a microbatch   x0 x1 x2        o = x0 .9x1 | .8x2 .7x0 .6x1 .5x2        two rows against four
                                                 a      |          b
 
-as they are        and with either part scaled down: what a mean is over does not depend on outputs
-one of many far away by which thresholds of a batch are met, that a few samples have not
-what belongs to no sample   moved, for terms that it has not yet, as of weights that begin at 0
-along the tokens   the first third of each sequence against the rest
+as they are             and with either part scaled down: the reduction does not depend on outputs
+one of many far away    to reach thresholds over a batch that a few samples do not reach
+tensors of no sample    moved, to reveal terms that are 0 so far, as of weights that begin at 0
+along the tokens        the first third of each sequence against the rest
 
-Large outputs are first cut short along what targets run along too, such as tokens. No more memory is taken than that of
-two microbatches, or 32 MB.
+Large outputs are first shortened along dimensions that targets share, such as tokens. No more memory is used than
+that of two microbatches, or 32 MB.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class Given(Protocol):
 
     @property
     def outputs(self) -> Sequence[Tensor]:
-        """Those of the output."""
+        """Leaves of the output."""
 
     @property
     def targets(self) -> Sequence[Tensor]:
-        """Those of the targets."""
+        """Leaves of the targets."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Leaves of an output and of targets, of which a first part is told from a second.
+    """Leaves of an output and of targets, split into a first and a second part.
 
     Attributes:
         outputs, targets: their leaves.
-        first, rest: how many samples, or tokens, each part has.
-        along: the dimension that is cut: 0 samples, 1 tokens.
-        units: of each leaf, outputs' first: how many rows belong to one of these; 0: the leaf belongs to all of them.
-        is_odd: whether masks have numbers that these may never have.
-        words: what is other than usual in it.
+        first, rest: number of samples, or tokens, in each part.
+        along: the dimension of the split: 0 samples, 1 tokens.
+        units: rows per sample (or token), by leaf, outputs first; 0: the leaf belongs to all of them.
+        is_odd: whether masks have numbers that real ones may never have.
+        words: description of the variant, for messages.
     """
 
     outputs: Sequence[Tensor]
@@ -67,7 +67,7 @@ class Parts:
 
     @property
     def share(self) -> float:
-        """The first part's share of the samples, or tokens."""
+        """Share of the first part in the samples, or tokens."""
         return self.first / (self.first + self.rest)
 
     def halves(self) -> tuple[tuple[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]:
@@ -87,7 +87,7 @@ class Parts:
         )
 
     def of_all_sizes(self) -> Iterator[Parts]:
-        """Yield the same, with numbers of other sizes, so that what is a threshold of some lies between both parts."""
+        """Yield variants with outputs of other scales, so that thresholds of a loss lie between the parts."""
         yield self
         for first, rest in _SCALES:
             yield self.scaled(first, rest)
@@ -95,12 +95,12 @@ class Parts:
                 yield self.scaled(first, rest, with_targets=True)
 
     def on_other_side(self) -> Iterator[Parts]:
-        """Yield the same with numbers of the other sign, where a loss may have a gradient, as one of `relu` has."""
+        """Yield variants with the other sign, where a loss may have a gradient, as one with `relu`."""
         for first, rest in _OTHER_SIDE:
             yield self.scaled(first, rest)
 
     def with_one_far(self) -> Iterator[Parts]:
-        """Yield more samples, where memory allows it, of which the first is far from all others."""
+        """Yield more samples, where memory allows it, with the first far from all others."""
         split, known = len(self.outputs), self.first + self.rest
         if sum(leaf.nbytes for leaf in self.outputs) * _MANY > _LARGE_BYTES * known:
             return
@@ -113,7 +113,7 @@ class Parts:
             yield many.scaled(scale, 1)
 
     def with_hits(self) -> Parts:
-        """Return the same where the first rows are all but their targets, of which a loss is next to nothing."""
+        """Return the variant whose first rows almost equal their targets: their loss is near 0."""
         outputs = list(self.outputs)
         for place, leaf in enumerate(outputs):
             for targets in self.targets if self._is_free(place, leaf) else ():
@@ -130,7 +130,7 @@ class Parts:
         return replace(self, outputs=outputs)
 
     def with_other_rest(self) -> Iterator[Parts]:
-        """Yield the same where what of the output belongs to no sample is another, if there is such."""
+        """Yield the variant with other values in output tensors of no sample, if there are any."""
         others = [
             t if unit or not t.is_floating_point() else _moved_on(t)
             for t, unit in zip(self.outputs, self.units, strict=False)
@@ -139,7 +139,7 @@ class Parts:
             yield replace(self, outputs=others)
 
     def scaled(self, first: float, rest: float, *, with_targets: bool = False) -> Parts:
-        """Return the same with the parts' outputs multiplied, those of samples, and the numbers among their targets."""
+        """Return the variant with outputs multiplied in each part, and, `with_targets`, float targets; masks never."""
         leaves = (*self.outputs, *self.targets) if with_targets else self.outputs
         made = [
             torch.cat([a * first, b * rest], self.along) if self._is_free(i, t) and not is_mask(t) else t
@@ -161,7 +161,7 @@ def _moved_on(rest: Tensor) -> Tensor:
 def shortened(
     outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return large outputs and their targets with the first few of what both have many of, such as tokens."""
+    """Return large outputs and their targets cut to `_TOKENS` along dimensions that both share, such as tokens."""
     if sum(leaf.nbytes for leaf in outputs) * _ROWS <= _LARGE_BYTES * samples:
         return outputs, targets
     sizes = {size for leaf in targets for size in leaf.shape[1:]}
@@ -179,7 +179,7 @@ def shortened(
 
 
 def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int, units: Sequence[int]) -> Parts:
-    """Return parts of unlike numbers of samples, of which leaves have rows, where memory allows it."""
+    """Return parts of unlike numbers of samples, from the rows of the leaves, where memory allows it."""
     size = sum(leaf.nbytes for leaf in outputs) // samples
     count = _ROWS if 2 * samples >= _ROWS or _ROWS * size <= _FREE_BYTES else 2 * samples
     first = 2 if count == _ROWS else 1
@@ -197,12 +197,12 @@ def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples:
 
 
 def cut_elsewhere(parts: Parts) -> Parts:
-    """Return the same samples, of which the first part has one alone."""
+    """Return the same samples, with one alone in the first part."""
     return replace(parts, first=1, rest=parts.first + parts.rest - 1)
 
 
 def along_tokens(parts: Parts) -> Parts | None:
-    """Return the same samples cut along their tokens; None where outputs and targets have not as many."""
+    """Return the same samples split along tokens; None where outputs and targets differ in length."""
     lengths = {leaf.shape[1] for leaf in parts.targets if leaf.dim() > 1}
     cut = [leaf for i, leaf in enumerate(parts.outputs) if parts.units[i] and leaf.is_floating_point()]
     if len(lengths) != 1 or not cut or any(leaf.dim() < 2 or leaf.shape[1] not in lengths for leaf in cut):
@@ -217,24 +217,24 @@ def along_tokens(parts: Parts) -> Parts | None:
 
 
 def is_mask(leaf: Tensor) -> bool:
-    """Whether a leaf has zeros and ones alone."""
+    """Return whether a leaf has only zeros and ones."""
     is_number = leaf.is_floating_point() or leaf.dtype is torch.bool
     return is_number and bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def rows_of_leaves(tree: Tree, leaves: Sequence[Tensor], samples: int, apart: Collection[str] = ()) -> list[int]:
-    """Return how many rows of each leaf of a tree belong to a sample; 0: it belongs to all, as those `apart` do."""
+    """Return the rows per sample of each leaf of a tree; 0: it belongs to no sample, as those in `apart`."""
     rows = [rows_of_each(leaf, samples) for leaf in leaves]
     return [0 if path in apart else n for path, n in zip(tree.paths, rows, strict=True)] if apart else rows
 
 
 def rows_of_each(leaf: Tensor, samples: int) -> int:
-    """Return how many rows of a leaf belong to each sample; 0: it belongs to all."""
+    """Return the rows per sample of a leaf; 0: its rows are not a multiple of the samples."""
     return leaf.shape[0] // samples if leaf.dim() and leaf.shape[0] and leaf.shape[0] % samples == 0 else 0
 
 
 def taken(leaf: Tensor, unit: int, places: Sequence[int], scales: Sequence[float] | None = None) -> Tensor:
-    """Return the rows of some samples, those of outputs scaled."""
+    """Return the rows of some samples, scaled for outputs."""
     if not unit:
         return leaf
     rows = leaf.reshape(-1, unit, *leaf.shape[1:])[places]
@@ -245,7 +245,7 @@ def taken(leaf: Tensor, unit: int, places: Sequence[int], scales: Sequence[float
 
 
 def _telling(rows: Tensor) -> Tensor:
-    """Return numbers without such as are not finite; others, where all are zero."""
+    """Return finite numbers in place of inf and nan; made-up ones where all are zero."""
     if rows.any():
         return rows.nan_to_num(0.5, 1.5, -1.5)
     return (torch.arange(rows.numel(), device=rows.device) % 7 + 1).div(8).to(rows.dtype).view_as(rows)
@@ -254,10 +254,10 @@ def _telling(rows: Tensor) -> Tensor:
 def ratio_of(
     pairs: Sequence[tuple[Tensor, Tensor | None]], tolerance: float, least: float, usual: float
 ) -> float | str:
-    """Return by what gradients of a part are multiplied in the whole; "none": there are none; "unlike": by nothing.
+    """Return the factor from a part's gradients alone to those in the whole; "none": all are 0; "unlike": none fits.
 
-    Each row of them has to be, up to a tolerance of its own and to the least that can be told of gradients of `usual`
-    size, since of those of large outputs little may be left but rounding.
+    Every row has to fit, within its own tolerance and the least difference that can be seen in gradients of `usual`
+    size: gradients of large outputs may be rounding errors only.
     """
     whole = torch.cat([mine.flatten().double() for mine, _ in pairs]) if pairs else torch.zeros(1)
     parts = [torch.zeros_like(mine) if alone is None else alone for mine, alone in pairs]

@@ -1,11 +1,12 @@
-"""What a loss was found to be over, compared with what it makes of a step's own microbatches.
+"""Checks of a loss's reduction on a step's own microbatches.
 
-    step 0, 1, 2, 4, 8, …, and one before which what the loss goes by has changed
+    step 0, 1, 2, 4, 8, …, and steps before which state that the loss reads has changed
 
     a few samples of each microbatch, or all     L(all) = Σ wᵢ L(i) / Σ wᵢ     ∂L(all)/∂i = wᵢ / Σ wᵢ ∂L(i)/∂i    a mean
-    as often as there are replicas               L(all) = Σ L(i)               ∂L(all)/∂i = ∂L(i)/∂i               a sum
+    repeated once per replica                    L(all) = Σ L(i)               ∂L(all)/∂i = ∂L(i)/∂i               a sum
 
-No more is kept than a few megabytes, or a sample of two microbatches. What cannot be called with these tells nothing.
+At most a few megabytes are kept, or a sample of two microbatches. Samples that the loss cannot be called on decide
+nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OF_REST_ALONE = (
 )
 ALONE = "alone "
 _ROUNDING = 10
-"""So many times what experiments on a few samples allow for."""
+"""Factor on the tolerance of experiments on a few samples."""
 
 
 class Unit(NamedTuple):
@@ -45,14 +46,14 @@ class Unit(NamedTuple):
     targets: Sequence[Tensor]
     samples: int
     rows: Sequence[int]
-    """How many rows of each leaf belong to a sample."""
+    """Rows per sample, by leaf."""
 
     def built(self) -> tuple[Any, Any]:
-        """Return output and targets."""
+        """Return output and targets as trees."""
         return self.output.build(self.outputs), self.target.build(self.targets)
 
     def cut(self, first: int, count: int) -> Unit:
-        """Return some of the samples."""
+        """Return `count` of the samples, from `first` on."""
         cut = [
             leaf.narrow(0, first * unit, count * unit) if unit else leaf
             for leaf, unit in zip((*self.outputs, *self.targets), self.rows, strict=True)
@@ -61,7 +62,7 @@ class Unit(NamedTuple):
         return self._replace(outputs=cut[:split], targets=cut[split:], samples=count)
 
     def fits(self, other: Unit) -> bool:
-        """Whether its samples are built as those of another."""
+        """Return whether its structure, shapes per sample and dtypes equal those of another."""
 
         def shapes(unit: Unit) -> list[object]:
             return [(leaf.shape[1:], leaf.dtype, bool(n)) for leaf, n in zip(unit.leaves, unit.rows, strict=True)]
@@ -70,31 +71,31 @@ class Unit(NamedTuple):
         return is_built_alike and shapes(self) == shapes(other)
 
     def shares_rest_with(self, other: Unit) -> bool:
-        """Whether what belongs to no sample is the same in another."""
+        """Return whether its tensors of no sample equal those of another."""
         alike = zip(self.rows, self.leaves, other.leaves, strict=True)
         return all(rows or one is its or torch.equal(one, its) for rows, one, its in alike)
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of its tensors."""
         return self.leaves[0].device
 
     @property
     def leaves(self) -> Sequence[Tensor]:
-        """Those of outputs, then of targets."""
+        """Leaves of the output, then of the targets."""
         return (*self.outputs, *self.targets)
 
     @property
     def of_rest(self) -> list[int]:
-        """Which leaves of its output belong to no sample."""
+        """Indices of its output's leaves that belong to no sample."""
         return [n for n, leaf in enumerate(self.outputs) if not self.rows[n] and leaf.numel()]
 
     def with_leaves(self, others: Mapping[int, Tensor]) -> Unit:
-        """Return it with other leaves of its output, by their numbers."""
+        """Return it with other leaves of its output, by index."""
         return self._replace(outputs=[others.get(number, leaf) for number, leaf in enumerate(self.outputs)])
 
     def moved(self, place: torch.device, dtype: torch.dtype | None) -> Unit:
-        """Return it elsewhere, its floating numbers in another type."""
+        """Return it on another device, floating-point tensors in another dtype."""
         outputs, targets = (
             [t.to(place, dtype if t.is_floating_point() else None) for t in leaves]
             for leaves in (self.outputs, self.targets)
@@ -103,19 +104,19 @@ class Unit(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a loss of samples together could be called: with numbers of which type, and how precise it is then."""
+    """Dtype in which a loss could be called on joined samples, and the tolerance of that."""
 
     dtype: torch.dtype | None
     tolerance: float
 
 
 class Comparison(NamedTuple):
-    """What a comparison has shown.
+    """Result of a comparison.
 
     Attributes:
-        why: why a loss of samples together is not what a rule says, in words; "": it is, or nothing can be told.
-        of_each: how many numbers each sample has, where it is a mean over samples; None: nobody knows.
-        way: how it was called; None: it could not be.
+        why: the reason why a loss of joined samples contradicts its reduction; "": it agrees, or nothing is decided.
+        of_each: elements per sample, where it is a mean over samples; None: not known.
+        way: how it was called; None: every call failed.
     """
 
     why: str = ""
@@ -127,10 +128,10 @@ class RealBatch:
     """Samples of a step's microbatches.
 
     Args:
-        units: how many a step has on this rank.
-        copies: how many ranks have such.
-        free: so many bytes may be kept of all together.
-        beside: samples of an earlier step, if there are any: what is alike in all of these may be other on other ranks.
+        units: number of units of a step on this rank.
+        copies: number of replicas.
+        free: limit in bytes for all samples that are kept, over all replicas.
+        beside: samples of an earlier step, if any: tensors equal in all of these may differ between ranks.
         before: samples of an earlier call of the same step.
     """
 
@@ -150,7 +151,7 @@ class RealBatch:
         self._free = free // max(1, units * copies)
 
     def keep(self, output: Any, targets: Any, samples: int, apart: Collection[str] = ()) -> None:
-        """Keep some samples of a microbatch, whose output has tensors that belong to none of them `apart`."""
+        """Keep some samples of a microbatch; `apart`: paths of its output's tensors that belong to no sample."""
         tree, outputs = flatten(output)
         target_tree, given = flatten(targets)
         if output is self._latest or not any(rows_of_each(t, samples) and t.dtype in DIFFERENTIABLE for t in outputs):
@@ -167,12 +168,12 @@ class RealBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where its samples are."""
+        """Device of its samples."""
         return self._units[0].device if self._units else torch.device("cpu")
 
     @property
     def probe(self) -> Unit | None:
-        """A few of them."""
+        """A few samples, or None."""
         return self._units[0].cut(0, min(2, self._units[0].samples)) if self._units else None
 
     def misfit(
@@ -182,7 +183,7 @@ class RealBatch:
         rule: LossWeight,
         tables: Sequence[Tensor],
     ) -> Comparison:
-        """Compare a loss of these together with what a rule says."""
+        """Compare a loss of all samples joined with the combination of losses by its reduction."""
         units = self._alike()
         if not units:
             return Comparison()
@@ -206,9 +207,9 @@ class RealBatch:
         return Comparison()
 
     def rests(self, kind: type[LossExamination], loss: Callable[[Any, Any], Any]) -> dict[str, list[str]]:
-        """Return what belongs to no sample in the output of each microbatch, by where it is, if a loss goes by it.
+        """Return digests of the output tensors of no sample in each microbatch, by path, if a loss reads them.
 
-        A sum that is made of these alone, over a weight of samples, is `ALONE`; over one of these it is believed.
+        A sum of these alone, over a weight of samples, has the prefix `ALONE`; over a weight of theirs it is trusted.
         """
         if not self._units or not self._units[0].of_rest:
             return {}
@@ -232,7 +233,7 @@ class RealBatch:
         return {}
 
     def swapped(self) -> tuple[Unit, Unit] | None:
-        """Return a unit, and the same with what belongs to no sample in another; None: there is nothing."""
+        """Return a unit, and the same with another unit's tensors of no sample; None: there are none."""
         one = self._units[0] if self._units else None
         other = next((some for some in self._units[1:] if one is not None and one.fits(some)), None)
         if one is None or other is None or not one.of_rest:
@@ -257,9 +258,9 @@ class RealBatch:
         return units[0], other, _joined(units)
 
     def _numbers_of_each(self, rule: LossWeight, part: Unit, whole: Tried) -> float | None:
-        """Return how many numbers a sample has, over which its mean may be: on all ranks they have to be alike.
+        """Return the elements per sample that its mean may be over; ranks compare them.
 
-        A mean over all of them, and the mean of those over each sample's, are one only then.
+        A mean over all elements equals the mean of the samples' means only if all have as many.
         """
         is_mean = rule.over is Over.TOKENS or (rule.over is Over.SAMPLES and rule.by_slices)
         if not is_mean or self._is_short:
@@ -277,7 +278,7 @@ def _misfit(
     copies: int,
     tolerance: float,
 ) -> str:
-    """Return in what parts together are not what the rule says."""
+    """Return how the joined parts contradict the reduction, in words; "": they do not."""
     weights = [_weight_of(rule, tables, part, one) for part, one in zip(parts, each, strict=True)]
     known = [weight for weight in weights if weight is not None]
     if len(known) < len(weights):
@@ -296,7 +297,7 @@ def _misfit(
     values = [share * float(one.value) if share else 0.0 for share, one in zip(shares, each, strict=True)]
     value = float(whole.value)
     if not math.isfinite(value) and not math.isfinite(sum(values)):
-        return ""  # the step will say so
+        return ""  # the step itself reports it
     if not abs(value - copies * sum(values)) <= 4 * tolerance * (copies * sum(map(abs, values)) + abs(value) + 1e-9):
         return f"of all together it is {value:.6g}, and {copies * sum(values):.6g} would be right"
     pairs, first = list[tuple[Tensor, Tensor]](), 0
@@ -322,9 +323,9 @@ def _misfit(
 
 
 def why_rests_misfit(rests: Sequence[Mapping[str, Sequence[str]]], *, are_all: bool = False) -> str:
-    """Return why what belongs to no sample is not as a loss takes it, on some ranks or `are_all`, in words; "": it is.
+    """Return the reason why a loss may not read these output tensors of no sample; `are_all`: of all ranks; "": it may.
 
-    A sum of it alone is believed to be of a microbatch's samples, if it is another where these are.
+    A sum of them alone is trusted to be of a microbatch's samples, if it differs where these do.
     """
     found = {path: {told for row in rests for told in row.get(path, [])} for row in rests for path in row}
     for path, told in sorted(found.items()):
@@ -345,30 +346,30 @@ def _told(rest: Tensor) -> str:
 
 
 def _differs(of: LossExamination, one: Tried, unit: Unit, others: Mapping[int, Tensor]) -> bool:
-    """Whether a loss is another where some leaves of the output are; what cannot be called so tells nothing."""
+    """Return whether a loss changes with some leaves of the output; False where the call fails."""
     other = of.try_once(unit.with_leaves(others).outputs, unit.targets)
     return other is not None and (not torch.equal(one.value, other.value) or one.weight != other.weight)
 
 
 def _is_of_rest(tried: Tried, rows: Sequence[int]) -> bool:
-    """Whether a loss is found from what belongs to no sample alone, such as one that a block has found."""
+    """Return whether a loss has gradients of tensors of no sample alone, as one that a block has computed."""
     moved = [bool(unit) for gradient, unit in zip(tried.gradients, rows, strict=False) if gradient is not None]
     return bool(moved) and not any(moved)
 
 
 def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: Unit, tried: Tried) -> float | None:
-    """Return what a part weighs; None: nothing says so."""
+    """Return the weight of a part; None: it is not known."""
     if rule.over is Over.SUM:
         return 1.0
     if rule.over in (Over.SAMPLES, Over.MICROBATCH, Over.TOKENS):
-        return float(part.samples)  # of one length
+        return float(part.samples)  # all of one length
     if rule.over is Over.STATED:
         return float(tried.weight or 0)
     return float(rule.of_targets(dict(zip(part.target.paths, part.targets, strict=True)), tables))
 
 
 def _joined(units: Sequence[Unit]) -> Unit:
-    """Return all samples together."""
+    """Return the samples of several units joined."""
     first = units[0]
     joined = [
         torch.cat(leaves) if unit else leaves[0]

@@ -1,10 +1,10 @@
-"""Whether a loss that gives (sum, weight) gives a sum and its weight, found by the experiments of `loss_weights`.
+"""Examination of a loss that returns (sum, weight): whether these are a sum and its weight, by experiment.
 
-    L(o) = L(a) + L(b), ∂L(o)/∂a = ∂L(a)/∂a        as it is of a sum, and not of a mean
-    w(o) = w(a) + w(b)                             as it is of what a sum is over, and not of a constant
+    L(o) = L(a) + L(b), ∂L(o)/∂a = ∂L(a)/∂a        holds for a sum, not for a mean
+    w(o) = w(a) + w(b)                             holds for the weight of a sum, not for a constant
 
-Where sequences are cut into equal slices it has to hold along tokens as well, but that each sample may have a mean over
-its tokens, which weighs as much for each slice. What cannot be called with a few samples is believed.
+Where sequences are cut into equal slices it has to hold along tokens as well; a sum of per-sample means over tokens,
+with the same weight for each slice, is accepted too. A loss that cannot be called on a few samples is trusted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .parts import Parts, along_tokens, cut_elsewhere
 
 
 class StatedExamination(LossExamination):
-    """Experiments on a loss that gives (sum, weight); `weights` are those of its calls."""
+    """Experiments on a loss that returns (sum, weight); `weights` are those of its calls."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.weights: list[float] = []
 
     def run(self) -> Finding:
-        """Return that it is stated, or what the first experiment says that fails."""
+        """Return that its reduction is stated, or the first experiment that fails."""
         doubt = self._doubt() or self.why_unlinear(LossWeight(Over.STATED))
         return Finding(None if doubt else LossWeight(Over.STATED), doubt)
 
@@ -66,7 +66,7 @@ class StatedExamination(LossExamination):
         return ""
 
     def call(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Return the first of both, and keep the weight."""
+        """Return the sum, and store the weight."""
         total, weight = super().call(outputs, targets)
         self.weights.append(float(weight))
         return torch.as_tensor(total)
@@ -74,6 +74,6 @@ class StatedExamination(LossExamination):
     def try_once(
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor], *, may_be_infinite: bool = False
     ) -> Tried | None:
-        """Return what it makes of these, and what it says that this is over."""
+        """Return the result of the loss on these leaves, with the weight it returned."""
         tried = super().try_once(outputs, targets, may_be_infinite=may_be_infinite)
         return None if tried is None else tried._replace(weight=self.weights[-1])

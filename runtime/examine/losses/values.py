@@ -1,8 +1,8 @@
-"""Losses of the user's own code, compared in every step with what they were found to be over: by values alone.
+"""Checks of the reductions of user losses in every step, by values alone.
 
     a few samples of one microbatch, and of the others of this rank     L(all) = Σ wᵢ L(i) / Σ wᵢ     three calls
 
-Nothing is asked of a device: whether it is so rides along with the figures of the step. What torch brings stays so.
+No device synchronization: the result is piggybacked on the figures of the step. Losses of torch are not checked.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _KNOWN = ("torch.nn.functional", "torch.nn.modules.loss", "transformers.loss.")
 
 
 class Late(NamedTuple):
-    """What values have shown, 0-dimensional: whether they are no longer as they were found to be, and how far off."""
+    """Result of a comparison by values, as 0-dimensional tensors: whether it fails, the value, and the right value."""
 
     is_off: Tensor
     value: Tensor
     right: Tensor
 
     def or_before(self, before: Late | None) -> Late:
-        """Return what is off, of this and of an earlier batch of the same step."""
+        """Return the result that fails, of this and of an earlier batch of the same step."""
         if before is None:
             return self
         value = torch.where(self.is_off, self.value, before.value)
@@ -39,9 +39,9 @@ class Late(NamedTuple):
 
 
 def is_known(function: Any) -> bool:
-    """Whether it is torch's or transformers' own, and holds no weights of classes, so that nothing changes it unseen.
+    """Return whether a loss is torch's or transformers' own, without class weights or hooks, so that it stays as found.
 
-    One that is bound to ranks, as for cut logits, would meet the others in every call.
+    A loss bound to ranks, as for cut logits, counts too: each call of it would be collective.
     """
     tables = class_weights(function)
     while isinstance(function, partial):
@@ -56,7 +56,7 @@ def is_known(function: Any) -> bool:
 def compare_values(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], batch: RealBatch, way: Way
 ) -> Late | None:
-    """Compare what a function gives of samples together with what a rule says; None: it cannot be called with these."""
+    """Compare a function's value of joined samples with its reduction; None: the call fails."""
     parts, swapped = batch.two_parts(), batch.swapped()
     if rule.over is Over.MICROBATCH:
         return None
@@ -68,12 +68,12 @@ def compare_values(
         if parts is None:
             return None
         one, other, whole = (_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in parts)
-    except Exception:  # what a user's code says to what is no batch of its own
+    except Exception:  # errors of user code on batches that it never gets
         return None
     is_something: Tensor | bool = True
     if rule.over is Over.SUM:
         a, b = one[0], other[0]
-    elif rule.over is Over.STATED:  # what weighs nothing may be a sum of something
+    elif rule.over is Over.STATED:  # a weight of 0 may have a nonzero sum
         total = torch.as_tensor(one[1] + other[1], dtype=one[0].dtype, device=one[0].device)
         a, b, is_something = one[0] / total, other[0] / total, total != 0
         whole = whole[0] / whole[1], whole[1]
@@ -97,9 +97,9 @@ def compare_values(
 def _called(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], unit: Unit
 ) -> tuple[Tensor, Tensor | float]:
-    """Return what a function gives of a unit as a mean, or a sum where it says so, and its weight.
+    """Return a function's value of a unit, as a mean or a sum by its reduction, and its weight.
 
-    Raises `ValueError` where it gives something else than before.
+    Raises `ValueError` where it returns neither.
     """
     output, targets = unit.built()
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Instructions bound to functions: `forward`, `backward`, `zero`, `step_end`. Imports the interpreter's other files.
+"""Handlers of instructions: `forward`, `backward`, `zero`, `step_end`, `leaves`. Imports the interpreter's other files.
 
-Fwd        input ──▶ output, or loss          saved: where the backward starts
+Fwd        input ──▶ output, or loss          saved: the roots of the backward
 Bwd        ∂output ──▶ ∂input, ∂weights
-BwdInput   ∂output ──▶ ∂input                 pending: the weight gradients' products, not yet computed
+BwdInput   ∂output ──▶ ∂input                 pending: operands of the weight gradients, not yet computed
 BwdWeight  products ──▶ ∂weights
-Overlap    a Fwd and a Bwd, each while the other waits for what it exchanges inside its stage
+Overlap    a Fwd and a Bwd, each running while the other waits for a collective inside its stage
 """

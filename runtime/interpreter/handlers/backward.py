@@ -1,7 +1,7 @@
-"""Backwards, whole or in halves, beside a forward or alone; and what a forward dropped, run again for one.
+"""Handlers of backwards, whole or in halves, alone or overlapped with a forward; and of recomputation.
 
-saved ──▶ autograd ──▶ ∂input ──▶ cells: the stage before
-∂output ──┘       └──▶ ∂weights, or their products, which wait (`pending`)
+saved ──▶ autograd ──▶ ∂input ──▶ cells: the previous stage
+∂output ──┘       └──▶ ∂weights, or their deferred products (`pending`)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = Callable[[], None]
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
-    """Run again what the forward dropped."""
+    """Rerun the blocks whose activations the forward dropped."""
     (checkpoint,) = state.flows.taken(instruction, Kind.CHECKPOINT)
     (made,) = state.flows.made(instruction, Kind.SAVED)
     note, now, saved = state.clock.note, state.clock.now, state.saved
@@ -56,7 +56,7 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
 
 
 def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
-    """Run a forward and a backward side by side, once both have what they take."""
+    """Run a forward and a backward interleaved, once the inputs of both have arrived."""
     untimed = replace(state, clock=NoClock())
     forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
     taken = state.flows.taken(forward, Kind.OUTPUT, Kind.SKIP)
@@ -83,7 +83,7 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
 
 
 def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:
-    """Return what follows a stage's last backward where its gradients are partial sums over tp, if they are."""
+    """Return a call for after a stage's last backward that sums partial gradients over tp; None: it has none."""
     reducer, stage = state.gradients.reducer, instruction.stage
     if not state.flows.is_last_backward(instruction) or not reducer.has_partial_sums(stage):
         return None
@@ -102,7 +102,7 @@ def _in_turn(first: Call, second: Call | None) -> Call:
 
 
 def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> Call:
-    """Find the gradient of the input; what the weights' gradients are made of is put off."""
+    """Compute the input gradient; the operands of weight gradients are deferred."""
     backward, conclude = _backward(state, index, instruction)
     queue, pending = state.queues[instruction.stage], state.pending
     (made,) = state.flows.made(instruction, Kind.PENDING)
@@ -116,7 +116,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
 
 
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
-    """Compute what was put off, and add it up; in the stage's last one, gradients start to be reduced."""
+    """Compute the deferred weight gradients, and accumulate them; in the stage's last one, reductions start."""
     (taken,) = state.flows.taken(instruction, Kind.PENDING)
     hooks, pending, stage = state.gradients.hooks, state.pending, instruction.stage
     note, now = state.clock.note, state.clock.now
@@ -135,9 +135,9 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
 def _backward(
     state: ComputeState, index: int, instruction: ins.Compute
 ) -> tuple[Callable[[AbstractContextManager[object] | None], None], Call | None]:
-    """Return what runs autograd from what was saved, in a context if it is given one; and what follows the last.
+    """Return a function that runs autograd from saved roots, in an optional context; and a check after the last one.
 
-    The gradient of the input is left for the stage before.
+    The input gradient is stored for the previous stage.
     """
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
@@ -189,7 +189,7 @@ def _backward(
 
 
 def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
-    """Return what drops a microbatch's keys and values after the backward of its first slice, if it is that."""
+    """Return a call that drops a microbatch's keys and values; None unless this backward is of its first slice."""
     slices = state.flows.plan.schedule.slices
     microbatch, number = divmod(instruction.microbatch, slices)
     if slices == 1 or number:
@@ -198,6 +198,6 @@ def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
 
 
 def _gradient_of(given: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the gradient of a stage's input, outside of such memory: zeros where the outputs do not depend on it."""
+    """Return a stage's input gradient, in memory outside of `spans`; zeros where no output depends on the input."""
     gradient, given.grad = given.grad, None
     return torch.zeros_like(given) if gradient is None else outside(gradient, spans)

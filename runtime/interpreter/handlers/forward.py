@@ -1,10 +1,10 @@
-"""Forwards: a stage runs on a unit, and leaves its output for the next one, or the loss for the tally.
+"""Handlers of forwards: a stage runs on a unit, and stores its output for the next stage, or its loss in the tally.
 
     batch, cells ──▶ given, extras ──▶ the stage ──▶ outputs ──▶ cells: the next stage, of this rank or another
                                                             └──▶ loss, metrics: the tally
 
-Each function here binds one instruction: everything that can be known beforehand is worked out once. What a unit's
-shape decides is looked up in each step; a unit without samples is passed over.
+Each function binds one instruction: all that does not depend on the step is computed once, at binding. Lookups by the
+shape of a unit happen in each step; a unit without samples is skipped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OTHER_STRIDES = (
 
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
-    """Run a stage forward on a unit; on the last stage of the route, the loss too."""
+    """Run a stage forward on a unit; on the last stage of the route, compute the loss too."""
     return state.current.unless_empty(instruction.microbatch, _bind_fwd(state, index, instruction))
 
 
@@ -69,7 +69,7 @@ def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
 def _bind_training(
     state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
 ) -> Call:
-    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
+    """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
     with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
@@ -127,9 +127,9 @@ def _bind_training(
 
 
 def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
-    """Return what users' blocks are shown of leaves: copies where they may keep them, as messages come there again.
+    """Return inputs as user blocks see them: clones where they may keep them, as the buffer is received into again.
 
-    Else views: these are no leaves, as in one process, and where leaves lose their memory, blocks may keep theirs.
+    Else views: views are no leaves, as in one process, and stay valid where a leaf's memory is freed (offload).
     """
     if shape is not None and stage in shape.cargo.keeping:
         return tuple([one.clone() for one in given])
@@ -137,9 +137,9 @@ def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
 
 
 def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
-    """Return the cells of what later stages of this rank take: they may need it longer than this one its input.
+    """Return the cells of outputs that later stages of this rank take: these may outlive the input of this stage.
 
-    A skip that is taken and handed on is not among them: the plan keeps its memory for all who take it.
+    A skip that is taken and passed on is not among them: the plan keeps its memory alive for all stages that take it.
     """
     taken = {value.number for value in state.flows.taken(instruction, Kind.SKIP)}
     made = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP)
@@ -148,12 +148,12 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
 
 
 def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
-    """Return where the keys and values are that the slices of a microbatch leave."""
+    """Return the key of the store that holds keys and values of a microbatch's slices."""
     return instruction.stage, instruction.microbatch // state.flows.plan.schedule.slices
 
 
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
-    """Run a forward of which nothing is kept."""
+    """Run a forward without a graph."""
     unit, current, stage = instruction.microbatch, state.current, instruction.stage
     forward, with_unit = state.forwards[stage], _with_unit(state, instruction)
     take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
@@ -196,7 +196,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 
 
 def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None:
-    """Return the skips that a stage is given; None where it is given none."""
+    """Return the skips that a stage receives; None where there are none."""
     arriving = state.forwards[instruction.stage].arriving
     taken = state.flows.taken(instruction, Kind.SKIP)
     if not taken:
@@ -206,30 +206,30 @@ def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None
 
 
 def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
-    """Return the place in the tally of a loss that blocks return: by the piece of the model, then the microbatch."""
+    """Return the tally's place for a loss of blocks: by the piece of the model, then the microbatch."""
     return state.flows.plan.layout.part_of(instruction.stage) * state.tally.num_units + instruction.microbatch
 
 
 def _weigh_other(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
-    """Return a loss that blocks have of a unit, weighed as the loss function's is."""
+    """Return the auxiliary loss of blocks for a unit, weighted as the loss function's is."""
     return state.loss_fn.weigh_other(loss, len(state.current.units.samples[unit]), state.usual_samples)
 
 
 def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
-    """Return what takes a forward's input; None where that is one of the batch."""
+    """Return a function that takes a forward's input; None where the input comes from the batch."""
     taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
     arriving = state.forwards[instruction.stage].arriving
     return state.cells.row_taker(parts_of(state, taken, arriving), index) if taken else None
 
 
 def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts:
-    """Return which places values have in the row of a parcel."""
+    """Return the places of values in the row of a parcel."""
     places = state.shape.cargo.places
     return [(value, places(value, row)) for value in values]
 
 
 def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras] | None:
-    """Return what gives a stage its extras: of the unit, keys and values before its slice, its context, targets.
+    """Return a function that makes a stage's extras: those of the unit, past keys and values, its context, targets.
 
     None where they are those of the unit alone.
     """
@@ -266,7 +266,7 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 
 
 def _with_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], Extras]:
-    """Return what adds to the extras which unit it is, for blocks that draw; an evaluation has numbers of its own."""
+    """Return a function that adds the unit to the extras, the key of random draws; evaluations have negative steps."""
     current, trains = state.current, state.flows.trains
     slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device
 
@@ -283,7 +283,7 @@ def _with_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], 
 
 
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
-    """Return what leaves a stage's outputs for later ones; what does not fit the agreed shape goes no further."""
+    """Return a function that stores a stage's outputs for later stages; raises where a shape is not the agreed one."""
     made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(parts_of(state, made, parcel))
@@ -322,14 +322,14 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
 
 
 def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs, targets: Any = None) -> Start:
-    """Find the summed loss of a unit, and add loss, weight and metrics to the tally; `targets`: not the batch's."""
+    """Compute the loss of a unit, and add loss, weight and metrics to the tally; `targets` replace the batch's."""
     targets = state.current.batch.targets[unit] if targets is None else targets
     if torch.is_inference_mode_enabled():
         with tensors_of_training():  # losses are examined by graphs
             return _lose(state, unit, slices, *map_tensors(torch.clone, (outputs[:1], targets)))
     tally, units, usual, output = state.tally, state.current.units, state.usual_samples, outputs[0]
     if tally.look is not None:
-        tally.look()  # a loss may undo what blocks have done
+        tally.look()  # detects changes by blocks, before the loss can undo them
     found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
     loss, times = tally.add_loss(unit, found)
     if state.flows.trains and not loss.requires_grad:
@@ -344,7 +344,7 @@ def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs, targets
 
 
 def _tell_without_graph(state: ComputeState, unit: int, output: Any) -> None:
-    """Say of a loss that it trains nothing; it is refused where gradients were left switched off."""
+    """Warn that a loss has no graph and trains nothing; raise later where gradients were left switched off."""
     if not torch.is_grad_enabled():
         words = (
             f"gradients are switched off where the loss of microbatch {unit} is found, so that it trains nothing: a "

@@ -1,7 +1,7 @@
-"""Leaves: what a stage is given, as its graph begins with it.
+"""Leaf tensors: the inputs of a stage, detached, at which its autograd graph begins.
 
-receive buffer ──▶ detached ──▶ leaf ──▶ blocks ──▶ …          made anew for each unit, which code may go by
-                                  └──────▶ gradient            of stages of torch alone: once for each buffer
+receive buffer ──▶ detached ──▶ leaf ──▶ blocks ──▶ …          a new tensor for each unit: user code may keep it
+                                  └──────▶ gradient            stages of torch modules alone: one leaf per buffer
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..rank_state import ComputeState
 
 
 def leaves_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Outputs], Outputs]:
-    """Return what makes inputs leaves of the forward's graph.
+    """Return a function that makes inputs leaves of the forward's graph.
 
-    Where one comes from another rank into a stage of torch alone, whose code cannot keep it, it is a leaf for good.
+    An input received into a stage of torch modules alone, whose code cannot keep it, stays one leaf for all units.
     """
     leaf, forward = _leaf_maker(state, instruction, kept), state.forwards[instruction.stage]
     taken, constant = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP), state.boundaries.constant
@@ -34,7 +34,7 @@ def leaves_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Call
     def keep(given: Outputs) -> Outputs:
         nonlocal known, found
         is_same = given is known and not constant and not any(hooks)
-        for one in found:  # it may have a gradient by now, or somebody's hooks
+        for one in found:  # it may have a gradient by now, or hooks
             is_same = is_same and one.grad is None and one._backward_hooks is None
         if not is_same:
             found = tuple([leaf(one) for one in given])
@@ -45,12 +45,12 @@ def leaves_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Call
 
 
 def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
-    """Return what makes an input a leaf of the forward's graph, which gets a gradient if it can.
+    """Return a function that makes an input a leaf of the forward's graph, with `requires_grad` if it is possible.
 
-    It is an object of its own: tensors that others come into later are never given to code twice, which may go by what
-    it was given before (`mask is self.mask`).
-    Where activations go to the host it is a copy of what another rank has sent: the buffer serves other messages. What
-    is taken of a skip may be in such a buffer too, when an earlier stage of this rank has handed it on.
+    The leaf is a new tensor object: user code may compare it by identity (`mask is self.mask`), so that a tensor whose
+    memory is received into again must not be passed twice.
+    Where activations are offloaded, it is a copy of a received tensor, as the buffer serves other messages. A skip may
+    be in such a buffer too, when an earlier stage of this rank has passed it on.
     """
     differentiable = DIFFERENTIABLE
     stage, constant = instruction.stage, state.boundaries.constant

@@ -1,4 +1,4 @@
-"""What ends a step: tied gradients, reductions over replicas, metrics, the global norm, the optimizer."""
+"""Handlers that end a step: tied gradients, reductions over replicas, metrics, the global norm, the optimizer."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ Call = Callable[[], None]
 
 
 def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> Call:
-    """Add up the gradients of what several stages hold."""
+    """Sum the gradients of tied weights over the stages that hold them."""
     return partial(state.gradients.reducer.add_tied, instruction.params, instruction.stages)
 
 
 def bind_reduce_bucket(
     state: StepEndState, index: int, instruction: ins.AllReduceBucket | ins.ReduceScatterBucket
 ) -> Call:
-    """Launch what is left of a bucket's reduction, to the sum or to each replica's shard of it."""
+    """Launch the rest of a bucket's reduction: an all-reduce, or a reduce-scatter to each replica's shard."""
     return partial(state.gradients.reducer.reduce, PlanBucket(instruction.stage, instruction.bucket))
 
 
 def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMetrics) -> Call:
-    """Sum the tally over all ranks but tensor-parallel copies, without waiting for it."""
+    """Start an all-reduce of the tally over all ranks but tensor-parallel copies."""
     return partial(state.tally.reduce, state.metrics_group)
 
 
 class ClipHalves(NamedTuple):
-    """`ClipGrad` in two: what a device does by itself, and what the host does when it knows the figures of that.
+    """`ClipGrad` in two: work of the device alone, then work of the host once it knows the figures.
 
     Attributes:
-        measure: makes the gradients those of the batch; returns the square of their global norm, how many parameters
-            look as if no gradient had come, how many ranks were asked to stop, and the data's marks: (n,), float64.
-        conclude: reads these figures, and scales the gradients under the threshold.
+        measure: divides the gradients by the batch's weight; returns the square of their global norm, the number of
+            parameters that may lack a gradient, the number of ranks asked to stop, and data marks: (n,), float64.
+        conclude: reads these figures, and clips the gradients to the maximum norm.
     """
 
     measure: Callable[[], Tensor]
@@ -51,7 +51,7 @@ class ClipHalves(NamedTuple):
 
 
 def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
-    """Return the halves of the `ClipGrad` at `index`, of a step whose gradients do not wait for others."""
+    """Return the halves of the `ClipGrad` at `index`, for a step that does not accumulate gradients further."""
     reducer, norm, tally, clip, outcome = (
         state.gradients.reducer,
         state.gradients.norm,
@@ -91,7 +91,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
 
 
 def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> Call:
-    """Make the gradients those of the batch, find their global norm, and scale them under the threshold."""
+    """Divide the gradients by the batch's weight, compute their global norm, and clip them; or accumulate."""
     reducer, tally, earlier = state.gradients.reducer, state.tally, state.earlier
     wait, (measure, conclude) = partial(state.waits.wait, index=index), halves_of_clip(state, index)
 

@@ -1,8 +1,8 @@
-"""The plan's instructions for sharded weights and gradients (ZeRO), and who waits for them.
+"""Handlers of sharded weights and gradients (ZeRO), and the waits of computations for them.
 
-GatherParams ──── begins ──▶ … ──▶ the stage's next computation waits        FreeParams frees
-AllGatherBucket ─ begins ──▶ … ──▶ the next step's first computation waits
-a backward first takes over what has been reduced, and makes full gradients resident
+GatherParams ──── starts ──▶ … ──▶ the stage's next computation waits        FreeParams frees
+AllGatherBucket ─ starts ──▶ … ──▶ the next step's first computation waits
+a backward first finishes pending reductions, and allocates full gradients
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Call = Callable[[], None]
 
 
 def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherParams) -> Call:
-    """Begin to gather a stage's full weights, in the memory of full gradients that have been reduced."""
+    """Start to gather a stage's full weights, into the memory of full gradients that have been reduced."""
     weights, reducer, stage = state.weights, state.gradients.reducer, instruction.stage
     wait = partial(state.waits.wait, index=index)
 
@@ -35,7 +35,7 @@ def bind_free_params(state: ZeroState, index: int, instruction: ins.FreeParams) 
 
 
 def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGatherBucket) -> Call:
-    """Begin to gather the full weights of a bucket, after each replica has stepped its shard."""
+    """Start to all-gather the full weights of a bucket, after each replica has stepped its shard."""
     weights, reducer = state.weights, state.gradients.reducer
 
     def run() -> None:
@@ -46,7 +46,7 @@ def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGat
 
 
 def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction, call: Call) -> Call:
-    """Return a computation so that the full weights and gradients that it works on are resident before it."""
+    """Return a computation preceded by waits for the full weights and gradients that it uses."""
     weights, reducer = state.weights, state.gradients.reducer
     if not weights:
         return call

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence of which each rank of cp holds shards (ring, gather, ulysses).
+"""Context parallelism: attention over sequences that are sharded over the ranks of cp (ring, gather, ulysses).
 
 Imports `blocks`, `comm`, `job`.
 """

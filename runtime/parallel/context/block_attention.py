@@ -1,24 +1,24 @@
-"""Attention of some queries to one block of keys and values: the mean of the values, and the logarithm of its weight.
+"""Attention of queries to one block of keys and values: output (`mean`) and logsumexp of the scores (`weight`).
 
     forward     weights = exp(query · key / √size)     weight = log Σ weights     mean = Σ weights · values / Σ weights
-    backward    the gradients of a block, by the mean and the weight over all blocks (FlashAttention-2, section 3.1)
+    backward    gradients of one block from mean and weight over all blocks (FlashAttention-2, section 3.1)
 
-The first kernel that takes the keys computes all blocks of an attention, forward and backward:
+The first kernel that supports the keys computes all blocks of an attention, forward and backward:
 
     kernel           device   types                         size of a head        torch's operator
     CPU_FLASH        cpu      float16 bfloat16 float32 64   any                   …_flash_attention_for_cpu
     CUDA_FLASH       cuda     float16 bfloat16              a multiple of 8       …_flash_attention
     CUDA_EFFICIENT   cuda     float16 bfloat16 float32      a multiple of 8 (4)   …_efficient_attention
-    PLAIN            any      any                           any                   products, some queries at a time
+    PLAIN            any      any                           any                   matmuls, some queries at a time
 
-torch's switches hold (`torch.nn.attention.sdpa_kernel`), and on CUDA torch is asked what the device can do. No kernel
-holds the scores of all queries and keys at once, so memory is linear in the tokens. A kernel is passed tensors of
-(samples, heads, tokens, size) with rows in one piece, and as many heads of queries as of keys.
+torch's backend selection applies (`torch.nn.attention.sdpa_kernel`); on CUDA, torch reports what the device supports.
+No kernel materialises the scores of all queries and keys at once, so memory is linear in the tokens. A kernel takes
+tensors (samples, heads, tokens, size) of unit stride in the last dimension, with as many query heads as key heads.
 
-Groups of query heads that share a key head are folded, without a copy of keys and values:
+Grouped query heads (GQA) that share a key head are folded, without a copy of keys and values:
 
-    all is seen        one call, the queries of a group one after the other, as if they were more tokens
-    on the diagonal    a call for each head of a group: which keys a query sees goes by its place among the tokens
+    no mask            one call: the query heads of a group are concatenated along the tokens
+    on the diagonal    one call for each head of a group: the causal mask depends on a query's position in the tokens
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from torch.backends.cuda import SDPAParams
 from torch.nn import functional as F
 
 MOST_SCORES = 1 << 24
-"""Bytes of scores that plain products hold at a time, where those of one query of each head are not more."""
+"""Most bytes of scores that `PLAIN` holds at a time (but at least those of one query of each head)."""
 
 Block = tuple[Tensor, Tensor, Tensor]
 """Query, key and value, or their gradients."""
 
 HALVES = (torch.float16, torch.bfloat16)
 ALIGNED = 32
-"""Weights of memory-efficient attention are padded with infinity to a multiple of it."""
+"""Memory-efficient attention pads its logsumexp with infinity to a multiple of this."""
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute a block."""
+    """Kernel that computes a block, forward and backward."""
 
     name: str
     takes: Callable[[Tensor], bool]
-    """Of the keys: whether it computes blocks of their device, type and size."""
+    """(keys) → whether it supports their device, dtype and head size."""
     forward: Callable[[Block, bool], tuple[Tensor, Tensor]]
-    """Of a block, and whether it is on the diagonal: the mean, and its weight (samples, heads, tokens), in float32 at
-    least."""
+    """(block, is on the diagonal) → mean (samples, heads, tokens, size) and weight (samples, heads, tokens), in float32
+    at least."""
     backward: Callable[[Tensor, Block, Tensor, Tensor, bool], Block]
-    """Of the mean's gradient, a block, mean and weight over all blocks, and the diagonal: the block's gradients."""
+    """(gradient of the mean, block, mean and weight over all blocks, is on the diagonal) → the block's gradients."""
 
 
 def _cpu_flash_takes(key: Tensor) -> bool:
@@ -70,7 +70,7 @@ def _cpu_flash(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
 
 
 def _cpu_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
-    # In half precision the kernel adds up a key's gradients in its own type; in single it takes as long.
+    # In half precision the kernel accumulates key gradients in that precision; float32 is as fast.
     given = (tensor.to(weight.dtype) for tensor in (gradient, *block, mean))
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
     of_query, of_key, of_value = op(*given, weight, 0.0, is_diagonal)
@@ -89,7 +89,7 @@ def _cuda_flash(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
 
 def _cuda_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
     lengths = block[0].shape[-2], block[1].shape[-2]
-    drawn = torch.empty(2, dtype=torch.uint64, device=gradient.device)  # a dropout's: there is none
+    drawn = torch.empty(2, dtype=torch.uint64, device=gradient.device)  # dropout's generator state: unused
     of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_backward(
         gradient, *block, mean, weight, None, None, *lengths, 0.0, is_diagonal, drawn, drawn[0]
     )
@@ -109,7 +109,7 @@ def _cuda_efficient(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
 
 def _cuda_efficient_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
     padded = F.pad(weight, (0, -weight.shape[-1] % ALIGNED), value=torch.inf)
-    drawn = torch.empty((), dtype=torch.int64, device=gradient.device)  # a dropout's: there is none
+    drawn = torch.empty((), dtype=torch.int64, device=gradient.device)  # dropout's generator state: unused
     of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         gradient, *block, None, mean, padded, drawn, drawn, 0.0, [True, True, True, False], is_diagonal
     )
@@ -152,12 +152,12 @@ KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, PLAIN)
 
 
 def choose(key: Tensor) -> Kernel:
-    """Return what computes all blocks of an attention with such keys; values and queries have their type and size."""
+    """Return the kernel for all blocks of an attention with these keys; queries and values match in dtype and size."""
     return next(kernel for kernel in KERNELS if kernel.takes(key))
 
 
 def attend(kernel: Kernel, block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
-    """Return mean and weight of queries (samples, key heads, query heads of a key head, tokens, size) in a block."""
+    """Return mean and weight of a block with queries (samples, key heads, query heads per key head, tokens, size)."""
     query, key, value = block
     groups = query.shape[2:4]
     if not is_diagonal or groups[0] == 1:
@@ -168,7 +168,7 @@ def attend(kernel: Kernel, block: Block, is_diagonal: bool) -> tuple[Tensor, Ten
 
 
 def gradients(kernel: Kernel, gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
-    """Return the gradients of a block whose queries are grouped as in `attend`; those of queries are grouped too."""
+    """Return the gradients of a block with queries grouped as in `attend`; query gradients are grouped too."""
     query, key, value = block
     groups = query.shape[2:4]
     if not is_diagonal or groups[0] == 1:
@@ -184,17 +184,17 @@ def gradients(kernel: Kernel, gradient: Tensor, block: Block, mean: Tensor, weig
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums of this type."""
+    """Return the dtype to accumulate this dtype in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _asked(key: Tensor) -> SDPAParams:
-    """Return what torch is asked about: queries, keys and values of this kind, without mask and dropout, causal."""
+    """Return SDPA parameters for torch's support checks: inputs like `key`, causal, without mask and dropout."""
     return SDPAParams(key, key, key, None, 0.0, True, False)
 
 
 def _slices(query: Tensor, key: Tensor, is_diagonal: bool) -> Iterator[tuple[slice, slice]]:
-    """Yield queries that are computed at a time, and the keys that the last of them sees."""
+    """Yield chunks of queries, each with the keys that its last query sees."""
     samples, heads, tokens, _ = query.shape
     a_query = samples * heads * key.shape[-2] * wide(query.dtype).itemsize
     rows = max(1, MOST_SCORES // a_query)
@@ -204,7 +204,7 @@ def _slices(query: Tensor, key: Tensor, is_diagonal: bool) -> Iterator[tuple[sli
 
 
 def _scores(query: Tensor, key: Tensor, is_diagonal: bool) -> Tensor:
-    """Return what queries and keys have in common; on the diagonal the last query sees the last key."""
+    """Return the scaled scores; on the diagonal with a causal mask, by which the last query sees the last key."""
     scores = (query @ key.mT).to(wide(query.dtype)).div_(sqrt(query.shape[-1]))
     if is_diagonal:
         rows, keys = scores.shape[-2:]

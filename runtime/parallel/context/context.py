@@ -1,19 +1,19 @@
-"""Context parallelism: each rank holds a slice of every sequence, and attention reaches over all slices.
+"""Context parallelism: each rank holds a slice of every sequence, and attention covers the whole sequence.
 
     sequence of 2n chunks, n ranks of cp     [ 0  1  2  3  4  5  6  7 ]
     rank r holds chunks r and 2n-1-r         rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
 
-All but attention works on tokens one by one, and needs to know no more than their positions. A block that takes
-`context` by name is given them, and an attention over the whole sequence; where the mesh has no cp it is given nothing:
+All layers but attention are tokenwise, and need at most the tokens' positions. A block that takes `context` by name is
+passed a `Context`: the positions, and an attention over the whole sequence. Without cp it is not passed:
 
     def forward(self, tokens, context=None):
         …
         mixed = context.attend(query, key, value) if context else F.scaled_dot_product_attention(…)
 
-    ring      keys and values pass by, one shard at a time; 2(n-1) shards of them a rank sends forward and 4(n-1) back,
-              and keeps none but its slice (see `ring_attention`)
-    gather    each rank gets all keys and values at once, and keeps them for the backward
-    ulysses   an all-to-all turns shards of the sequence into shards of the heads, and another one back: each rank has
+    ring      keys and values circulate one shard at a time; a rank sends 2(n-1) shards in the forward and 4(n-1) in the
+              backward, and stores only its own slice (see `ring_attention`)
+    gather    all-gather of all keys and values, which are saved for the backward
+    ulysses   an all-to-all turns sequence shards into head shards, and another one turns them back: each rank has
               all tokens of some heads (Jacobs et al. 2023, "DeepSpeed Ulysses")
 """
 
@@ -41,15 +41,15 @@ Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The slice of a sequence that rank `index` of `size` holds: one early chunk and one late."""
+    """Zig-zag slice of a sequence on rank `index` of `size`: one early and one late chunk."""
 
     size: int
     index: int
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's slice of (samples, sequence, …), chunks in rising order.
+        """Return this rank's slice of (samples, sequence, …), chunks in ascending order.
 
-        Raises `MisfitError` where the sequence does not divide into chunks.
+        Raises `MisfitError` if the sequence does not divide into 2 · size chunks.
         """
         if self.size == 1:
             return tensor
@@ -63,20 +63,20 @@ class SequenceShard:
         return torch.cat((chunks[self.index], chunks[-1 - self.index]), 1)
 
     def positions(self, length: int) -> Tensor:
-        """Return the positions of this rank's tokens in a sequence of `length`: int64, in rising order."""
+        """Return the positions of this rank's tokens in a sequence of `length`: int64, ascending."""
         return self.cut("positions", torch.arange(length)[None])[0]
 
 
 WHOLE = SequenceShard(1, 0)
-"""All of the sequence."""
+"""The shard of a mesh without cp: the whole sequence."""
 
 
 class Context:
-    """What a block is passed of the sequences of which it has a slice.
+    """Context that a block is passed with its slice of the sequences: positions and attention.
 
     Attributes:
         length: tokens of a whole sequence.
-        positions: those of the tokens here, in rising order; int64.
+        positions: positions of the local tokens, ascending, int64 (length / cp,).
     """
 
     def __init__(self, length: int, shard: SequenceShard, group: Group, attend: Attend) -> None:
@@ -86,12 +86,12 @@ class Context:
         self._attend = attend
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool = True) -> Tensor:
-        """Let each token here attend to the whole sequence, or if `causal` to itself and those before it.
+        """Attend from each local token to the whole sequence, or if `causal` to itself and earlier tokens.
 
-        All ranks of cp call this. Arguments and result are (samples, heads, tokens here, size); keys and values may
-        have fewer heads, of which each serves as many query heads in a row.
+        Collective over cp. Arguments and result are (samples, heads, local tokens, size); keys and values may have
+        fewer heads (GQA), each shared by consecutive query heads.
 
-        Raises `MisfitError` for other tokens than those here.
+        Raises `MisfitError` for another number of tokens than the local ones.
         """
         if query.shape[-2] != len(self.positions) or key.shape[-2] != len(self.positions):
             raise MisfitError(
@@ -101,9 +101,9 @@ class Context:
         return self._attend(query, key, value, causal)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return whole sequences of what has their slices here, (samples, tokens here, …); else the tensor itself.
+        """All-gather slices (samples, local tokens, …) to whole sequences; other tensors are returned unchanged.
 
-        All ranks of cp call this; each has a loss of all tokens then, which counts as a part of it.
+        Collective over cp. Each rank then has a loss over all tokens, which counts as a part of the total.
         """
         if tensor.dim() < 2 or tensor.shape[1] != len(self.positions):
             return tensor
@@ -115,13 +115,13 @@ class Context:
 
 
 class ContextParallel:
-    """Context parallelism as one rank sees it.
+    """Context parallelism of one rank.
 
     Args:
-        method: how attention reaches over the slices of a sequence.
-        group: the ranks that hold slices of each sequence.
-        transport: what carries the messages of a ring, whose channels must be open by the first attention.
-        compiled: whether blocks are compiled; collectives and messages then stay outside of the compiled code.
+        method: ring, gather or ulysses.
+        group: the ranks that hold slices of the same sequences.
+        transport: point-to-point transport of a ring, whose channels must be open before the first attention.
+        compiled: whether blocks are compiled; attention then stays outside of the compiled code.
 
     Raises `UsageError` for an unknown method.
     """
@@ -133,7 +133,7 @@ class ContextParallel:
         self._method, self._group, self._transport, self._compiled = method, group, transport, compiled
 
     def context_of(self, inputs: TensorSpec) -> Context | None:
-        """Return what blocks are passed of the sequences that `inputs` are slices of; None where they are whole."""
+        """Return the `Context` for blocks whose inputs (samples, local tokens, …) are slices; None without cp."""
         if self.shard.size == 1:
             return None
         length = inputs.shape[1] * self.shard.size
@@ -151,7 +151,7 @@ class ContextParallel:
 
 
 def whole_sequences(mine: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the whole sequences of which each member of a group has its chunks along a dimension (collective)."""
+    """All-gather zig-zag slices along a dimension to whole sequences, without autograd (collective)."""
     is_flag = mine.dtype is torch.bool
     rows = mine.transpose(0, dim).to(torch.uint8 if is_flag else mine.dtype).contiguous()
     gathered = rows.new_empty((group.size * len(rows), *rows.shape[1:]))
@@ -162,7 +162,7 @@ def whole_sequences(mine: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _all_positions(group: Group, shard: SequenceShard, length: int) -> Tensor:
-    """Return the positions of the tokens of all ranks, one rank after the other."""
+    """Return the positions of the tokens of all ranks, concatenated in rank order."""
     shards = [SequenceShard(shard.size, index) for index in range(shard.size)]
     return torch.cat([other.positions(length) for other in shards]).to(group.device)
 

@@ -1,25 +1,25 @@
-"""Ring attention: each rank keeps its queries, and the keys and values of all ranks pass by, one shard at a time.
+"""Ring attention: each rank keeps its queries, and the keys and values of all ranks circulate, one shard at a time.
 
-Zig-zag: a sequence is 2n chunks for n ranks, and rank r holds chunks r and 2n-1-r, so that all have as much to do.
+Zig-zag: a sequence is 2n chunks for n ranks, and rank r holds chunks r and 2n-1-r, which balances the causal work.
 
-    n = 4      chunks     keys of the same rank     keys of a rank before     keys of a rank behind
+    n = 4      chunks     keys of the same rank     keys of an earlier rank   keys of a later rank
     rank 0     0  7       early ◣ ·                 early ■ ·                 early · ·
     rank 1     1  6       late  ■ ◣                 late  ■ ·                 late  ■ ■
     rank 2     2  5
-    rank 3     3  4       ◣ causal  ■ all is seen  · nothing is: not computed
+    rank 3     3  4       ◣ causal  ■ all visible  · fully masked: not computed
 
-A rank gets the softmax of a query over one shard of keys after the other, as a weighted mean with the logarithm of its
-weight, and merges the two (online softmax):
+A rank computes attention over one shard of keys after another, as a weighted mean o with the logarithm w of its weight
+(logsumexp of the scores), and merges it into the running result (online softmax):
 
     weight  w = log(exp(w₁) + exp(w₂))        mean  o = exp(w₁ - w) o₁ + exp(w₂ - w) o₂
 
-Forward    step 0: its keys      step 1: those of rank r-1      …      step n-1: those of rank r+1
-Backward   the same round again; the gradients of a shard go one step behind it, each rank adds to them, and they come
-           home after the last step. What a rank makes of its shard stays at home.
+Forward    step 0: own keys      step 1: those of rank r-1      …      step n-1: those of rank r+1
+Backward   the same round again; the gradients of a shard follow it one step behind, each rank adds its part, and they
+           return to their rank after the last step. A rank's gradients of its own shard are not sent.
 
-While a step is computed, the keys and values of the next one are under way. Messages per rank, of a shard of keys and
-values each: n-1 forward, 2(n-1) backward. Sends and receives of a rank follow the order of the steps, each receive
-before what needs it and all sends before the wait for what answers them, so that no rules of a wire make it stall.
+While a step is computed, the next keys and values are in flight. Messages per rank, each one shard of keys and values:
+n-1 in the forward, 2(n-1) in the backward. A rank posts sends and receives in the order of the steps, each receive
+before it is needed, and all sends before waiting for messages that depend on them: no transport can deadlock.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Brandon et al. 2023, "Striped
 Attention", and Llama 3's zig-zag for the balance; Milakov, Gimelshein 2018 for the online softmax.
@@ -37,24 +37,24 @@ from ...comm import DoneWork, Group, Transport, Work
 from .block_attention import Kernel, attend, choose, gradients, wide
 
 KEYS_TAG, GRADIENTS_TAG = 0, 1
-"""Messages of a pipeline never have the same ends as these: its ranks differ in pp, those of a ring in cp only."""
+"""Tags of a ring's messages. Pipeline messages have other peers (ranks that differ in pp), so tags cannot clash."""
 
 
 class Arrival(NamedTuple):
-    """A tensor on its way here, with what must be over before it may be used."""
+    """A receive buffer in flight, with the works that must complete before it may be used."""
 
     tensor: Tensor
     works: tuple[Work, ...]
 
     def wait(self) -> Tensor:
-        """Return the tensor when it is there."""
+        """Wait for the works, and return the tensor."""
         for work in self.works:
             work.wait()
         return self.tensor
 
 
 class Ring:
-    """The ranks of a group as a ring, seen from one of them; their channels are open (`ring_channels`)."""
+    """Ring of the ranks of a group, as one of them; its channels must be open (`ring_channels`)."""
 
     def __init__(self, transport: Transport, group: Group) -> None:
         self.size, self.index = group.size, group.index
@@ -63,14 +63,14 @@ class Ring:
         self._previous = group.ranks[group.index - 1]
 
     def shift(self, tensor: Tensor) -> Arrival:
-        """Send keys and values to the next rank; return those that come from the rank before, under way."""
+        """Send keys and values to the next rank, and post the receive of those from the previous rank."""
         buffer = torch.empty_like(tensor)
         receive = self._transport.recv(buffer, self._previous, KEYS_TAG)
         send = self._group.beside(self._transport.send(tensor, self._next, KEYS_TAG))
         return Arrival(buffer, (send, receive))
 
     def expect(self, like: Tensor) -> Arrival:
-        """Return the gradients that the rank before will send, under way."""
+        """Post the receive of gradients from the previous rank, shaped as `like`."""
         buffer = torch.empty_like(like)
         receive = self._transport.recv(buffer, self._previous, GRADIENTS_TAG)
         return Arrival(buffer, (self._group.beside(receive),))
@@ -86,16 +86,16 @@ def ring_channels(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def ring_attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """Return what this rank's queries see in the keys and values of all ranks; every rank of the ring calls this.
+    """Attend from this rank's queries to the keys and values of all ranks (collective over the ring).
 
     Args:
-        ring: the ranks; where `causal`, each holds its two chunks in rising order.
-        query: (samples, heads, tokens here, size); the heads are a multiple of those of the keys, in groups.
-        key: (samples, heads, tokens here, size).
+        ring: the ranks; if `causal`, each holds its two chunks in ascending order.
+        query: (samples, heads, local tokens, size); the number of heads is a multiple of that of the keys (GQA).
+        key: (samples, heads, local tokens, size).
         value: like `key`.
         causal: whether a token sees only itself and those before it.
 
-    Returns the shape of `query`. Softmax and sums are of float32 at least.
+    Returns the shape of `query`. Softmax and sums are in float32 at least.
     """
     mixed: Tensor = _RingAttention.apply(query, key, value, ring, causal)  # type: ignore[no-untyped-call]
     return mixed
@@ -149,7 +149,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _ScoreBlock(NamedTuple):
-    """Which of the queries here see which of the keys that are passing; on the diagonal, those up to themselves."""
+    """Slice of the local queries and slice of the circulating keys that they see; on the diagonal, causally."""
 
     queries: slice
     keys: slice
@@ -157,7 +157,7 @@ class _ScoreBlock(NamedTuple):
 
 
 def _part(ring: Ring, step: int, length: int, causal: bool) -> _ScoreBlock:
-    """Return what is to be computed at a step: see the picture of the module."""
+    """Return the score block of a step, as in the picture of the module."""
     early, late, whole = slice(0, length // 2), slice(length // 2, length), slice(0, length)
     if not causal:
         return _ScoreBlock(whole, whole)
@@ -167,9 +167,9 @@ def _part(ring: Ring, step: int, length: int, causal: bool) -> _ScoreBlock:
 
 
 class _Seen(NamedTuple):
-    """What the queries have seen so far: the mean of the values, and the logarithm of its weight.
+    """Running result of the forward: weighted mean of the values seen so far, and its log-weight.
 
-    Tensors of queries are (samples, key heads, query heads of a key head, tokens, …) in this module.
+    Query tensors are (samples, key heads, query heads per key head, tokens, …) in this module.
     """
 
     kernel: Kernel
@@ -183,7 +183,7 @@ class _Seen(NamedTuple):
         return cls(kernel, query, mean, mean.new_full(query.shape[:-1], -torch.inf))
 
     def add(self, passing: Tensor, block: _ScoreBlock) -> None:
-        """Let the queries of a block see its keys and values; each has seen itself first, so no weight stays zero."""
+        """Merge a block into the running result. In step 0 each query sees its own key, so no weight stays zero."""
         key, value = passing[..., block.keys, :]
         mixed, fresh = attend(self.kernel, (self.query[..., block.queries, :], key, value), block.is_diagonal)
         mean, weight = self.mean[..., block.queries, :], self.weight[..., block.queries]
@@ -193,7 +193,7 @@ class _Seen(NamedTuple):
 
 
 class _Back(NamedTuple):
-    """What a backward goes by, and the gradient of the queries so far."""
+    """Running state of the backward: its inputs, and the query gradients accumulated so far."""
 
     kernel: Kernel
     query: Tensor
@@ -208,7 +208,7 @@ class _Back(NamedTuple):
         return cls(kernel, query, gradient, mixed, weight, of_query)
 
     def add(self, passing: Tensor, block: _ScoreBlock, made: Tensor) -> None:
-        """Add the gradients of a block: of the queries here, and to `made` those of the keys and values."""
+        """Accumulate a block's gradients: of the local queries, and into `made` those of its keys and values."""
         key, value = passing[..., block.keys, :]
         query, gradient, mixed = (tensor[..., block.queries, :] for tensor in (self.query, self.gradient, self.mixed))
         weight = self.weight[..., block.queries]
@@ -221,16 +221,16 @@ class _Back(NamedTuple):
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
-    """Return keys and values as one message; torch would keep a layout with channels last."""
+    """Stack keys and values as one contiguous message; without `contiguous`, torch keeps a channels-last layout."""
     return torch.stack((key, value)).contiguous()
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose rows are in one piece each, as kernels read them."""
+    """Return a tensor of unit stride in the last dimension, as kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _by_key_head(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return (samples, heads, …) as (samples, key heads, query heads of a key head, …)."""
+    """Reshape (samples, heads, …) to (samples, key heads, query heads per key head, …)."""
     grouped: Tensor = tensor.unflatten(1, (key.shape[1], -1))
     return grouped

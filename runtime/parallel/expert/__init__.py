@@ -1,4 +1,4 @@
-"""Expert parallelism: the mixture of experts, its router, its exchange of tokens over ep, and each expert's load.
+"""Expert parallelism: the mixture-of-experts layer, its router, its all-to-all over ep, and each expert's load.
 
 Imports `blocks`, `comm`.
 """

@@ -1,11 +1,10 @@
-"""How evenly the experts are loaded: how often each was chosen, over all tokens of all ranks.
+"""Expert load: number of assignments to each expert, over all tokens of all ranks.
 
-model               tokens per expert        imbalance: that of the most loaded one / the mean
+model               tokens per expert        imbalance: maximum / mean
 "2.mlp"             130  126   90  166       1.30
 
-What expert parallelism shares out of a model, in a line: experts that are not of our `MoE` are on all ranks of ep.
-
-These are replicas then, as over dp: each rank's samples pass all experts, and the gradients of all ranks are added up.
+`expert_report` lists the layers that expert parallelism shards. Experts of other classes than our `MoE` are replicated
+over ep, as over dp: each rank's samples pass all experts, and the gradients of all ranks are summed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .moe import MoE, mixtures
 
 
 class ExpertLoad:
-    """Adds up, over all ranks, how often experts were chosen in training.
+    """Counter of expert assignments in training forwards, summed over all ranks.
 
     Args:
-        blocks: the whole model, which says what other ranks count.
-        stages: this rank's stages; names of blocks begin with "blocks.".
+        blocks: the whole model, for the mixtures on other ranks.
+        stages: this rank's stages; names of their blocks begin with "blocks.".
         tensor: the ranks of tp, which all see the same tokens.
         world: all ranks.
     """
@@ -36,11 +35,11 @@ class ExpertLoad:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """The experts of every mixture in the model."""
+        """Number of experts of every mixture in the model, by name."""
         return {name: m.num_experts for name, m in named_modules(self._blocks) if isinstance(m, MoE)}
 
     def read(self) -> dict[str, Tensor]:
-        """Return the counts of each mixture since the last reading, (experts,), int64 (collective)."""
+        """Return the counts of each mixture since the last call, (experts,), int64, and reset them (collective)."""
         if not self._sizes:
             return {}
         counts = torch.zeros(len(self._sizes), max(self._sizes.values()), dtype=torch.int64, device=self._world.device)
@@ -55,7 +54,7 @@ class ExpertLoad:
 
 
 def expert_figures(tokens: Mapping[str, Tensor]) -> dict[str, object]:
-    """Return what a log says of the experts: tokens of each, and the greatest imbalance; nothing without experts."""
+    """Return the logged metrics of experts: tokens of each, and the greatest imbalance; empty without experts."""
     if not tokens:
         return {}
     counts = {name: [int(count) for count in row.tolist()] for name, row in tokens.items()}
@@ -67,7 +66,7 @@ _NAMES = ("expert", "moe")
 
 
 def expert_report(outlines: Sequence[nn.Module], size: int) -> str:
-    """Return which mixtures of experts of a model are shared out over `size` ranks, and which are copied on all."""
+    """Return a line for the log: mixtures sharded over `size` ranks, and experts replicated on all of them."""
     shared = [
         f"{number}.{name}" if name else str(number) for number, block in enumerate(outlines) for name in mixtures(block)
     ]
@@ -80,7 +79,7 @@ def expert_report(outlines: Sequence[nn.Module], size: int) -> str:
 
 
 def _foreign(block: nn.Module) -> Iterator[str]:
-    """Yield the names of what looks like experts, and is none of ours."""
+    """Yield the names of modules that look like experts, and are not part of our `MoE`."""
     ours = {id(inner) for layer in mixtures(block).values() for inner in layer.modules()}
     for name, module in block.named_modules():
         if id(module) in ours or isinstance(module, MoE) or not name:

@@ -1,27 +1,26 @@
-"""Mixtures of experts, sharded over ep: each rank holds some experts, and tokens travel to theirs and back.
+"""Mixture-of-experts layer, sharded over ep: each rank holds some experts; an all-to-all sends tokens there and back.
 
                   rank 0: experts 0 1     rank 1: experts 2 3
     assignments   0 0 1  2 3              0 1  2 2 3           by expert; a token has k of them
-    all-to-all    0 0 1 │ 0 1             2 3 │ 2 2 3          what came from rank 0 │ from rank 1
-    each expert   0 0 0 │ 1 1             2 2 2 │ 3 3          runs once, on all rows that are for it
-    all-to-all    0 0 1  2 3              0 1  2 2 3           back; weighed, and added up in the order of a token's k
+    all-to-all    0 0 1 │ 0 1             2 3 │ 2 2 3          rows from rank 0 │ from rank 1
+    each expert   0 0 0 │ 1 1             2 2 2 │ 3 3          runs once, on all of its rows
+    all-to-all    0 0 1  2 3              0 1  2 2 3           back; weighted, and summed in the order of a token's k
 
 No assignment is dropped (Gale et al. 2022, "MegaBlocks"), unless a capacity is set (Fedus et al. 2021, "Switch
-Transformers"); with `pad_to_capacity` every expert is given as many rows as that, and the host never waits for the
-routing (see `router`). Every expert runs in every forward, on no rows where none came: then its weights have
-gradients, which are zero, on all ranks at the same point. An expert that all tokens pass besides (`shared`) is that of
-Dai et al. 2024, "DeepSeekMoE".
+Transformers"); with `pad_to_capacity` every expert gets exactly that many rows, and the host never waits for the
+routing (see `router`). Every expert runs in every forward, on zero rows if none arrived: so its weights have (zero)
+gradients on all ranks at the same point. A shared expert that all tokens pass too (`shared`) is from Dai et al. 2024,
+"DeepSeekMoE".
 
-How tokens reach the experts where tensor parallelism cuts those, and how what experts make of them leaves.
+Boundary between tokens and experts that tensor parallelism cuts (`TensorBoundary`):
 
                                 router ──▶ weights ─▷ copy ──────┐
-    tokens ─▷ gather or copy ─┤                                  ├─ weighed and added up ─▷ sum or scatter ──▶ tokens
+    tokens ─▷ gather or copy ─┤                                  ├─ weighted and summed ─▷ sum or scatter ──▶ tokens
                                 all-to-all ─▶ partial sums ──────┘
 
-The experts' columns and rows would each copy and sum for themselves, once per expert; the boundary does it for all of
-them at once. On the way to the router all ranks have the same tokens and the same gradients; on the way to the experts
-each rank's gradient is a partial sum. Where each rank has a slice of the tokens (`sequence_parallel`), both ways begin
-with one gather.
+The experts' column and row layers would each communicate by themselves, once per expert; the boundary does it once for
+all of them. For the router all ranks have the same tokens and the same gradients; for the experts each rank's gradient
+is a partial sum. Where each rank has a slice of the tokens (`sequence_parallel`), one all-gather serves both.
 """
 
 from __future__ import annotations
@@ -56,34 +55,34 @@ from .router import Routing, Rows, balance_loss, counted, padded, route, z_loss
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of which each token uses some experts: (…, D) → (…, D), and an auxiliary loss.
+    """Mixture-of-experts feed-forward layer, top-k routed: (…, D) → (…, D), and an auxiliary loss.
 
     The loss is summed over tokens, 0-dimensional, to be added to the summed loss of the batch; None in evaluation, and
     where both coefficients are 0.
 
     Args:
         hidden: width of a token, D.
-        experts: how many there are, E.
+        experts: number of experts, E.
         make: builds one expert, (rows, D) → (rows, D).
-        top_k: how many experts a token uses.
-        renormalise: whether the weights of a token's experts add up to 1.
-        capacity_factor: an expert takes no more than ceil(factor · T · k / E) of the assignments of a rank's T tokens,
-            first come, first served; the rest is dropped. None: no limit. From E / k on nothing is.
-        pad_to_capacity: give each expert exactly as many rows, T at most, by repeats where there are fewer: numbers
+        top_k: number of experts per token, k.
+        renormalise: whether the weights of a token's experts are normalised to sum 1.
+        capacity_factor: an expert takes at most ceil(factor · T · k / E) of the assignments of a rank's T tokens,
+            first come, first served; the rest is dropped. None: no limit. With E / k or more nothing is dropped.
+        pad_to_capacity: pass each expert exactly the capacity in rows (T at most), padded with repeated rows: results
             are the same, shapes do not depend on the routing, and the host does not wait for it. Experts must treat
-            each row by itself.
+            rows independently.
         balance: coefficient of the balancing loss.
         z: coefficient of the router's z-loss.
-        shared: what every token passes besides.
+        shared: shared expert, which every token passes as well.
 
     Attributes:
-        expert_tokens: (E,), int64: how often each expert was chosen here, by tokens of training forwards; what was
-            dropped then counts too.
-        tokens_alike: whether all ranks of ep pass as many tokens in a forward; else rows are counted, with
-            `pad_to_capacity` too.
-        is_in_experts: whether a forward runs its experts now.
+        expert_tokens: (E,), int64: assignments of each expert by this rank's tokens in training forwards, dropped
+            ones included.
+        tokens_alike: whether all ranks of ep pass equally many tokens in a forward; else row counts are exchanged,
+            with `pad_to_capacity` too.
+        is_in_experts: whether a forward is running its experts now.
 
-    Raises `UsageError` for a `top_k` or a factor that cannot be, for padding without one or with batch norms.
+    Raises `UsageError` for an invalid `top_k` or factor, and for padding without a factor or with batch norms.
     """
 
     expert_tokens: Tensor
@@ -105,7 +104,7 @@ class MoE(nn.Module):
         super().__init__()
         if not 1 <= top_k <= experts:
             raise UsageError(f"a token cannot use top_k={top_k} of {experts} experts")
-        if capacity_factor is not None and not capacity_factor > 0:  # which what is no number is not either
+        if capacity_factor is not None and not capacity_factor > 0:  # refuses NaN as well
             raise UsageError(f"capacity_factor is {capacity_factor:g}; it must be above 0, or None for no limit")
         if pad_to_capacity and capacity_factor is None:
             raise UsageError(
@@ -132,13 +131,13 @@ class MoE(nn.Module):
 
     @property
     def waits_for_routing(self) -> bool:
-        """Whether the host waits, in each forward, until it knows how many tokens go where."""
+        """Whether each forward synchronises the host with the device to read the row counts of the routing."""
         return not (self.pad_to_capacity and self.tokens_alike)
 
     def share_out(self, group: Group, context: Group, *, tokens_alike: bool = False) -> None:
-        """Keep this rank's experts, under their numbers; `context` are the ranks of one sequence.
+        """Keep only this rank's experts, under their global numbers; `context` are the ranks of one sequence.
 
-        Raises `MisfitError` where the experts do not divide.
+        Raises `MisfitError` if `group.size` does not divide the number of experts.
         """
         if self.num_experts % group.size:
             choices = ", ".join(str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
@@ -150,15 +149,15 @@ class MoE(nn.Module):
         self.tokens_alike = tokens_alike or group.size == 1
 
     def set_boundary(self, boundary: TensorBoundary) -> None:
-        """Let tokens enter and leave as tensor parallelism wants it."""
+        """Set the communication of tensor parallelism at the layer's input and output."""
         self._boundary = boundary
 
     def leave_uncompiled(self) -> None:
-        """Keep what depends on data out of torch.compile, where the module is within something compiled."""
+        """Exclude the data-dependent part from torch.compile, where the module is part of a compiled one."""
         self._uncompiled = torch.compiler.disable(self._pass_through_experts)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Let every token pass its experts; all ranks of ep, and of cp, call this."""
+        """Pass every token through its experts (collective over ep and cp)."""
         run = self._shapes_only if tokens.is_meta else self._uncompiled or self._pass_through_experts
         seen, taken = self._boundary.enter(tokens)
         mixed, auxiliary = run(seen.flatten(0, -2), taken.flatten(0, -2))
@@ -168,20 +167,20 @@ class MoE(nn.Module):
         return output, auxiliary
 
     def _shapes_only(self, seen: Tensor, taken: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Do without the routing: where tokens go, only data can tell."""
+        """Infer shapes on the meta device, without the routing, which depends on data."""
         self._logits(seen)
         made: Tensor = next(iter(self.experts.values()))(taken)
         return made, taken.new_zeros(()) if self.training and (self.balance or self.z) else None
 
     def _pass_through_experts(self, seen: Tensor, taken: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Route by what all ranks of tp see, (T, D); the experts take the same tokens."""
+        """Route by `seen` (T, D), the same on all ranks of tp; `taken` are the same tokens as inputs of the experts."""
         routing = route(self._logits(seen), self.top_k, renormalise=self.renormalise)
         if self.training:
             self.expert_tokens += routing.counts
         return self._mix(taken, routing), self._auxiliary(routing) if self.training else None
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        """(T, D) to (T, E), in float32 at least."""
+        """Return the router's logits: (T, D) to (T, E), in float32 at least."""
         wide = torch.promote_types(tokens.dtype, torch.float32)
         logits: Tensor = linear(tokens.to(wide), self.router.weight.to(wide))
         return logits
@@ -192,7 +191,7 @@ class MoE(nn.Module):
         return sum(losses[1:], losses[0]) if losses else None
 
     def _mix(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return what each token's experts make of it, weighed: (T, D). The only way to the experts, and from them."""
+        """Dispatch tokens to their experts, and return the weighted sum of the results: (T, D)."""
         capacity = self._capacity(len(tokens))
         if capacity is None or self.waits_for_routing:
             way = counted(routing, capacity, self.group)
@@ -208,14 +207,14 @@ class MoE(nn.Module):
         return weighed.sum(1)
 
     def _capacity(self, tokens: int) -> int | None:
-        """The most assignments that an expert takes from this rank, of which each token has at most one for it."""
+        """Return the capacity: the most assignments that an expert takes from this rank, at most one per token."""
         if self.capacity_factor is None:
             return None
         share = self.capacity_factor * self.top_k / self.num_experts
         return tokens if share >= 1 else ceil(self.capacity_factor * tokens * self.top_k / self.num_experts)
 
     def _run(self, rows: Tensor, received: Rows) -> Tensor:
-        """Run each expert here on its rows, which come rank by rank and there expert by expert; return them so."""
+        """Run each local expert on its rows. Rows, and results, are ordered by source rank, then by expert."""
         num_here = len(self.experts)
         blocks = rows.split([count for counts in received for count in counts])
         self.is_in_experts = True
@@ -227,7 +226,7 @@ class MoE(nn.Module):
         return torch.cat([made[place][source] for source in range(self.group.size) for place in range(num_here)])
 
     def touched_parameters(self) -> Iterator[tuple[nn.Parameter, float]]:
-        """Yield the experts' parameters and what fraction of them a token touches; rows that fill up count too."""
+        """Yield the experts' parameters, each with the fraction of it that a token uses; padding counts too."""
         rows = self.top_k / self.num_experts
         if self.pad_to_capacity and self.capacity_factor is not None:
             rows = min(1.0, self.capacity_factor * rows)
@@ -235,7 +234,7 @@ class MoE(nn.Module):
             yield parameter, rows
 
     def extra_repr(self) -> str:
-        """Describe the layer with its full count of experts."""
+        """Describe the layer with its global number of experts."""
         return f"experts={self.num_experts}, top_k={self.top_k}, ep={self.group.size}"
 
 
@@ -252,10 +251,10 @@ def apply_expert_parallel(
         module: the full module, with the same parameters on all ranks; before tensor parallelism cuts it.
         group: the ranks of ep.
         context: the ranks that hold slices of the same sequences; None: sequences are whole.
-        tokens_alike: whether all ranks of ep give a layer as many tokens in every forward, without which mixtures that
-            pad count rows all the same. Where that is said and not so, they hang.
+        tokens_alike: whether all ranks of ep pass a layer equally many tokens in every forward. If not, layers that
+            pad exchange row counts as others do. If set wrongly, the ranks hang.
 
-    Raises `MisfitError` where the experts of a layer do not divide.
+    Raises `MisfitError` if the size of `group` does not divide a layer's number of experts.
     """
     experts = as_group(group)
     sequences = SelfGroup(0, experts.device) if context is None else as_group(context)
@@ -265,13 +264,13 @@ def apply_expert_parallel(
 
 
 def expert_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that differ between the ranks of ep, and have other gradients on each."""
+    """Return the parameters of sharded experts, which are different ones on each rank of ep."""
     shared_out = (layer for layer in mixtures(module).values() if layer.group.size > 1)
     return {parameter for layer in shared_out for parameter in layer.experts.parameters()}
 
 
 def leave_uncompiled(modules: Mapping[int, nn.Module]) -> None:
-    """Keep the routing of all stages out of torch.compile."""
+    """Exclude the routing of all stages from torch.compile."""
     for module in modules.values():
         for layer in mixtures(module).values():
             layer.leave_uncompiled()
@@ -283,19 +282,19 @@ def mixtures(module: nn.Module) -> dict[str, MoE]:
 
 
 class TensorBoundary:
-    """Where tokens enter and leave one mixture of experts.
+    """Communication of tensor parallelism at the input and output of one mixture of experts.
 
     Args:
         group: the ranks of tp.
-        cut: whether each rank has a shard of every expert, whose results are to be summed.
-        sliced: whether each rank has a slice of the tokens.
+        cut: whether each rank has a shard of every expert, whose results are partial sums.
+        sliced: whether each rank has a slice of the tokens (sequence parallelism).
     """
 
     def __init__(self, group: Group, *, cut: bool, sliced: bool) -> None:
         self._group, self._cut, self._sliced = group, cut, sliced
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all tokens (samples, tokens, …), for the router and for the experts."""
+        """Return all tokens (samples, tokens, …) twice: for the router and for the experts."""
         if not self._sliced:
             return tokens, copy_to_group(tokens, self._group) if self._cut else tokens
         if not self._cut:
@@ -304,11 +303,11 @@ class TensorBoundary:
         return _gather_aside(tokens, self._group)
 
     def weights(self, weights: Tensor) -> Tensor:
-        """Return what the experts' results are weighed with, the same on all ranks."""
+        """Return the weights for the experts' results; if these are partial, the weights' gradients are all-reduced."""
         return copy_to_group(weights, self._group) if self._cut else weights
 
     def leave(self, mixed: Tensor) -> Tensor:
-        """Return what becomes of the weighed results: (samples, tokens, …), or this rank's slice of the tokens."""
+        """Reduce or scatter the weighted results: (samples, tokens, …), or this rank's slice of the tokens."""
         if not self._sliced:
             return reduce_from_group(mixed, self._group) if self._cut else mixed
         leave = reduce_scatter if self._cut else scatter_to_group
@@ -336,4 +335,4 @@ def _gather_for_both(tokens: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 _gather_aside: Callable[[Tensor, Group], tuple[Tensor, Tensor]] = outside_compiled(_gather_for_both)
-"""Outside of compiled code, as all collectives (see `collectives`)."""
+"""`_gather_for_both` outside of compiled code, as all collectives (see `collectives`)."""

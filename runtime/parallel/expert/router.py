@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what keeps the experts evenly loaded.
+"""Router of a mixture of experts: top-k choice of experts, auxiliary losses, and dispatch of rows to ranks.
 
     tokens (T, D) ──▶ logits (T, E) ──softmax──▶ probabilities ──top-k──▶ experts (T, k), weights (T, k)
 
@@ -6,26 +6,26 @@
     losses, summed over tokens
                                  z         Σ over tokens of logsumexp(logits)²
 
-The balancing loss is T times the usual mean: least, and then 1 per token, where every expert has as many assignments
-as any other. Where ranks hold slices of a sequence, the assignments are those of all of them and the probabilities
-those of the tokens here: the sum over the ranks is the loss of the whole, and so is that of the gradients, since none
-flows through the assignments.
+The balancing loss is T times the usual mean. Its minimum is 1 per token, where all experts have equally many
+assignments. If ranks hold slices of a sequence, assignments are counted over all of them, and probabilities are those
+of the local tokens: so losses and gradients of the ranks sum to those of the whole, as no gradient flows through the
+assignments.
 
 Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks" (top-k gating); Fedus et al. 2021, "Switch
 Transformers", equation 4 (balance; here with k assignments per token); Zoph et al. 2022, "ST-MoE", equation 5 (z).
 
-Which rows travel to which expert, and where what comes back belongs: with counts of rows, or with room for as many.
+Dispatch: the rows that are sent to each expert, and their places after the return; with row counts, or padded.
 
     assignments    0 1 2 0 2 0        to experts 0 1 2, of tokens 0 0 1 1 2 2
 
-    counted        0 0 0 │ 1 │ 2 2                     the host reads how many there are, and the ranks swap these
-    padded         0 0 │ 1 1 │ 2 2     capacity 2      as many for each: what is too much is dropped, what is lacking
-                                                       repeats rows that are there
+    counted        0 0 0 │ 1 │ 2 2                     the host reads row counts, and the ranks exchange them
+    padded         0 0 │ 1 1 │ 2 2     capacity 2      equally many for each: surplus rows are dropped, missing rows are
+                                                       filled by repeats
 
-Shapes alone decide how many rows `padded` sends, so the host need not wait for the routing (Lepikhin et al. 2021,
-"GShard"; Fedus et al. 2021, "Switch Transformers"). All ranks must have as many tokens, then. A repeated row is never
-looked at again: nothing depends on it, and its gradient is zero. It is one of the rank's own all the same, since a row
-of zeros could make an expert divide by its length.
+The number of rows that `padded` sends depends on shapes only, so the host need not wait for the routing (Lepikhin et
+al. 2021, "GShard"; Fedus et al. 2021, "Switch Transformers"). All ranks must then have equally many tokens. The result
+of a repeated row is not used, and its gradient is zero. It is a real row, not zeros, since an expert that normalises by
+a row's length would divide by zero.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ...comm import Group
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """Assignment of tokens to experts.
 
     Attributes:
         logits: (T, E), in float32 at least, as are the next two.
         probabilities: (T, E).
-        weights: (T, k), what each of a token's experts counts.
+        weights: (T, k), the weights of a token's experts.
         experts: (T, k), int64.
-        counts: (E,), int64: how often each expert was chosen.
+        counts: (E,), int64: number of assignments of each expert.
     """
 
     logits: Tensor
@@ -59,15 +59,15 @@ class Routing:
 
 
 def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
-    """Choose the `top_k` likeliest experts of each token by its `logits` (T, E).
+    """Choose the `top_k` most probable experts of each token by its `logits` (T, E).
 
-    An expert's weight is its probability among all experts; with `renormalise`, among those that were chosen.
+    An expert's weight is its probability among all experts; with `renormalise`, among the chosen ones.
     """
     probabilities = logits.softmax(-1)
     weights, experts = probabilities.topk(top_k)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    # Not bincount, which has a GPU's host wait for the greatest.
+    # Not bincount, which synchronises the host with the GPU to read the maximum.
     counts = torch.zeros(logits.shape[-1], dtype=torch.int64, device=logits.device)
     counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
     return Routing(logits, probabilities, weights, experts, counts)
@@ -76,7 +76,7 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
 def balance_loss(routing: Routing, group: Group) -> Tensor:
     """Return this rank's summand of the balancing loss, 0-dimensional; `group` holds slices of the same sequences.
 
-    Of no tokens it is 0.
+    Without tokens it is 0.
     """
     counts = routing.counts
     if group.size > 1:
@@ -88,23 +88,23 @@ def balance_loss(routing: Routing, group: Group) -> Tensor:
 
 
 def z_loss(routing: Routing) -> Tensor:
-    """Return the squared logarithms of the softmaxes' denominators, summed over tokens: 0-dimensional."""
+    """Return the router's z-loss: squared logsumexp of the logits, summed over tokens, 0-dimensional."""
     return routing.logits.logsumexp(-1).square().sum()
 
 
 Rows = list[list[int]]
-"""How many rows, per rank of ep and expert of the rank that they lie on."""
+"""Row counts by rank of ep, then by expert on the receiving rank."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where rows of one rank go.
+    """Dispatch of one rank's rows over ep.
 
     Attributes:
-        rows: which assignments (of T · k, a token's side by side) travel, by expert.
-        sent: how many of them to each rank.
-        received: how many come from each rank, for each expert here.
-        place: puts what comes back, a row for each of `rows`, where the assignments are: (T · k, D), zeros where an
+        rows: indices of the assignments that are sent (of T · k, a token's are adjacent), ordered by expert.
+        sent: number of rows to each rank.
+        received: number of rows from each rank, for each local expert.
+        place: maps returned rows, one for each of `rows`, to the order of assignments: (T · k, D), zeros where an
             assignment was dropped.
     """
 
@@ -115,7 +115,7 @@ class Dispatch:
 
 
 def counted(routing: Routing, limit: int | None, group: Group) -> Dispatch:
-    """Send what there is, of each expert's assignments the first `limit`. The host waits for the routing here."""
+    """Dispatch each expert's first `limit` assignments, and exchange row counts; synchronises host and device."""
     counts = routing.counts if limit is None else routing.counts.clamp(max=limit)
     sent, received = _exchange(counts, group)
     to_others = [sum(rows) for rows in sent]
@@ -129,11 +129,11 @@ def counted(routing: Routing, limit: int | None, group: Group) -> Dispatch:
 
 
 def padded(routing: Routing, capacity: int, group: Group) -> Dispatch:
-    """Send `capacity` rows to each expert, and get as many from each rank, which has as many tokens."""
+    """Dispatch exactly `capacity` rows to each expert; all ranks must have equally many tokens."""
     counts, assigned = routing.counts, routing.experts.flatten()
     by_expert, order = assigned.sort(stable=True)
     first = counts.cumsum(0) - counts
-    # An expert without assignments is given the first of the next one, or the very last.
+    # An expert without assignments repeats the next expert's first row, or the last row of all.
     number = torch.arange(capacity, device=order.device) % counts.clamp(min=1).unsqueeze(1)
     rows = order[(first.unsqueeze(1) + number).clamp(max=len(order) - 1).flatten()]
     places = torch.arange(len(order), device=order.device) - first[by_expert]
@@ -149,7 +149,7 @@ def padded(routing: Routing, capacity: int, group: Group) -> Dispatch:
 
 
 def _order(routing: Routing, limit: int | None) -> Tensor:
-    """Return the assignments (of T · k, a token's side by side) by expert, each in order; those beyond `limit` last."""
+    """Return indices of assignments (of T · k, a token's are adjacent) sorted by expert; those beyond `limit` last."""
     experts, order = routing.experts.flatten().sort(stable=True)
     if limit is None:
         return order
@@ -159,9 +159,9 @@ def _order(routing: Routing, limit: int | None) -> Tensor:
 
 
 def _exchange(counts: Tensor, group: Group) -> tuple[Rows, Rows]:
-    """Return the rows that go to each rank's experts, and those that come from each to the experts here.
+    """Return row counts sent to each rank's experts, and received from each rank by the local experts (collective).
 
-    `counts` (E,) are those that go.
+    `counts` (E,) are the rows sent to each expert.
     """
     arriving = torch.empty_like(counts)
     group.all_to_all(arriving, counts).wait()

@@ -1,8 +1,8 @@
-"""What blocks are given when they are proved: shapes as in the first step, of two samples, sequences whole.
+"""Arrivals: trial inputs for proofs, with the shapes of the first step, but two samples and whole sequences.
 
-inputs of the model        ids and masks as they are in the batch, for they must be valid; all else is drawn
-what blocks leave          drawn, in the shapes that are found on the meta device
-extras                     as they are in the batch; under cp and slices joined to whole ones
+inputs of the model        integer inputs (ids, masks) from the batch, so that they are valid; others are random
+inputs of later blocks     random, in the shapes inferred on the meta device
+extras                     from the batch; under cp and slices, joined to whole sequences
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TOKENS = 16
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that a block is given, of whole sequences; along `tokens` it is cut where sequences are."""
+    """An input tensor of a block, for whole sequences; `tokens` is the dimension along which sequences are cut."""
 
     tensor: Tensor
     tokens: int | None = None
 
     def scaled(self, factor: float, *, late: bool) -> Given:
-        """Return it with numbers so many times as large; `late`: in the last quarter of its tokens alone."""
+        """Return it with numbers multiplied by a factor; `late`: only in the last quarter of its tokens."""
         if not self.tensor.is_floating_point() or (late and self.tokens is None):
             return self
         tensor = self.tensor.clone(memory_format=torch.contiguous_format)
@@ -46,7 +46,7 @@ class Given:
         return Given(tensor, self.tokens)
 
     def other(self, factor: float) -> Given:
-        """Return it with other numbers where it has a few; whole ones, that may be indices, on a CPU alone."""
+        """Return it with other values if it has at most `FEW` elements; integers, which may be indices, only on CPU."""
         tensor = self.tensor
         if tensor.numel() > FEW or (tensor.device.type != "cpu" and not tensor.is_floating_point()):
             return self
@@ -55,23 +55,23 @@ class Given:
 
 @dataclass(frozen=True)
 class GivenTree:
-    """A tree that a block is given."""
+    """An input tree of a block: its tensors and its structure."""
 
     parts: Sequence[Given]
     tree: Tree = PLAIN
 
     def build(self, take: Callable[[Given], Tensor]) -> Any:
-        """Return the tree with what is taken of each tensor."""
+        """Return the tree with `take` applied to each tensor."""
         return self.tree.build([take(part) for part in self.parts])
 
     def changed(self, change: Callable[[Given], Given]) -> GivenTree:
-        """Return the tree with each tensor changed."""
+        """Return the tree with `change` applied to each tensor."""
         return GivenTree([change(part) for part in self.parts], self.tree)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """All that a block is given: the activation, what rode along, and extras, by name; `inputs` are the model's."""
+    """Inputs of a block: activation, riders and extras by name; `inputs` is the spec of the model's inputs."""
 
     activation: GivenTree
     riders: Mapping[str, Given] = field(default_factory=dict)
@@ -80,16 +80,16 @@ class Arrival:
 
     @property
     def tensors(self) -> dict[str, Given]:
-        """The tensors that get gradients: of the activation by their paths, "" where it is one, and riders."""
+        """Tensors that get gradients: of the activation by path ("" if it is a single tensor), and riders by name."""
         return {**dict(zip(self.activation.tree.paths, self.activation.parts, strict=True)), **self.riders}
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """Number of samples."""
         return self.activation.parts[0].tensor.shape[0]
 
     def of_sample(self, number: int = 0) -> Arrival:
-        """Return what the block is given of one sample."""
+        """Return the inputs of one sample."""
 
         def first(given: Given) -> Given:
             has_samples = given.tensor.dim() and given.tensor.shape[0] == self.samples
@@ -98,7 +98,7 @@ class Arrival:
         return self.changed(first)
 
     def changed(self, change: Callable[[Given], Given]) -> Arrival:
-        """Return an arrival with each tensor changed, in the order of activation, riders and extras."""
+        """Return the inputs with `change` applied to each tensor, in the order of activation, riders and extras."""
         return replace(
             self,
             activation=self.activation.changed(change),
@@ -107,7 +107,7 @@ class Arrival:
         )
 
     def scaled(self, factor: float, *, late: bool = False) -> Arrival:
-        """Return an arrival with other numbers in the activation, and in extras of a few: see `Given`."""
+        """Return the inputs with a scaled activation, and with other values in small extras: see `Given`."""
         activation = self.activation.changed(lambda part: part.scaled(factor, late=late))
         others = {name: extra.changed(lambda part: part.other(factor)) for name, extra in self.extras.items()}
         return replace(self, activation=activation, extras=self.extras if late else others)
@@ -115,9 +115,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class FirstUnits:
-    """The units of a first microbatch, as one rank has them; the specs are those of one unit, on all ranks.
+    """Units of the first microbatch on one rank; the specs are those of one unit, the same on all ranks.
 
-    `inputs` and `targets` are there where the rank needs them.
+    `inputs` and `targets` are empty on ranks that do not need them.
     """
 
     spec: TreeSpec
@@ -128,25 +128,25 @@ class FirstUnits:
 
     @property
     def first(self) -> FirstUnits:
-        """The first of them alone."""
+        """The first unit alone."""
         return FirstUnits(self.spec, self.extra_specs, self.inputs[:1], self.targets[:1], self.extras[:1])
 
 
 class Arrivals:
-    """What the blocks of a model are given.
+    """Trial inputs of all blocks of a model.
 
     Args:
         units: the first microbatch.
         outlines: the blocks, on the meta device.
-        parcels: what blocks leave for one unit.
+        parcels: output specs of the blocks for one unit.
         group: the ranks that hold slices of the same sequences.
-        slices: into how many units a microbatch is cut.
+        slices: number of units that a microbatch is cut into.
         dtype: of the weights; None: as they are built.
-        samples: at most so many; None: all, of units that are whole.
-        repeats: whether there are as many where a unit has fewer, those over and over.
+        samples: maximum number of samples; None: all, for units of whole sequences.
+        repeats: whether the samples of a smaller unit are repeated up to `samples`.
 
     Attributes:
-        num_samples: how many there are.
+        num_samples: number of samples.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class Arrivals:
 
     @classmethod
     def guess(cls, outlines: Sequence[nn.Module], group: Group, dtype: torch.dtype | None) -> Arrivals | None:
-        """Return what blocks may be given, before any batch is known; None where no guess goes through all of them.
+        """Guess the inputs of all blocks, before any batch is known; None if no guess runs through all of them.
 
-        Collective: a guess has to do on all ranks of the group.
+        Collective: a guess must run on all ranks of the group.
         """
         built = (p.dtype for block in outlines for p in block.parameters() if p.is_floating_point())
         for spec in map(TreeSpec.plain, _likely_inputs(outlines[0], dtype or next(built, torch.float32))):
@@ -191,10 +191,10 @@ class Arrivals:
     def _trace(
         self, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], dtype: torch.dtype | None, repeats: bool
     ) -> list[Parcel]:
-        """Return what blocks leave of whole sequences: of few samples, or of all, for blocks that want as many.
+        """Infer the blocks' output specs for whole sequences, with few samples, or all if blocks need as many.
 
-        Where only data can tell, it is what they left of a unit, with as many times its tokens, and its samples if it
-        `repeats` these.
+        If inference needs data, the specs of a unit are taken with the tokens multiplied, and with `num_samples` if
+        samples may be repeated (`repeats`).
         """
         wanted = self.num_samples
         for samples in (wanted, self._of_unit_samples):
@@ -229,13 +229,13 @@ class Arrivals:
         return TensorSpec((self.num_samples, *unit.shape[1:]), unit.dtype) if is_of_samples else unit
 
     def _whole_tree(self, units: Sequence[Any]) -> GivenTree:
-        """Join the slices of a tree's tensors."""
+        """Join the slices of each tensor of a tree."""
         tree = flatten(units[0])[0]
         parts = zip(*(flatten(unit)[1] for unit in units), strict=True)
         return GivenTree([self._whole_of(slices) for slices in parts], tree)
 
     def _whole_of(self, units: Sequence[Tensor]) -> Given:
-        """Join a tensor's slices, of the first samples: those of the other ranks, or those of the other units."""
+        """Join a tensor's slices, from other ranks (collective) or other units, for the first samples."""
         first = units[0]
         is_cut = self._cuts > 1 and first.dim() > 1
         whole = first
@@ -248,7 +248,7 @@ class Arrivals:
         return Given(whole.to(at_work(first.dtype)), TOKENS if is_cut else None)
 
     def at(self, number: int, block: nn.Module) -> Arrival:
-        """Return what block `number` is given."""
+        """Return the trial inputs of block `number`."""
         device, spec = self._group.device, self._units.spec
         extras = {**self._extras, **({TARGETS: self._targets} if self._targets and takes_targets(block) else {})}
         inputs = TensorSpec((self.num_samples, *spec.samples.shape[1:]), spec.samples.dtype)
@@ -269,7 +269,7 @@ class Arrivals:
         return Arrival(GivenTree(drawn[: whole.width], whole.output.tree), riders, extras, inputs)
 
     def specs_at(self, number: int) -> tuple[TreeSpec, dict[str, TreeSpec]]:
-        """Return the specs of what block `number` is given, in the types of a run."""
+        """Return the specs of activation and extras of block `number`, in the dtypes of a real run."""
         extras = {name: self._tree_spec(spec) for name, spec in self._units.extra_specs.items()}
         return specs_of(number, self._tree_spec(self._units.spec), extras, self._whole)
 
@@ -280,7 +280,7 @@ class Arrivals:
 def specs_of(
     number: int, inputs: TreeSpec, extras: Mapping[str, TreeSpec], parcels: Sequence[Parcel]
 ) -> tuple[TreeSpec, dict[str, TreeSpec]]:
-    """Return the specs of a block's activation, and of what else it may be given, where blocks leave these parcels."""
+    """Return the specs of a block's activation, and of extras and riders, from the parcels of all blocks."""
     if not number:
         return inputs, dict(extras)
     before = parcels[number - 1]
@@ -288,7 +288,7 @@ def specs_of(
 
 
 def cut_dimension(whole: Sequence[int], part: Sequence[int], cuts: int) -> int | None:
-    """Return the dimension along which a part is one of so many, beyond that of the samples; None: there is none."""
+    """Return the first dimension after the samples along which `whole` is `cuts` times `part`; None if none is."""
     if cuts == 1 or len(whole) != len(part):
         return None
     return next((dim for dim in range(1, len(whole)) if part[dim] * cuts == whole[dim]), None)
@@ -304,7 +304,7 @@ def draw(spec: TensorSpec, number: int, device: torch.device) -> Tensor:
 
 
 def _likely_inputs(first: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
-    """Return what the first block of a model may be given: ids, images, or tokens as wide as its weights."""
+    """Guess input specs of a model's first block: ids, images, or tokens as wide as its weights."""
     specs = []
     if any(isinstance(module, nn.Embedding) for module in first.modules()):
         specs.append(TensorSpec((SAMPLES, _TOKENS), torch.int64))
@@ -316,14 +316,14 @@ def _likely_inputs(first: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
 
 
 def _image_sizes(first: nn.Module) -> list[int]:
-    """Return how large images may be: as modules say, and then some usual ones."""
+    """Return candidate image sizes: from modules' attributes, then common ones."""
     said = [getattr(module, name, None) for module in first.modules() for name in ("img_size", "image_size")]
     sizes = [size[0] if isinstance(size, tuple | list) else size for size in said]
     return list(dict.fromkeys([size for size in sizes if isinstance(size, int)] + [32, 224]))
 
 
 def guesses(block: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Arrival]:
-    """Return what a block may be given, before any batch is known: tokens as wide as its first weights take them."""
+    """Guess inputs of a block, before any batch is known: tokens as wide as the inputs of its first weights."""
     widths = dict.fromkeys(p.shape[-1] for p in block.parameters() if prod(p.shape) > 1)
     specs = [TensorSpec((SAMPLES, 8, width), dtype) for width in list(widths)[:3]]
     return [Arrival(GivenTree([Given(draw(spec, 0, device))])) for spec in specs]

@@ -1,4 +1,4 @@
-"""Where twins of a block are run, whole and cut, and compared on all ranks that run together."""
+"""Test bench: runs twins of a block whole and cut, and compares them on all ranks that run together."""
 
 from __future__ import annotations
 
@@ -34,47 +34,47 @@ from .ways import Way, alone, everywhere, replicated
 _logger = logging.getLogger("quintsched.runtime")
 
 TOLERANCE = 1e-4
-"""Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
+"""Relative to the largest number: well above float32 rounding by order of summation, well below a wrong cut's error."""
 
 SCALES = (0.1, 10.0, 100.0)
-"""By so much larger, too, are the inputs with which tokens of sequences that are cut are proved to keep apart."""
+"""Factors of further trial inputs, for the proof that tokens of cut sequences do not interact."""
 
 _NOT_FINITE = 1e30
-"""Stands for a difference of which there is no number."""
+"""Stands for a difference that is not a finite number."""
 
 _NOISE = 10.0
-"""Where rounding alone changes numbers by more, a difference may be so many times that."""
+"""Multiple of the rounding noise that a difference may reach, where the noise exceeds the tolerance."""
 
 
 @dataclass
 class Kind:
-    """Blocks that are proved together, by the first of them."""
+    """Kind: blocks of equal structure, which are proved together by a twin of the first."""
 
     number: int
     blueprint: Blueprint
     cuts: Sequence[Cut]
     choice: Choice = field(default_factory=Choice)
     blocks: list[nn.Module] = field(default_factory=list)
-    """Those of this rank, as they are cut."""
+    """The blocks of this rank, after they are cut."""
     proved: set[str] = field(default_factory=set)
-    """Layers of pairs that are proved."""
+    """Paths of layers whose pairs are proved."""
     is_parted: bool = False
-    """Whether its pairs were parted, as they were none in the first step."""
+    """Whether its pairs were parted, as they were not equivalent in the first step."""
     reads: dict[str, str] = field(default_factory=dict)
-    """Layers whose weights the block's forward gives to functions itself, to the words for it: they are kept whole."""
+    """Paths of layers whose weights the block's forward passes to functions itself, to the words for it: kept whole."""
     hooked: Way = field(default_factory=dict)
-    """Rules that keep those layers of a twin whole that have hooks on their weights in the block."""
+    """Rules that keep layers of a twin whole which have hooks on their weights in the block."""
     trouble: str = ""
-    """Why its twin could not be run whole, the last time that this was tried."""
+    """Reason why the last whole run of its twin failed; empty: it ran."""
     draws: bool = False
-    """Whether it draws from Python's generators, by which ranks that run together might do other things."""
+    """Whether it draws from Python's or numpy's generator, so that ranks that run together may diverge."""
 
     def why_kept(self, pair: Sequence[Cut]) -> str:
-        """Return why layers that belong together are kept whole, in words; empty: they need not be."""
+        """Return why a pair is kept whole, in words; empty: it need not be."""
         return next((f"it {self.reads[cut.path]}" for cut in pair if cut.path in self.reads), "")
 
     def refusal_to_cut(self, pair: Sequence[Cut], size: int) -> str:
-        """Return why layers cannot be cut whose weights are read, with the rules to write."""
+        """Return the refusal to cut a pair whose weights are read, with the rules to write."""
         names = " and ".join(repr(cut.path) for cut in pair)
         return (
             f"{self.name} over tp={size} cannot be cut at {names}, for {self.why_kept(pair)}, where a rank has a shard "
@@ -83,19 +83,19 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """What messages call the block."""
+        """Name of the block in messages."""
         return f"block {self.number} ({type(self.blueprint.bare).__name__})"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The worst of what differs between a block cut and whole; `trouble` is an error that cutting or running raised."""
+    """Largest difference between a block cut and whole; `trouble` is an error that cutting or running raised."""
 
     what: str = ""
     off: float = 0.0
     trouble: str = ""
     weights: frozenset[str] = frozenset()
-    """The weights whose gradients differ, if they are all that does and are not cut."""
+    """Weights whose gradients differ, if nothing else does and none of them is cut: partial sums."""
 
     def __str__(self) -> str:
         if self.off >= _NOT_FINITE and not self.trouble:
@@ -104,7 +104,7 @@ class Finding:
 
 
 class Bench:
-    """Runs blocks over the ranks of tp and of what is sliced.
+    """Runner and comparator of twins, over the ranks of tp and cp.
 
     Args:
         group: the ranks of tp.
@@ -115,7 +115,7 @@ class Bench:
         self.group, self.rules = group, rules
 
     def whole(self, kind: Kind, arrival: Arrival, setting: Setting) -> Figures | None:
-        """Run a kind's twin whole; None where it cannot be run, on some rank: `kind.trouble` says why."""
+        """Run a kind's twin whole; None if it fails on some rank: `kind.trouble` has the reason (collective)."""
         figures, kind.trouble = None, ""
         try:
             twin = self._drawn(kind, setting)
@@ -134,19 +134,19 @@ class Bench:
         return figures
 
     def changed_buffer(self, kind: Kind, arrival: Arrival) -> str | None:
-        """Return the name of a buffer that a forward in training changes, if there is one."""
+        """Return the name of a buffer that a forward in training mode changes, if there is one."""
         try:
             twin = kind.blueprint.draw(self.group.device, trains=True)
             before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
             with undisturbed(self.group.device):
                 run_whole(twin, arrival)
-        except Exception:  # it is run whole again, and its error is told
+        except Exception:  # the whole run reports it
             return None
         after = dict(twin.named_buffers())
         return next((n for n, b in before.items() if n in after and not torch.equal(b, after[n])), None)
 
     def note_reads(self, kind: Kind, arrival: Arrival) -> None:
-        """Note of which layers a kind's forward gives the weights to functions itself, on any rank."""
+        """Record the layers whose weights a kind's forward passes to functions itself, on any rank (collective)."""
         found: dict[str, str] = {}
         for trains in (True, False):
             reads = WeightReads({})
@@ -157,7 +157,7 @@ class Bench:
                 device = self.group.device
                 with seeded(SEED, 0, device), undisturbed(device), torch.set_grad_enabled(trains), reads.watching():
                     outputs_of(twin, arrival)
-            except Exception:  # it is run whole besides, and its error is told
+            except Exception:  # the whole run reports it
                 pass
             found = {**reads.found, **found}
         paths = sorted(cut.path for cut in kind.cuts)
@@ -166,7 +166,7 @@ class Bench:
         kind.reads |= {path: found.get(path, "gives weights to functions, as another rank found,") for path in read}
 
     def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
-        """Run a kind's twin cut; return what is off, if anything, on any rank."""
+        """Run a kind's twin cut, and return the largest difference on any rank; None if within the tolerance."""
         setting = replace(setting, partial=choice.partial)
         found, trouble = self._differences(kind, arrival, setting, whole, choice)
         failed, most, least = self.most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
@@ -189,7 +189,7 @@ class Bench:
     def _differences(
         self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
     ) -> tuple[list[tuple[Difference, bool]], str]:
-        """Return what differs, and whether it is of what is not cut; and the error, in words, if there is one."""
+        """Return the differences, each with whether it belongs to an uncut weight; and an error in words, or ""."""
         try:
             block = self.twin(kind, setting, choice)
             with undisturbed(self.group.device):
@@ -205,9 +205,9 @@ class Bench:
             return [], f"cut, it raises {type(error).__name__}: {error}"
 
     def unsound(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> Finding | None:
-        """Return why a kind's pairs, which a rule may ask for, may be none where numbers, types or modes are others.
+        """Return why a kind's pairs may not be equivalent for other numbers, dtypes or modes, on any rank (collective).
 
-        On any rank; None: they are, which is noted in `kind.proved`.
+        `is_asked`: a rule demands them. None: they are sound, which is recorded in `kind.proved`.
         """
         pairs = self._pairs(kind, choice)
         if not pairs or self.group.size == 1:
@@ -220,7 +220,7 @@ class Bench:
         return unlike
 
     def unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
-        """Return what is off in a setting, if anything; where it draws, only what ranks may not draw for a part."""
+        """Return the difference in a setting, if any; for a kind that draws randomly, only draws that are refused."""
         whole = self.whole(kind, arrival, setting)
         if whole is None:
             return None
@@ -231,7 +231,7 @@ class Bench:
         return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
 
     def _draws(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
-        """Whether a kind gives something else where it draws other numbers, or numbers that are not finite."""
+        """Whether a kind's outputs depend on random draws, or are not finite."""
         if not setting.trains or not whole.is_finite:
             return not whole.is_finite
         with undisturbed(self.group.device, SEED + 1):
@@ -239,9 +239,9 @@ class Bench:
         return not all(torch.equal(other[name], output) for name, output in whole.outputs.items())
 
     def _unlike_draws(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
-        """Return what a kind draws for a part of what one process has, if that is refused on any rank."""
+        """Return a finding if a kind draws for a shard of a tensor in a way that is refused, on any rank."""
         trouble = ""
-        with suppress(Exception):  # it is run besides, and other errors are told
+        with suppress(Exception):  # other runs report other errors
             try:
                 self.note_draws(kind, arrival, setting, choice)
             except MisfitError as error:
@@ -250,13 +250,13 @@ class Bench:
         return Finding(off=float("inf"), trouble=trouble or "another rank draws for a part") if is_refused else None
 
     def note_draws(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Shapes:
-        """Run a kind's twin in training, and return what its dropouts draw; see `note_draws`."""
+        """Run a kind's cut twin in training mode, and return the shapes that its dropouts draw; see `note_draws`."""
         masks, sliced = NotedMasks(self.group.device), setting.tensor if setting.slices_tokens else None
         twin = self.twin(kind, replace(setting, trains=True), choice, masks)
         return note_draws(twin, kind.number, arrival, masks, sliced)
 
     def unsound_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> Finding | None:
-        """Return why sequences may not be cut for a kind where numbers are others, on any rank; None: they may."""
+        """Return why sequences may not be cut for a kind, for any inputs, on any rank (collective); None: they may."""
         why = self.why_tokens_meet(kind, arrival, setting)
         if self.most([float(bool(why))], setting)[0]:
             return Finding(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
@@ -273,7 +273,7 @@ class Bench:
         return None
 
     def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
-        """Return why tokens of several ranks, or slices, may meet in a kind, as this rank finds it: "it …"."""
+        """Return why tokens of several ranks or slices may interact in a kind, found by this rank alone: "it …"."""
         try:
             found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device) if setting.cuts > 1 else ""
             if setting.slices_tokens and not found:
@@ -285,7 +285,7 @@ class Bench:
         return found and f"it {found}"
 
     def _why_slices_meet(self, kind: Kind, arrival: Arrival) -> str:
-        """Return why tokens of several ranks of tp, over which they are sliced, may meet in a kind."""
+        """Return why tokens sliced over the ranks of tp may interact in a kind, outside of its pairs."""
         whole = arrival.changed(lambda given: Given(given.tensor))
         sliced = replace(whole, activation=whole.activation.changed(lambda given: Given(given.tensor, TOKENS)))
         gathered = Gathered(partial(self._cuts, kind, choice=kind.choice), kind.choice.gathers_before)
@@ -293,7 +293,7 @@ class Bench:
         return why_tokens_meet(kind.blueprint, sliced, setting, self.group.device, gathered)
 
     def refusal_of_tokens(self, kind: Kind, setting: Setting, why: object) -> str:
-        """Return why a kind of block is refused whose sequences may not be cut, with what to write."""
+        """Return the refusal of a kind whose sequences may not be cut, with advice."""
         title = kind.name if self.group.size == 1 else f"{kind.name} over tp={self.group.size}"
         helps = "take `context`, and look at all tokens by context.whole(tensor); or run without cp"
         helps = helps if setting.context is not None else "run it with a schedule that does not slice"
@@ -306,7 +306,7 @@ class Bench:
         return [cut for cut in self.cuts(kind, choice) if cut.is_paired]
 
     def cuts(self, kind: Kind, choice: Choice) -> list[Cut]:
-        """Return what is cut of a kind that is cut so."""
+        """Return the cuts of a kind by a choice."""
         return self._cuts(kind, kind.blueprint.bare, choice) if self.group.size > 1 else []
 
     def _cuts(self, kind: Kind, twin: nn.Module, choice: Choice) -> list[Cut]:
@@ -315,7 +315,7 @@ class Bench:
         )
 
     def why(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
-        """Return why a kind's pairs may be none, as this rank finds it: "it …"; see `features_apart`."""
+        """Return why a kind's pairs may be unsound, found by this rank alone: "it …"; see `features_apart`."""
         cuts_of, cut = partial(self._cuts, kind, choice=choice), partial(self._cut, kind, choice=choice)
         group = EchoGroup(self.group.size, self.group.device)
         try:
@@ -326,14 +326,14 @@ class Bench:
         return found and f"it {found}"
 
     def draws_unlike(self, kind: Kind) -> bool:
-        """Whether a kind draws from Python's generators, and ranks of tp have these in unlike states."""
+        """Whether a kind draws from Python's or numpy's generator, whose states differ between ranks of tp."""
         text = repr(draws_of_python()).encode()
         state = float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
         draws, most, least = self.most([float(kind.draws), state, -state], Setting(tensor=self.group))
         return bool(draws) and most != -least
 
     def refusal(self, kind: Kind, why: str) -> str:
-        """Return why a kind of block is refused whose pairs are none, with the rules to write."""
+        """Return the refusal of a kind whose pairs are unsound, with the rules to write."""
         pairs = self._pairs(kind, kind.choice)
         names = " and ".join(repr(cut.path) for cut in pairs)
         return (
@@ -342,7 +342,7 @@ class Bench:
         )
 
     def _drawn(self, kind: Kind, setting: Setting, *, has_hooks: bool = True) -> nn.Module:
-        """Return a kind's twin, whose modules do not drop out."""
+        """Return a kind's twin with its dropout modules in evaluation mode."""
         twin = kind.blueprint.draw(self.group.device, trains=setting.trains)
         for module in twin.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -352,7 +352,7 @@ class Bench:
         return twin
 
     def twin(self, kind: Kind, setting: Setting, choice: Choice, masks: Masks | None = None) -> nn.Module:
-        """Return a kind's twin, cut as the setting says; its dropouts draw by `masks`."""
+        """Return a kind's twin, cut by a setting and a choice; its dropouts draw by `masks`, if given."""
         twin = self._drawn(kind, setting, has_hooks=setting.tensor is None)
         if masks is not None:
             key_dropouts(twin, kind.number, masks)
@@ -375,7 +375,7 @@ class Bench:
         )
 
     def _noise(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> float:
-        """Return how much numbers of a whole block change with its weights and inputs in their last bits."""
+        """Return the rounding noise: the change of a whole block's results if weights and inputs change by rounding."""
         block = self._drawn(kind, setting)
         changed = shaken(arrival, block)
         with undisturbed(self.group.device):
@@ -383,7 +383,7 @@ class Bench:
         return max(difference.off for difference in differences(whole, again, block, arrival, Setting()))
 
     def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
-        """Return the largest of each of the numbers of the ranks that run a block together."""
+        """Return the maximum of each number over the ranks that run a block together (collective)."""
         found = [min(number, _NOT_FINITE) for number in numbers]
         for group in setting.groups:
             found = greatest(group, found)

@@ -1,18 +1,18 @@
-"""Chooses how blocks are cut, when they are built: of the ways that names suggest, the first that proves.
+"""Choice of cuts when blocks are built: of the candidates that names suggest, the first that proves equivalent.
 
     pair     assumed ─▶ other layouts and sizes ─▶ each layer alone ─▶ whole          the first that equals the block
     tokens   sliced, gathered before columns ─▶ gathered before modules ─▶ whole      where sequences are sliced over tp
 
-What blocks will be given is guessed: ids, tokens or images for the first, and from there on what each leaves. Where no
-guess can be run, what names suggest is cut, and the first step proves it.
+Trial inputs are guessed: ids, tokens or images for the first block, then each block's output for the next. If no guess
+can be run, the cut that names suggest is taken, and the first step proves it.
 
-Weights that are not cut and meet only features between columns and rows: a rank has a part of their gradients.
+Weights that are not cut, and are applied only to features between columns and rows, get partial gradients on each rank.
 
-    x ─▶ column ─▌▐─▶ features ─▶ k_norm.weight, k_norm.bias ─▶ z ─▶ row ─▌▐─▶ y       reached from z alone: a part
-     ╰── norm.weight                                                                   reached from x or y: all of it
+    x ─▶ column ─▌▐─▶ features ─▶ k_norm.weight, k_norm.bias ─▶ z ─▶ row ─▌▐─▶ y       reached from z alone: partial
+     ╰── norm.weight                                                                   reached from x or y: whole
 
-Numbers show it but where a gradient vanishes whatever is given: of a bias on all keys alike, which a softmax takes
-away, rounding alone is left, and that differs from rank to rank.
+The comparison of numbers shows it, except for gradients that always vanish: a bias common to all keys cancels in the
+softmax, so only rounding errors are left, which differ from rank to rank. Those are found in the autograd graph.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _logger = logging.getLogger("quintsched.runtime")
 
 
 class Chooser:
-    """Chooses for the blocks of one rank.
+    """Chooser of cuts for the blocks of one rank.
 
     Args:
-        bench: where blocks are run.
-        tensor: how names and rules have blocks cut over tp.
+        bench: runs and compares twins.
+        tensor: cuts over tp by names and rules.
         outlines: all blocks, on the meta device.
         dtype: of the weights; None: as they are built.
     """
@@ -65,7 +65,7 @@ class Chooser:
         self._has_guessed = False
 
     def choose(self, kind: Kind) -> Choice:
-        """Return how a kind of block is cut; all ranks of tp call this."""
+        """Return the choice of cuts for a kind of block (collective over tp)."""
         pairs = pairs_of(kind.cuts)
         slices = self._tensor.tokens.inside(kind.number)
         for arrival in self._arrivals(kind):
@@ -78,7 +78,7 @@ class Chooser:
         return Choice(_joined([self._kept(kind, pair) or {} for pair in pairs]), slices=slices)
 
     def _arrivals(self, kind: Kind) -> list[Arrival]:
-        """Return what a block may be given, before any batch is known."""
+        """Return guessed trial inputs of a kind, before any batch is known."""
         device, dtype = self._bench.group.device, self._dtype or torch.float32
         if not self._has_guessed:
             self._has_guessed = True
@@ -108,7 +108,7 @@ class Chooser:
         return replace(choice, proved=frozenset(firsts & kind.proved))
 
     def _kept(self, kind: Kind, pair: Sequence[Cut]) -> Way | None:
-        """Return the way that leaves a pair whole whose weights are read; raises `MisfitError` where a rule cuts it."""
+        """Return rules that keep a pair whole if its weights are read, else None; raises if a rule cuts it."""
         why = kind.why_kept(pair)
         if not why:
             return None
@@ -122,7 +122,7 @@ class Chooser:
     def _way_of(
         self, kind: Kind, pair: Sequence[Cut], pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
     ) -> tuple[Way, frozenset[str]]:
-        """Return the first way that proves, all other pairs whole, and weights whose gradients are partial sums."""
+        """Return the first equivalent way to cut a pair, with all others whole; and weights with partial gradients."""
         others = replicated(cut for other in pairs if other is not pair for cut in other)
         is_asked = self._tensor.are_ruled(pair)
         first: Finding | None = None
@@ -138,7 +138,7 @@ class Chooser:
                 return way, settled.partial
             first = first or finding
         if is_asked:
-            return {}, frozenset()  # the first step says what is wrong with it
+            return {}, frozenset()  # the first step refuses it, with the reason
         self._say(kind, pair, ways[-1], first)
         return ways[-1], frozenset()
 
@@ -150,13 +150,13 @@ class Chooser:
         _logger.warning("%s: %s are %s over tp, for as a pair, %s", kind.name, names, what, first)
 
     def _together(self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures) -> Choice:
-        """Return what proves where pairs that prove one by one do not prove together."""
+        """Return the choice where pairs prove separately, but not together: one by one if that proves, else whole."""
         choice = self._one_by_one(kind, pairs)
         is_sound = self._bench.find(kind, arrival, self._setting, whole, choice) is None
         return choice if is_sound else Choice(_joined(map(replicated, pairs)))
 
     def _settled(self, kind: Kind, choice: Choice, setting: Setting, arrival: Arrival, whole: Figures) -> Choice | None:
-        """Return a choice that proves, with those weights whose gradients are partial sums; None: it does not."""
+        """Return a choice, completed by weights with partial gradients, if it proves equivalent; else None."""
         finding = self._bench.find(kind, arrival, setting, whole, choice)
         if finding is None:
             return choice
@@ -166,7 +166,7 @@ class Chooser:
         return choice if self._bench.find(kind, arrival, setting, whole, choice) is None else None
 
     def _with_vanishing(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
-        """Return a choice with those weights, too, whose gradients are partial sums that vanish but for rounding."""
+        """Return a choice completed by weights whose partial gradients vanish except for rounding errors."""
         partial = choice.partial | self._features.names_in(kind, arrival, choice)
         if partial == choice.partial:
             return choice
@@ -176,7 +176,7 @@ class Chooser:
         return choice if finding else summed
 
     def _sliced(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
-        """Return a choice with what is to be done where tokens are sliced."""
+        """Return a choice completed for sliced tokens: the place of their all-gather, or `slices=False`."""
         setting = replace(self._setting, slices_tokens=True)
         for gathers_before in (False, True):
             sliced = replace(choice, gathers_before=gathers_before)
@@ -188,12 +188,12 @@ class Chooser:
         return replace(choice, slices=False)
 
     def _one_by_one(self, kind: Kind, pairs: Sequence[Sequence[Cut]]) -> Choice:
-        """Return the choice by which each layer takes and gives full tensors."""
+        """Return the choice by which each layer takes and returns full tensors."""
         return Choice(_joined(replicated(p) if kind.why_kept(p) else alone(p) for p in pairs), slices=False)
 
 
 def share(chosen: Mapping[int, Choice], world: Group) -> dict[int, Choice]:
-    """Return how all blocks of the model are cut, chosen on whatever rank, by their numbers (collective)."""
+    """All-gather the choices of all ranks, by number of the block (collective)."""
     found = dict[str, list[Any]]()
     mine = {number: [choice.rules, choice.slices, sorted(choice.proved)] for number, choice in chosen.items()}
     for text in share_texts(world, json.dumps(mine)):
@@ -207,21 +207,21 @@ def share(chosen: Mapping[int, Choice], world: Group) -> dict[int, Choice]:
 
 
 def _joined(ways: Iterable[Way]) -> Way:
-    """Return the rules of several pairs."""
+    """Merge the rules of several pairs."""
     return {path: rule for way in ways for path, rule in way.items()}
 
 
 class WeightsOnFeatures(Bench):
-    """Finds such weights on the ranks of tp."""
+    """Finder of uncut weights that are applied only to features between columns and rows (see the module)."""
 
     def names_in(self, kind: Kind, arrival: Arrival, choice: Choice) -> frozenset[str]:
-        """Return the names of a kind's weights that only features meet, as all ranks find (collective)."""
+        """Return the names of a kind's weights that are applied to features only, on all ranks (collective)."""
         setting, found = Setting(tensor=self.group, trains=True), frozenset[str]()
         try:
             twin = self._drawn(kind, setting)
             with undisturbed(self.group.device):
                 found = _met_by_features(twin, self._cuts(kind, twin, choice), arrival)
-        except Exception:  # it is run besides, and its error is told
+        except Exception:  # other runs report it
             pass
         names = [name for name, _ in kind.blueprint.bare.named_parameters()]
         missing = self.most([float(name not in found) for name in names], setting)
@@ -229,7 +229,7 @@ class WeightsOnFeatures(Bench):
 
 
 def _met_by_features(twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival) -> frozenset[str]:
-    """Return the names of weights that only features meet in a forward of a block that is whole; `cuts` are its own."""
+    """Return the names of weights that the forward of a whole twin applies to features only; `cuts` are its own."""
     paired = [cut for cut in cuts if cut.is_paired]
     cut_weights = {id(parameter) for cut in paired for parameter in cut.layer.parameters()}
     scopes = {id(cut.pair): cut.pair for cut in paired if cut.pair is not None}.values()
@@ -247,7 +247,7 @@ def _met_by_features(twin: nn.Module, cuts: Sequence[Cut], arrival: Arrival) -> 
 
 
 def _part(layer: nn.Module, given: list[Tensor]) -> None:
-    """Note what a layer is given, and end the graph behind it."""
+    """Register hooks that record a layer's input tensors, and detach its outputs from the autograd graph."""
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         given.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -260,7 +260,7 @@ def _part(layer: nn.Module, given: list[Tensor]) -> None:
 
 
 def _reached(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the ids of the leaves that tensors are made of."""
+    """Return the ids of the leaf tensors in the autograd graphs of tensors."""
     found = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
     open_ones, seen = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None], set[Any]()
     while open_ones:

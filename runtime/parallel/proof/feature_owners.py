@@ -1,15 +1,15 @@
-"""Followed through a run of a whole block: of which rank's features each number is made, between columns and rows.
+"""Taint tracking of features between columns and rows, in a run of a whole block: the owner rank of each element.
 
     fc1 ─▶ 1 1 2 2 ─▶ gelu ─▶ 1 1 2 2 ─▶ fc2 ─▶ 0 0 0 0      apart: each rank can compute its own
-           1 1 2 2 ─▶ norm ─▶ 1 and 2                        joined: no pair, by function and line
+           1 1 2 2 ─▶ norm ─▶ 1 and 2                        joined: no pair, reported by function and line
 
-Numbers agree at the points that are tried; which features meet in a function holds at all points. Each memory with
-features has a shadow, a byte for each number: 0, or 1 + the rank. Views share memory, and so the shadow.
+A comparison of numbers holds for the inputs tried; the features that an operator combines are the same for all inputs.
+Each storage with features has a shadow memory, a byte per element: 0, or 1 + the rank. Views share storage and shadow.
 
-Which layers' weights a block gives to functions itself: of one that is cut, a rank would give its shard alone.
+`WeightReads` finds layers whose weights a block passes to functions itself: a rank of a cut layer has only a shard.
 
-self.fc1(x)                      the layer's own forward, which knows how it is cut
-self.fc1.weight.abs().max()      a shard's, so that the layer is kept whole
+self.fc1(x)                      the layer's own forward, which is aware of the cut
+self.fc1.weight.abs().max()      would read a shard, so the layer is kept whole
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
 _HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
 _PICKLED = "_typed_storage"
-"""Torch's function that pickles and files get numbers by."""
+"""Torch's function by which pickling and saving read numbers."""
 
 Place = tuple[tuple[str, int], ...]
-"""The innermost lines of users' code and of libraries of models that run."""
+"""Innermost stack frames (file, line) of user code and model libraries."""
 
 
 class FeatureOwners(TorchDispatchMode):
-    """Within it, features are followed; `Joined` is raised where they meet, or where numbers steer Python.
+    """Dispatch mode that tracks the owners of features; raises `Joined` where they meet, or Python depends on numbers.
 
     Args:
-        trusts: functions that nobody knows are taken to keep them apart, as somebody says by a rule.
-        flipped: where conditions on numbers are taken to be otherwise.
+        trusts: unknown operators are taken to keep features apart, as a user's rule demands the cut.
+        flipped: places at which conditions on numbers are negated.
 
     Attributes:
-        conditions: where Python asked whether numbers are so, outside of torch.
-        reads: how often it was given others.
+        conditions: places at which Python read a bool from a tensor.
+        reads: number of ints that Python read from tensors.
     """
 
     def __init__(self, *, trusts: bool, flipped: Set[Place] = frozenset()) -> None:
@@ -66,7 +66,7 @@ class FeatureOwners(TorchDispatchMode):
         self._scopes = self._num_answers = 0
         self._shadows = Shadows(torch.int8)
         self._known = 0
-        """How many calls deep it is in what takes features of all ranks, or in the bookkeeping."""
+        """Nesting depth of calls that are not tracked: modules that take features of all ranks, and bookkeeping."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -91,19 +91,19 @@ class FeatureOwners(TorchDispatchMode):
         return result
 
     def _hear(self, func: Any, args: Any, given: Mapping[str, Any], result: Any, *, is_owned: bool) -> None:
-        """Hear of a call, of numbers that are followed or not."""
+        """Process a call; `is_owned`: some argument is tracked."""
         if is_owned:
             self._follow(func, args, given, result)
 
     def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
-        """Note what is drawn; of features that are cut, whole and cut are compared (`cut_sizes`)."""
+        """Record a random draw: nothing here, as `cut_sizes` compares draws of whole and cut features."""
 
     def _see(self, name: str, tensor: Tensor) -> None:
-        """Raise `Joined`, as Python sees numbers that are followed."""
+        """Raise `Joined`: Python is about to read tracked numbers."""
         raise _read_by(name)
 
     def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
-        """Note the owners of what a function gave or changed."""
+        """Propagate owners through a call, to its results and mutated arguments."""
         try:
             for tensor, owners in owners_of_results(func, args, given, result, self.of):
                 self.note(tensor, owners)
@@ -112,7 +112,7 @@ class FeatureOwners(TorchDispatchMode):
                 raise Joined(f"{why}{line()}") from None
 
     def _read(self, number: object, tensor: Tensor, *, is_owned: bool) -> object:
-        """Return what Python is given of a number; raises `Joined` for one that may steer a pair."""
+        """Return the number that Python reads from a tensor; raises `Joined` if a pair may depend on it."""
         if isinstance(number, bool):
             return self._decide(number)
         if self._scopes or not isinstance(number, int):
@@ -121,7 +121,7 @@ class FeatureOwners(TorchDispatchMode):
         return number
 
     def _decide(self, number: bool) -> bool:
-        """Note where Python asks whether numbers are so, and return what it is told."""
+        """Record the place at which Python reads a bool, and return it, negated at `flipped` places."""
         self.conditions[here := place()] = None
         if here not in self._flipped:
             return number
@@ -131,22 +131,22 @@ class FeatureOwners(TorchDispatchMode):
         return not number
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """Return the owners of a tensor's numbers where there may be some."""
+        """Return the owners of a tensor's elements, or None if its storage is not tracked."""
         return self.of(tensor) if key_of(tensor) in self._shadows else None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the owners of a tensor's numbers, int8 of its shape."""
+        """Return the owners of a tensor's elements, int8 of its shape; 0 without an owner."""
         found = self._shadows.of(tensor)
         return torch.zeros(tensor.shape, dtype=torch.int8, device=tensor.device) if found is None else found
 
     def note(self, tensor: Tensor, owners: Tensor) -> None:
-        """Note the owners of a tensor's numbers."""
+        """Set the owners of a tensor's elements."""
         if key_of(tensor) in self._shadows or owners.any():
             self._shadows.note(tensor, owners)
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
-        """A context for what is known: nothing is followed."""
+        """Context in which nothing is tracked."""
         self._known += 1
         try:
             yield
@@ -155,7 +155,7 @@ class FeatureOwners(TorchDispatchMode):
 
     @contextmanager
     def through_pairs(self, cuts: Sequence[Cut], size: int) -> Iterator[None]:
-        """A context in which columns give features to ranks, and rows and norms of the whole width take them."""
+        """Context in which columns assign features to ranks, and rows and norms of the whole width consume them."""
         with ExitStack() as hooks:
             for scope in {id(cut.pair): cut.pair for cut in cuts if cut.is_paired and cut.pair is not None}.values():
                 for module in scope.modules():
@@ -190,7 +190,7 @@ class FeatureOwners(TorchDispatchMode):
         return give
 
     def _take(self, hooks: ExitStack, module: nn.Module, layout: Tensor, width: int | None) -> None:
-        """Let a module take features that lie in order; one of so large a `width` also gives them so."""
+        """Register hooks on a module that takes features in rank order; a norm of this `width` also returns them so."""
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0] if args else None
@@ -211,15 +211,15 @@ class FeatureOwners(TorchDispatchMode):
         hooks.enter_context(module.register_forward_hook(behind))
 
     def require_none(self, result: object) -> None:
-        """Raise `Joined` where features leave the block as they are cut."""
+        """Raise `Joined` if sharded features leave the block in its result."""
         if any(bool(self.of(leaf).any()) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             raise Joined("gives features that are cut to other blocks")
 
 
 class HostReads(TorchFunctionMode):
-    """Within it, `Joined` is raised where Python is given the numbers of a tensor by no function of torch.
+    """Torch function mode that raises `Joined` if Python reads a tensor's numbers past the dispatcher (`tolist`, …).
 
-    So it is where code is to be given the gradient of features that `owners` follow.
+    So it does if code registers a gradient hook on features that `owners` tracks.
     """
 
     def __init__(self, owners: FeatureOwners) -> None:
@@ -240,7 +240,7 @@ class HostReads(TorchFunctionMode):
 
 
 class NothingDropped(TorchFunctionMode):
-    """Within it, functions of dropout do what they do where all stays: their masks are keyed (see `parallel.draws`)."""
+    """Torch function mode in which dropout functions keep all elements: their masks are keyed (see `draws`)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -260,17 +260,17 @@ def _read_by(name: str) -> Joined:
 
 _FRAMES = 4
 _MOST_ANSWERS = 1000
-"""So often a run is told that conditions are otherwise."""
+"""Maximum number of negated conditions in a run."""
 
 
 def place() -> Place:
-    """Return where users' code runs now."""
+    """Return the innermost stack frames of user code."""
     found = (frame for frame in walk_stack(sys._getframe(1)) if not frame[0].f_code.co_filename.startswith(_PASSED))
     return tuple((frame.f_code.co_filename, line) for frame, line in islice(found, _FRAMES))
 
 
 def _layout(cut: Cut, size: int) -> Tensor:
-    """Return the owner of each of a column's features."""
+    """Return the owner of each output feature of a column, int8 (out,)."""
     total = sizes_of(cut.layer)[1]
     owners = torch.zeros(total, dtype=torch.int8)
     for rank in range(size):
@@ -284,7 +284,7 @@ def _contiguous(total: int, size: int) -> Tensor:
 
 
 def line() -> str:
-    """Return the line of a user's code, or of a library of models, that runs now."""
+    """Return the current line of user code or of a model library, as words for a message."""
     return "".join(f" in line {line} of {Path(file).name}" for file, line in place()[:1])
 
 
@@ -293,17 +293,17 @@ _ALIKE = {
     "is_quantized", "is_floating_point", "is_complex", "get_device", "element_size", "itemsize",
     "dim", "ndim", "shape", "size", "numel", "nelement", "__len__", "__hash__",
 }  # fmt: skip
-"""What may be asked of a shard, too: sizes are those of a run that is compared."""
+"""Attributes that may be read from a shard, too: calls that depend on sizes are compared in other runs."""
 
 
 class WeightReads(TorchFunctionMode):
-    """Within it, the functions are noted that are given weights of layers outside of the layers' own forwards.
+    """Torch function mode that records functions called on weights of layers outside of the layers' own forwards.
 
     Args:
         layers: by name.
 
     Attributes:
-        found: the name of a layer to the first function that is given its weights, in words: "gives …".
+        found: the name of a layer to the first function that was called on its weights, in words: "gives …".
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -315,7 +315,7 @@ class WeightReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which forwards are run, of which those of the layers are their own business."""
+        """Context for forwards of a block; calls within the forwards of the layers are not recorded."""
         with ExitStack() as hooks:
             for layer in self._layers.values():
                 hooks.enter_context(layer.register_forward_pre_hook(self._enter))

@@ -1,10 +1,10 @@
-"""Whether a pair is one for all numbers: what is between its columns and rows keeps the ranks' features apart.
+"""Soundness of a pair for all inputs: the code between its columns and rows keeps the ranks' features apart.
 
-    in training, twice ─▶ features followed (`feature_owners`), what Python may read compared (`SteeringState`)
-    in evaluation      ─▶ the same, without gradients; both in the types of a run
-    if mask.all(): …   ─▶ once more, as if it were not so
+    in training, twice ─▶ features tracked (`feature_owners`), host state that Python reads compared (`SteeringState`)
+    in evaluation      ─▶ the same, without gradients; both in the dtypes of a real run
+    if mask.all(): …   ─▶ once more with the condition negated
 
-What depends on more than that, numbers of tensors or draws of Python's, may be something else in the next step.
+Code that depends on more, such as numbers in tensors or draws of Python's generator, may differ in the next step.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def why_joined(
     *,
     trusts: bool,
 ) -> str:
-    """Return why the pairs of a block may be none in some step, in words; empty: each rank can compute its features.
+    """Return why a block's pairs may be unsound in some step, in words; empty: each rank can compute its features.
 
-    `cuts_of` finds the pairs of a copy, `cut` cuts one over `group`; `trusts` as `FeatureOwners` has it. Nothing is
-    sent, and the generators are left as they were.
+    `cuts_of` finds the pairs of a copy, `cut` cuts one over `group`; for `trusts` see `FeatureOwners`. There is no
+    communication, and the random generators are restored.
     """
     given, device = _typed(arrival, blueprint.short_type), group.device
 
     def follow(trains: bool, flipped: Set[Place]) -> FeatureOwners:
         try:
             return follow_once(trains, flipped)
-        except OtherCalls:  # parts of models that were split find out once what their layers are called with
+        except OtherCalls:  # parts of split models record their layers' arguments in a first run
             return follow_once(trains, flipped)
 
     def follow_once(trains: bool, flipped: Set[Place]) -> FeatureOwners:
@@ -90,7 +90,7 @@ def why_joined(
 
 
 def _follow_branches(follow: Callable[[Set[Place]], FeatureOwners], conditions: Sequence[Place]) -> None:
-    """Follow what a block does where conditions on numbers are otherwise, one by one, and those found on the way."""
+    """Track a block with conditions on numbers negated, one by one, and with conditions that appear on the way."""
     tried: set[frozenset[Place]] = set()
     open_ones = [frozenset([condition]) for condition in conditions]
     while open_ones:
@@ -104,7 +104,7 @@ def _follow_branches(follow: Callable[[Set[Place]], FeatureOwners], conditions: 
             found = follow(flipped).conditions
         except Joined:
             raise
-        except Exception:  # what no numbers lead to, or are refused by the block itself
+        except Exception:  # an unreachable branch, or a check of the block itself
             continue
         open_ones += [flipped | {other} for other in found if other not in flipped and other not in conditions]
 
@@ -115,7 +115,7 @@ def _follow(
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
     states = [state_of_host({"block": twin})]
-    with asking_elsewhere(straight=True) as asked, NothingDropped():  # also where a backward runs parts again
+    with asking_elsewhere(straight=True) as asked, NothingDropped():  # also for parts rerun in a backward
         for time in range(times):
             with reads.watching(), HostReads(owners), owners, calls if not time else nullcontext():
                 outputs = outputs_of(twin, arrival)
@@ -138,10 +138,10 @@ def _follow(
 
 
 def _go_back(block: nn.Module, ends: Sequence[Tensor]) -> None:
-    """Run a backward; raises `Joined` where it writes tensors that code may read."""
+    """Run a backward; raises `Joined` if it writes tensors that the block's code may read."""
     before = SteeringState({"block": block}).tensors()
     copies = [tensor.clone() for tensor in before]
-    run_backward(ends, [torch.randn_like(end) for end in ends])  # others each time
+    run_backward(ends, [torch.randn_like(end) for end in ends])  # different in each run
     after = SteeringState({"block": block}).tensors()
     pairs = zip(after, copies, strict=False)
     if list(map(id, after)) != list(map(id, before)) or any(bool(((a != b) & (a == a)).any()) for a, b in pairs):
@@ -149,19 +149,19 @@ def _go_back(block: nn.Module, ends: Sequence[Tensor]) -> None:
 
 
 def state_of_host(blocks: Mapping[str, nn.Module]) -> SteeringState:
-    """Return what steers the code of blocks, as it is now."""
+    """Return a snapshot of the host state that the code of blocks depends on."""
     state = SteeringState(blocks)
     state.let_go()
     return state
 
 
 def draws_of_python() -> tuple[object, ...]:
-    """Return the states of Python's and numpy's generators, to be compared."""
+    """Return the states of Python's and numpy's generators, for comparison."""
     return (random.getstate(), *(np.asarray(part).tobytes() for part in np.random.get_state()))
 
 
 def _typed(arrival: Arrival, short: torch.dtype | None) -> Arrival:
-    """Return an arrival with tensors of a short type in place of those in which blocks are proved."""
+    """Return the inputs with float32 tensors, the dtype of proofs, cast back to a short dtype."""
 
     def cast(given: Given) -> Given:
         return replace(given, tensor=given.tensor.to(short)) if given.tensor.dtype is torch.float32 else given

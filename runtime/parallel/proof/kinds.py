@@ -1,10 +1,10 @@
-"""Which blocks are of one kind, so that one proof is enough for all of them.
+"""Kinds: grouping of equal blocks, so that one proof covers all of them.
 
-    80 layers of a model ─▶ one kind     classes, code, settings, buffers, shapes of weights, how they are cut: by value
-    layer_idx = 0 … 79   ─▶ places       one kind where all call the same functions on the meta device (`prover`)
+    80 layers of a model ─▶ one kind     classes, code, settings, buffers, shapes of weights, cuts: compared by value
+    layer_idx = 0 … 79   ─▶ places       one kind if all call the same functions on the meta device (`prover`)
 
-What is compared by content: modules, functions with closures and defaults, containers, arrays, objects with attributes.
-Anything else is like itself alone. Of modules of libraries rates and scales other than 0 and 1 are left out.
+Modules, functions with closures and defaults, containers, arrays and objects with attributes are compared by content.
+All else is compared by identity. In library modules, float attributes other than 0 and 1 (rates, scales) are ignored.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i",
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, CodeType)
 _SEQUENCES = (tuple, list, deque)
 _OBSERVERS = ("quintsched.runtime.examine.", "quintsched.runtime.splitting.")
-"""What this package has modules' attributes watched by is no part of what they do."""
+"""Observers that this package attaches to modules' attributes; only their code is compared."""
 _MODELS = "quintsched.runtime.models."
-"""Objects of this package, to which hooks may lead, are no part of a block, but for the options of its models."""
+"""Models of this package, whose options are compared by content; its other objects are compared by identity."""
 
 _MOST = 100_000
-"""So much of a block is compared by content."""
+"""Number of entries of a block that are compared by content; further objects are compared by identity."""
 
 Content = tuple[object, ...]
-"""What a block is, by value; it can be compared, and looked up."""
+"""Contents of a block by value; hashable, and comparable."""
 
 
 def kind_of(block: nn.Module, cuts: Sequence[Cut], path: str) -> tuple[Content, tuple[int, ...]]:
-    """Return what blocks that are built and cut alike have in common, and a block's places; `path` is its name."""
+    """Return the key that equal blocks with equal cuts share, and a block's place numbers; `path` is its name."""
     cut_as = sorted(f"{cut.path.removeprefix(path)}:{cut.split.value}:{cut.parts}:{cut.is_paired}" for cut in cuts)
     content, places = content_of(block)
     return (*cut_as, *content), places
 
 
 def content_of(block: nn.Module) -> tuple[Content, tuple[int, ...]]:
-    """Return what a block is by value, and the numbers in it that are by their names its place in the model."""
+    """Return the contents of a block, and the ints in it that are its place in the model by their name (layer_idx)."""
     walk = _Walk()
     walk.enter(block)
     return tuple(walk.found), tuple(walk.places)
 
 
 def kinds_apart(kind: Kind, called: Mapping[int, object], cuts: Sequence[Sequence[Cut]]) -> dict[int, Kind]:
-    """Take those blocks out of a kind that do not call what its first does, and return a kind of its own for each.
+    """Split off the blocks of a kind that call other functions than its first, and return a new kind for each.
 
-    `called` says what each does, by its number; None: nobody knows. `cuts` are those of all blocks of the model.
-    Raises `MisfitError` where such a block cannot be copied.
+    `called` has the calls of each block by number; None: unknown. `cuts` are those of all blocks of the model.
+    Raises `MisfitError` if such a block cannot be copied.
     """
     found: dict[int, Kind] = {}
     blocks, kind.blocks = dict(zip(called, kind.blocks, strict=True)), []
@@ -89,13 +89,13 @@ def kinds_apart(kind: Kind, called: Mapping[int, object], cuts: Sequence[Sequenc
 
 
 def choice_for(choice: Choice, number: int) -> Choice:
-    """Return a kind's choice for another of its blocks."""
+    """Return a kind's choice with names for block `number`."""
     rules = {renumbered(path, number): rule for path, rule in choice.rules.items()}
     return replace(choice, rules=rules, proved=frozenset(renumbered(path, number) for path in choice.proved))
 
 
 class _Itself:
-    """Something that is like nothing but itself."""
+    """Key that compares an object by identity."""
 
     def __init__(self, thing: object) -> None:
         self._thing = thing
@@ -108,7 +108,7 @@ class _Itself:
 
 
 class _Walk:
-    """Notes all that is in a block, in one order."""
+    """Recorder of all objects in a block, in a fixed order."""
 
     def __init__(self) -> None:
         self.found: list[object] = []
@@ -116,7 +116,7 @@ class _Walk:
         self._known: dict[int, tuple[int, object]] = {}
 
     def enter(self, thing: Any) -> None:
-        """Note something: its kind, and what is in it."""
+        """Record an object: its class, and its contents."""
         note = self.found.append
         if isinstance(thing, _PLAIN):
             return note((type(thing), repr(thing) if isinstance(thing, float | complex | range | slice) else thing))
@@ -145,7 +145,7 @@ class _Walk:
         return self._enter_object(thing)
 
     def _enter_class(self, kind: type) -> None:
-        """Note a class: one that was made for each block, as nobody finds it by its name, by what is in it."""
+        """Record a class by identity; one made per block, which cannot be imported by its name, by its contents."""
         home: Any = sys.modules.get(kind.__module__)
         for name in kind.__qualname__.split("."):
             home = getattr(home, name, None)
@@ -190,7 +190,7 @@ class _Walk:
             self.enter(thing)
 
     def _enter_module(self, module: nn.Module) -> None:
-        # which dropout of the model it is, is no setting
+        # the site of a keyed dropout differs in each block, and is no setting
         own = KeyedDropout.__annotations__ if isinstance(module, KeyedDropout) else ()
         is_of_torch, is_foreign = is_of_framework(type(module)), is_of_library(type(module))
         self.found.append(has_hooked_weights(module))
@@ -203,10 +203,10 @@ class _Walk:
             elif isinstance(value, float) and is_foreign:
                 self.found.append(value if value in (0.0, 1.0) else float)
             elif key.endswith("_hooks") and isinstance(value, Mapping):
-                self._enter_all(list(value.values()))  # their numbers are counted over all modules
+                self._enter_all(list(value.values()))  # their keys are counted over all modules
             elif "_hooks_" in key:
                 self.found.append(len(value))
-            elif key == "_buffers" and is_of_torch:  # such as statistics, that are numbers as weights are
+            elif key == "_buffers" and is_of_torch:  # such as running statistics: by shape, as weights
                 self.found += [(name, *_outline(buffer)) for name, buffer in value.items() if buffer is not None]
             elif key == "_parameters":
                 for name, parameter in value.items():
@@ -225,7 +225,7 @@ def _outline(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _digest(numbers: Any) -> object:
-    """Return what an array or tensor has in it; of weights, and where no numbers are, the outline alone."""
+    """Return the outline of an array or tensor and a hash of its numbers; for weights and meta tensors, no hash."""
     if isinstance(numbers, Tensor):
         if type(numbers) is not Tensor or numbers.is_meta or not numbers.untyped_storage().nbytes():
             return _outline(numbers)

@@ -1,11 +1,11 @@
-"""Blocks in pairs, or of cut sequences, that may do something else in a later step are followed where anything is new.
+"""Proofs repeated in later steps: blocks with pairs or cut sequences are checked again for new shapes or host state.
 
-    shapes      units of other lengths or numbers of samples ─▶ other calls on the meta device?     ─▶ followed again
-    attributes  self.hot = True, config.t = 3, a global       ─▶ noticed before the next step       ─▶ followed again
+    shapes      units of other lengths or numbers of samples ─▶ other calls on the meta device?     ─▶ checked again
+    attributes  self.hot = True, config.t = 3, a global       ─▶ detected before the next step      ─▶ checked again
 
-A step of known shapes, before which nothing was set, is not looked at.
+A step of known shapes, before which no host state was set, costs no check.
 
-Twins run on this rank alone, cut for each rank of tp in turn: in later steps ranks may be given unlike units.
+Twins run on this rank alone, cut for each rank of tp in turn: in later steps ranks may have units of different shapes.
 
 whole ──────────────────────────────┐
 cut for rank 0 ─┐ in one process,   ├─▶ the same outputs and gradients?
@@ -47,25 +47,25 @@ from .trial import Figures, Setting
 
 
 class BenchHere(Bench):
-    """A bench that sends nothing: what the other ranks of tp do is done here, one after the other."""
+    """A bench without communication: it runs the parts of all ranks of tp in this process, one after the other."""
 
     def unsound_again(self, kind: Kind, arrival: Arrival, *, is_asked: bool) -> Finding | None:
-        """Return why a kind's pairs may be none as the block is now, given this; None: they are."""
+        """Return why a kind's pairs may be unsound for its present state and these inputs; None: they are sound."""
         finding = self.unlike(kind, arrival, Setting(tensor=self.group), kind.choice)
         return finding or self.unsound(kind, arrival, kind.choice, is_asked=is_asked)
 
     def has_pairs(self, kind: Kind) -> bool:
-        """Whether columns and rows of a kind's blocks feed each other."""
+        """Whether a kind's blocks are cut in column/row pairs."""
         return not kind.is_parted and bool(self._pairs(kind, kind.choice))
 
     def cut_outline(self, kind: Kind, outline: nn.Module, *, slices: bool) -> list[nn.Module]:
-        """Return a block on the meta device as a rank has it, with what slices tokens around it if they are sliced."""
+        """Return a meta-device block as cut for a rank, between modules that scatter and gather tokens if `slices`."""
         group = EchoGroup(self.group.size, self.group.device)
         block = self._cut(kind, outline, group, kind.choice, slices=slices)
         return SequenceParallel([slices], group).around(0, block)
 
     def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
-        """Return why tokens of several ranks, or slices, may meet in a kind: "it …"; over tp, by numbers as well."""
+        """Return why tokens of several ranks or slices may interact in a kind: "it …"; over tp, numerically too."""
         found = super().why_tokens_meet(kind, arrival, setting)
         for trains in (True, False) if setting.slices_tokens and not found else ():
             sliced = Setting(tensor=self.group, slices_tokens=True, trains=trains)
@@ -73,9 +73,9 @@ class BenchHere(Bench):
         return found
 
     def unusual_draws(self, kind: Kind, arrival: Arrival, setting: Setting) -> dict[CutSite, int | None]:
-        """Return where a kind draws for unusual parts of tensors (see `unusual_parts`).
+        """Return the sites where a kind draws along unusual dimensions (see `unusual_parts`).
 
-        Raises `MisfitError` where that is not the same at each call.
+        Raises `MisfitError` if calls of one site differ.
         """
         group, sliced = self.group, setting.slices_tokens
         try:
@@ -88,14 +88,14 @@ class BenchHere(Bench):
                 group.device,
                 lambda mine: Bench(mine, self.rules).note_draws(kind, arrival, Setting(mine, sliced), kind.choice),
             )[group.index]
-        except Exception:  # it is proved besides, or not
+        except Exception:  # the proof reports it
             return {}
         rows = arrival.activation.parts[0].tensor.shape[:2].numel()
         found = unusual_parts(whole, of_one, cut, group.size, rows)
         return {site: dim for site, dim in found.items() if sliced or site[1]}
 
     def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
-        """Run a kind's twin cut for each rank; return what is off, if anything."""
+        """Run a kind's twin cut for each rank in turn; return the largest difference, None if within the tolerance."""
         group = self.group
         try:
             return run_in_turns(
@@ -107,19 +107,19 @@ class BenchHere(Bench):
             return Finding(off=float("inf"), trouble=f"ranks of tp do other things: {error}")
 
     def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
-        """Return the numbers: there are no other ranks."""
+        """Return the numbers unchanged: no other ranks take part."""
         return list(numbers)
 
 
 @dataclass(frozen=True)
 class Called:
-    """Which functions a block calls, in words and whole numbers, and the sizes of what it is given then."""
+    """Trace of a block's calls: operators and arguments as strings and ints, and sizes derived from input shapes."""
 
     words: tuple[str | int, ...]
     sizes: tuple[int, ...]
 
     def is_like(self, known: Called) -> bool:
-        """Whether it is what is known, but for numbers that are what multiples of sizes became, or next to them."""
+        """Whether it equals a known trace, up to ints that scale with the input sizes (a multiple, plus or minus 1)."""
         sizes = [(was, now) for was, now in zip(known.sizes, self.sizes, strict=False) if was and was != now]
         return len(self.words) == len(known.words) and all(
             now == was or (type(was) is type(now) is int and _is_of_sizes(was, now, sizes))
@@ -128,7 +128,7 @@ class Called:
 
 
 def _is_of_sizes(was: int, now: int, sizes: Sequence[tuple[int, int]]) -> bool:
-    """Whether a number is a multiple of a size, but for one more or less, and was the same multiple."""
+    """Whether two ints are the same multiple of an old and a new size, both plus the same offset of 0, 1 or -1."""
     return any(
         was > off and (was - off) % size == 0 and now - off == (was - off) // size * by_now
         for size, by_now in sizes
@@ -138,9 +138,9 @@ def _is_of_sizes(was: int, now: int, sizes: Sequence[tuple[int, int]]) -> bool:
 
 @dataclass
 class Followed:
-    """A kind of block that is followed, with the functions that it is known to call, and what it was given.
+    """A kind of block that is checked in later steps, with its known call traces and its trial inputs.
 
-    `setting` says over which ranks it is cut, and whether tokens are sliced there.
+    `setting` has the groups over which it is cut, and whether tokens are sliced.
     """
 
     kind: Kind
@@ -152,18 +152,18 @@ class Followed:
 
     @property
     def cuts_tokens(self) -> bool:
-        """Whether sequences are cut."""
+        """Whether sequences are cut or tokens sliced."""
         return self.setting.cuts > 1 or self.setting.slices_tokens
 
 
 class LaterSteps:
-    """Follows the pairs of a rank's blocks, and the tokens of sequences that are cut, from step to step.
+    """Checker, from step to step, of pairs in a rank's blocks, and of tokens of cut sequences.
 
     Args:
-        bench: where blocks are run.
+        bench: runs and compares twins.
         outlines: all blocks, on the meta device.
         dtype: of the weights; None: as they are built.
-        tokens: in which blocks they are sliced over tp.
+        tokens: map of the blocks in which tokens are sliced over tp.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class LaterSteps:
         self._calls: dict[tuple[int, str], Called | None] = {}
 
     def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
-        """Follow kinds of blocks from now on, whose sequences may be cut into units of these shapes."""
+        """Check these kinds from now on; the shapes of `units` are proved for cut sequences."""
         self.followed, self._lengths = list(kinds), {_shapes_of(units)}
         self._watch()
 
@@ -190,7 +190,7 @@ class LaterSteps:
             self._of_pairs = _steering(pairs)
 
     def why_unsound(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
-        """Return which blocks may not be cut where units are of these shapes, in words; empty: all may."""
+        """Return a refusal of a block that may not be cut for units of these shapes, in words; empty: all may be."""
         return self._unsound_pairs(units, parcels) or self._unsound_lengths(units, parcels)
 
     def _unsound_pairs(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
@@ -235,7 +235,7 @@ class LaterSteps:
 
     @property
     def look(self) -> Callable[[], None] | None:
-        """Looks behind a forward at values that steer pairs, and may be as before when the step ends; None: no need."""
+        """Callback after a forward that checks host state, which may be reset by the end of the step; None: no need."""
         return self._look if self._of_pairs.of_users else None
 
     def _look(self) -> None:
@@ -244,9 +244,9 @@ class LaterSteps:
             self._noted = next((name for name in names if not name.endswith(".training")), "")
 
     def why_changed(self) -> str:
-        """Return what steers a block of pairs and was changed while a step ran, in words; empty: nothing was.
+        """Return a refusal if host state that pairs depend on was changed during a step, in words; else empty.
 
-        Hooks are left out, which come and go in a first step, that watches blocks, and modes, other in evaluations.
+        Hooks are ignored, as the first step adds and removes some, and so is `training`, which evaluations change.
         """
         name = self._noted
         if not name:
@@ -260,7 +260,7 @@ class LaterSteps:
         return self._bench.refusal(kind, why).replace(" or;", " or")
 
     def require_sound_state(self) -> None:
-        """Raise `MisfitError` where something was set by which blocks may not be cut any more."""
+        """Raise `MisfitError` if host state was changed so that blocks may not be cut any more."""
         changed = self._state.changed()
         if changed is None:
             return
@@ -279,7 +279,7 @@ class LaterSteps:
         self._watch()
 
     def _as_they_are(self, followed: Followed, changed: str) -> list[Followed]:
-        """Return what is followed of blocks of a kind as they are by now, once for those that are alike."""
+        """Split a kind by the present contents of its blocks, and return one entry for each group of equal blocks."""
         kind, alike = followed.kind, dict[object, list[nn.Module]]()
         for block in kind.blocks:
             alike.setdefault(content_of(block), []).append(block)
@@ -293,9 +293,9 @@ class LaterSteps:
         return [replace(followed, kind=kind, known=[]) for kind in kinds]
 
     def called(self, kind: Kind, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
-        """Return what a block of a kind calls and asks for units of these shapes, in both modes, whole and cut.
+        """Return the trace of a block's calls for inputs of these shapes, in training and evaluation, whole and cut.
 
-        None: only data can tell.
+        None: tracing needs data.
         """
         block = self._outlines[number]
         accepts = accepted_extras(block)
@@ -328,7 +328,7 @@ class LaterSteps:
 
 
 def _steering(followed: Sequence[Followed]) -> SteeringState:
-    """Return what steers the blocks of some kinds, as it is now."""
+    """Return a snapshot of the host state that the blocks of some kinds depend on."""
     blocks = {
         f"block {one.kind.number}" if not place else f"block {place} like {one.kind.number}": block
         for one in followed
@@ -340,7 +340,7 @@ def _steering(followed: Sequence[Followed]) -> SteeringState:
 
 
 def _modes() -> tuple[object, ...]:
-    """Return the modes of users that are entered here, by their classes, and hooks of saved tensors, by their code."""
+    """Return the classes of active torch modes of users, and the code of their saved-tensor hooks."""
     entered = EnteredModes.here()
     kinds = map(type, (*entered.functions, *entered.operators))
     users = (thing for thing in (*kinds, *entered.hooks) if not is_of_framework(thing))
@@ -348,7 +348,7 @@ def _modes() -> tuple[object, ...]:
 
 
 class _Calls(TorchDispatchMode):
-    """Notes which functions are called, with all arguments."""
+    """Dispatch mode that records operators with all arguments: ints as they are, tensors by rank and dtype."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

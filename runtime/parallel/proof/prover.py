@@ -1,12 +1,12 @@
-"""Proves that blocks give the same numbers cut as whole: before the first step, each kind once.
+"""Numerical proof, before the first step, that cut blocks are equivalent to whole ones; once for each kind of block.
 
-    built     block ─▶ blueprint, one per kind ─▶ a way to cut it that proves, on what it may be given (`chooser`)
+    built     block ─▶ blueprint, one per kind ─▶ a cut that proves equivalent on guessed inputs (`chooser`)
     step 0    twin, whole ──┐
-              twin, cut ────┴─▶ the same outputs and gradients?  ─▶ no: pairs are parted, or, where a rule wants them,
-                                                                    sliced sequences are at fault: a refusal
+              twin, cut ────┴─▶ the same outputs and gradients?  ─▶ no: pairs are parted; or, if a rule demands them or
+                                                                    sliced sequences are at fault, a refusal
 
-Names say which layers look like a pair; only numbers say that they are one: what is between a column and its row may
-normalise, sort or mix features. A rank runs one twin at a time, so that it holds one full block besides its own stages.
+Names of layers suggest a pair; only numbers prove it: modules between a column and its row may normalise, sort or mix
+features. A rank runs one twin at a time, so that it holds at most one full block besides its own stages.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _logger = logging.getLogger("quintsched.runtime")
 
 
 class Prover:
-    """Proves the blocks of one rank, and has pairs followed by `later` from step to step.
+    """Prover of the blocks of one rank; `later` checks their pairs again in later steps.
 
     Args:
-        tensor: how names and rules have blocks cut over tp.
+        tensor: cuts over tp by names and rules.
         outlines: all blocks, on the meta device.
         groups: the ranks of tp, and those that hold slices of the same sequences.
-        sequences: what blocks are given of these.
-        slices: into how many units a microbatch is cut.
-        which: which blocks: all that are not built in ("foreign"), "all", or "none".
+        sequences: context parallelism over the latter.
+        slices: number of units that a microbatch is cut into.
+        which: blocks to prove: all that are not built in ("foreign"), "all", or "none".
         dtype: of the weights; None: as they are built.
     """
 
@@ -91,9 +91,9 @@ class Prover:
         self._cut = CutLayers()
 
     def choose(self, number: int, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> Choice:
-        """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this.
+        """Register a block that is still whole, and return the choice of its cuts (collective over tp).
 
-        `builder` builds the block once more, should it not be possible to copy it.
+        `builder` builds the block again if it cannot be copied.
         """
         cuts = self._tensor.cuts[number]
         if not self._wants(number, block, cuts):
@@ -111,18 +111,18 @@ class Prover:
             known = self._contents[content] = len(self._kinds)
             self._kinds.append(kind)
             if self._setting.tensor is not None:
-                with attributes_untouched(blueprint.bare):  # what copies share with it
+                with attributes_untouched(blueprint.bare):  # objects that deep copies share with it
                     kind.choice = self._chooser.choose(kind)
         kind = self._numbers[number] = self._kinds[known]
         return choice_for(kind.choice, number)
 
     def _agreed(self, known: int) -> int | None:
-        """Return which kind a block is of, where all ranks that run it together find the same; None: a new one."""
+        """Return a block's kind if all ranks that run it together have found the same; None: it is a new kind."""
         most, least = self._bench.most([known, -known], self._setting)
         return known if most == -least and known >= 0 else None
 
     def _unproved(self, number: int, block: nn.Module, cuts: Sequence[Cut], error: Exception) -> Choice:
-        """Return how a block is cut that cannot be copied: not at all, unless a rule wants it."""
+        """Return the choice for a block that cannot be copied: no cut; raises `MisfitError` if a rule demands one."""
         title = f"block {number} ({type(block).__name__})"
         if self._tensor.are_ruled(cuts):
             raise MisfitError(
@@ -136,13 +136,13 @@ class Prover:
         return Choice(replicated(cuts), slices=False)
 
     def note(self, number: int, block: nn.Module) -> None:
-        """Take note of a block as it is cut."""
+        """Record a block after it has been cut."""
         self._cut.add(block, str(number))
         if number in self._numbers:
             self._numbers[number].blocks.append(block)
 
     def share(self, world: Group) -> dict[int, Choice]:
-        """Return how all blocks of the model are cut that were chosen for, here or elsewhere (collective)."""
+        """All-gather the choices of all ranks, by number of the block (collective)."""
         kinds = self._numbers.items() if self._setting.tensor is not None else ()
         return share({number: choice_for(kind.choice, number) for number, kind in kinds}, world)
 
@@ -160,17 +160,17 @@ class Prover:
         world: Group,
         masks: Masks,
     ) -> None:
-        """Run each kind of block, cut beside whole, once; every rank of the run calls this, in its first step.
+        """Run each kind of block once, cut and whole, and compare (collective over all ranks, in the first step).
 
-        `masks` are told of which parts of tensors are drawn.
+        Dimensions along which dropout draws for a part of a tensor are recorded in `masks`.
 
-        Raises `MisfitError` on every rank where a block of some rank gives other numbers.
+        Raises `MisfitError` on every rank if a block of some rank is not equivalent.
         """
         is_other = len(units.extras) != self._setting.slices  # an evaluation, which does not slice
         if self._is_done or is_other or self._group.size * self._setting.cuts == 1:
             return
         self._is_done = True
-        with ExitStack() as shared:  # what copies have in common with blocks
+        with ExitStack() as shared:  # objects that deep copies share with blocks
             for kind in self._kinds:
                 shared.enter_context(attributes_untouched(kind.blueprint.bare))
             try:
@@ -186,7 +186,7 @@ class Prover:
     def _why_refused(
         self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], masks: Masks
     ) -> str:
-        """Prove all kinds, and follow them from now on; return why one cannot be run, in words."""
+        """Prove all kinds, and register them for checks in later steps; return a refusal in words, or ""."""
         self._part_places(units.first, parcels)
         proved = self._given(units, outlines, parcels)
         refusal = next((text for kind, arrival, _ in proved if (text := self._refusal(kind, arrival))), "")
@@ -196,7 +196,7 @@ class Prover:
         return refusal or self.later.why_unsound(units.first, parcels)
 
     def _part_places(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
-        """Let blocks be kinds of their own that do not call what others of their kind do, by their place."""
+        """Split off from a kind the blocks that call other functions, as their place (layer index) differs."""
         for kind in list(self._kinds):
             numbers = [number for number, its in self._numbers.items() if its is kind]
             if len({self._places[number] for number in numbers}) < 2:
@@ -207,15 +207,15 @@ class Prover:
             self._kinds += apart.values()
 
     def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
-        """Look again at pairs before units of other shapes, without a message: others may be given other units.
+        """Check pairs again before units of new shapes, without communication: other ranks may have other shapes.
 
-        Raises `MisfitError` where a block of this rank is none of pairs then.
+        Raises `MisfitError` if a pair in a block of this rank is not sound for these.
         """
         if why := self.later.why_unsound(units, parcels):
             raise MisfitError(why)
 
     def require_sound_state(self) -> None:
-        """Raise `MisfitError` where something was set since the last step by which blocks may not be cut."""
+        """Raise `MisfitError` if host state set since the last step makes the cut of a block unsound."""
         if self._cut.layers:
             self._cut.require_as_cut(self.later.names)
         if self.later.followed:
@@ -224,9 +224,9 @@ class Prover:
     def _given(
         self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel]
     ) -> list[tuple[Kind, Arrival, list[Called]]]:
-        """Return each kind with what it is given, and the functions that it calls then.
+        """Return each kind with its trial inputs, and the functions that it calls on them.
 
-        That is a few samples; as many as there are where it calls others for these.
+        Inputs have a few samples, or all of the unit's if the kind calls other functions for as many.
         """
         given = (units, outlines, parcels, self._context, self._setting.slices, self._dtype)
         few = every = Arrivals(*given)
@@ -247,7 +247,7 @@ class Prover:
         return Followed(kind, self._tensor.are_ruled(kind.cuts), arrival, setting, is_paired, called)
 
     def _note_draws(self, followed: Followed, masks: Masks) -> str:
-        """Note for which parts of tensors ranks of tp draw in blocks of a kind; return why they cannot."""
+        """Record in `masks` the dimensions of a kind's sharded draws; return why they cannot be keyed, or ""."""
         kind = followed.kind
         if not (followed.in_pairs or followed.setting.slices_tokens):
             return ""
@@ -262,7 +262,7 @@ class Prover:
         return ""
 
     def _refusal(self, kind: Kind, arrival: Arrival) -> str:
-        """Return why a kind of block cannot be run as it is, in words; empty: it can."""
+        """Return why a kind of block is refused as it is cut, in words; empty: it is proved, or warned of."""
         slices_tokens = self._tensor.tokens.inside(kind.number)
         setting = replace(self._setting, slices_tokens=slices_tokens)
         changed = self._bench.changed_buffer(kind, arrival) if setting.slices > 1 else None
@@ -307,14 +307,14 @@ class Prover:
         return self._refused_slices(kind, finding) if finding is not None else ""
 
     def _read(self, kind: Kind, arrival: Arrival) -> Sequence[Cut]:
-        """Return layers that belong together and are cut, though the weights of some are read; none: all is well."""
+        """Return the first pair that is cut though the block's forward reads its weights directly; empty if none."""
         self._bench.note_reads(kind, arrival)
         cut = {path.path for path in self._bench.cuts(kind, kind.choice)}
         pairs = (pair for pair in pairs_of(kind.cuts) if kind.why_kept(pair))
         return next((pair for pair in pairs if any(layer.path in cut for layer in pair)), [])
 
     def _part_unproved(self, kind: Kind) -> None:
-        """Part the pairs of blocks that nobody can prove, unless a rule wants them or tokens are sliced."""
+        """Part the pairs of blocks that cannot be proved, unless a rule demands them or tokens are sliced."""
         is_asked, is_sliced = self._tensor.are_ruled(kind.cuts), self._tensor.tokens.inside(kind.number)
         if is_asked or is_sliced or not self._tensor.has_pairs(kind.number, kind.choice):
             return
@@ -322,7 +322,7 @@ class Prover:
             _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
 
     def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
-        """Part the pairs of a kind's blocks where that helps; return whether it does."""
+        """Part the pairs of a kind's blocks if that makes them equivalent; return whether it does."""
         paired = (cut for pair in pairs_of(kind.cuts) if not kind.why_kept(pair) for cut in pair if cut.is_paired)
         choice = Choice({**kind.choice.rules, **alone(paired)})
         if self._bench.find(kind, arrival, setting, whole, choice) is not None or not _part(kind):
@@ -334,7 +334,7 @@ class Prover:
         return True
 
     def _advice(self, kind: Kind, arrival: Arrival, whole: Figures) -> tuple[Sequence[Cut], Finding, Way] | None:
-        """Return the pair that is at fault, what is wrong, and the rules by which it proves, if any; None: no pair."""
+        """Return the pair at fault, its finding, and rules by which it is equivalent (or {}); None if no pair is."""
         setting = Setting(tensor=self._setting.tensor)
         for pair in pairs_of(kind.cuts):
             others = replicated(cut for cut in kind.cuts if cut not in pair)
@@ -355,7 +355,7 @@ class Prover:
         return None
 
     def _refused_cut(self, kind: Kind, arrival: Arrival, whole: Figures, finding: Finding) -> str:
-        """Name the pair that is at fault, and the rule that helps."""
+        """Return the refusal of a cut, with the pair at fault and the rules that help."""
         found = self._advice(kind, arrival, whole)
         if found is None:
             return f"{self._title(kind)}: {finding}; keep it whole: rules={{'{kind.number}.*': 'replicate'}}"
@@ -367,7 +367,7 @@ class Prover:
         return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={rules}"
 
     def _refused_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
-        """Return why sequences must not be cut for a kind, as other numbers may be none; empty: they may."""
+        """Return why sequences must not be cut for a kind, as other inputs may differ; empty: they may be."""
         finding = (
             self._bench.unsound_tokens(kind, arrival, setting) if setting.cuts > 1 or setting.slices_tokens else None
         )
@@ -390,9 +390,9 @@ class Prover:
 
 
 def _part(kind: Kind) -> bool:
-    """Let each layer of a kind's blocks take and give full tensors; return whether that can be done.
+    """Part the pairs of a kind's blocks: each layer takes and returns full tensors; return whether that is possible.
 
-    Not where gradients of weights between them are summed over the ranks: each rank would have all of them.
+    It is not if gradients of weights within pairs are summed over the ranks: each rank would have the whole gradient.
     """
     kind.is_parted = not kind.choice.partial and {part_pairs(block) for block in kind.blocks} == {True}
     return kind.is_parted

@@ -1,8 +1,8 @@
-"""Running a twin, whole or cut, and comparing what comes of it: outputs, gradients of inputs and of weights.
+"""Trial runs of a twin, whole or cut, and their comparison: outputs, gradients of inputs and of weights.
 
-whole    x ─▶ block ─▶ y                                    on every rank alike
-cut      x ─▶ this rank's tokens ─▶ block, cut ─▶ y          with the context, or the past, of a real run
-         gradients of weights that are partial sums are added up over their ranks
+whole    x ─▶ block ─▶ y                                    the same on every rank
+cut      x ─▶ this rank's tokens ─▶ block, cut ─▶ y          with the context, or the KV cache, of a real run
+         weight gradients that are partial sums are all-reduced
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .arrivals import Arrival, Given, cut_dimension
 from .twins import SEED
 
 SMALL = 0.1
-"""What is this many times smaller than the largest gradient is measured by that: it may be nothing but rounding."""
+"""Gradients below this share of the largest one are compared relative to that share: they may be mere rounding."""
 
 LOSS = "auxiliary loss"
-"""The name of a loss among outputs; those of slices add up."""
+"""Name of a loss among outputs; losses of slices are summed."""
 
 Tensors = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
@@ -40,7 +40,7 @@ Slicer = Callable[[Tensor, int | None], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """How a block is run: over which ranks it is cut, and whether tokens are sliced there; over cp; slice by slice."""
+    """Setting of a trial run: group of tp, token slicing over it, context parallelism, and number of slices."""
 
     tensor: Group | None = None
     slices_tokens: bool = False
@@ -48,22 +48,22 @@ class Setting:
     context: Group | None = None
     slices: int = 1
     partial: frozenset[str] = frozenset()
-    """The weights, not cut, whose gradients are partial sums on the ranks of `tensor`."""
+    """Names of uncut weights whose gradients are partial sums on the ranks of `tensor`."""
     trains: bool = False
-    """Whether in training, but for modules that drop out."""
+    """Whether the block is in training mode, except for dropout modules."""
 
     @property
     def groups(self) -> list[Group]:
-        """The groups whose members run together."""
+        """Groups whose members run together: tp and cp, if of several ranks."""
         return [group for group in (self.tensor, self.context) if group is not None and group.size > 1]
 
     @property
     def cuts(self) -> int:
-        """Into how many a sequence is cut."""
+        """Number of parts that a sequence is cut into."""
         return self.slices * (self.context.size if self.context is not None else 1)
 
     def slicer(self, number: int | None) -> Slicer:
-        """Return what takes a tensor's tokens that a run is given: this rank's; of one slice, unless it is None."""
+        """Return a function that takes a run's part of a tensor's tokens: this rank's, or those of slice `number`."""
 
         def take(tensor: Tensor, tokens: int | None) -> Tensor:
             if tokens is None:
@@ -77,7 +77,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run gives: outputs, and gradients of inputs and weights, by name; None where there is none."""
+    """Results of a run: outputs, and gradients of inputs and weights, by name; None where there is no gradient."""
 
     outputs: Tensors = field(default_factory=dict)
     of_inputs: Gradients = field(default_factory=dict)
@@ -85,13 +85,13 @@ class Figures:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are, so that others can be compared with them."""
+        """Whether all numbers are finite, so that others can be compared with them."""
         every = (*self.outputs.values(), *self.of_inputs.values(), *self.of_weights.values())
         return all(tensor is None or bool(tensor.isfinite().all()) for tensor in every)
 
 
 def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
-    """Run a block that is whole, on whole sequences."""
+    """Run forward and backward of a whole block, on whole sequences."""
     leaves, run = _run(block, None, arrival, Setting().slicer(None), {})
     outputs = _detached(run)
     _backward(run, _seeds(outputs), {}, Setting().slicer(None))
@@ -104,15 +104,15 @@ def outputs_of(
     beside: Mapping[str, Any] = MappingProxyType({}),
     sliced: Group | None = None,
 ) -> Tensors:
-    """Return what a block gives of whole sequences, as one run makes it; `beside`: a context, or a past.
+    """Return a block's outputs on whole sequences in one forward; `beside`: a context, or a past (KV cache).
 
-    `sliced` are the ranks over which it is given slices of the tokens.
+    `sliced` is the group over which tokens are sliced for the block.
     """
     return _run(block, sliced, arrival, Setting().slicer(None), beside)[1]
 
 
 def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures) -> Figures:
-    """Run a block that is cut, as this rank does in a step: slice by slice, backwards against the order."""
+    """Run a cut block as this rank does in a step: forwards slice by slice, backwards in reverse order."""
     sliced = setting.tensor if setting.slices_tokens else None
     store, seeds, runs = Store(), _seeds(whole.outputs), []
     for number in range(setting.slices):
@@ -123,7 +123,7 @@ def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures
         for name, tensor in whole.outputs.items()
         if name in runs[0][2]
     }
-    if setting.context is not None:  # of what has no tokens each rank has all, and its loss is one of as many
+    if setting.context is not None:  # outputs without tokens are replicated: a share of the loss each
         alike = {name for name, dim in dims.items() if dim is None and name != LOSS}
         seeds = {name: seed / setting.context.size if name in alike else seed for name, seed in seeds.items()}
     for take, _, made in reversed(runs):
@@ -142,7 +142,7 @@ def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures
 
 @dataclass(frozen=True)
 class Difference:
-    """How far something is off, as a share of the largest number there: "its output", of this name."""
+    """Relative difference of a tensor (to the largest number among its like): kind ("its output") and name."""
 
     what: str
     name: str
@@ -158,7 +158,7 @@ OF_WEIGHT = "the gradient of its weight"
 def differences(
     whole: Figures, cut: Figures, block: nn.Module, arrival: Arrival, setting: Setting
 ) -> Iterator[Difference]:
-    """Yield what is compared with how far it is off; `block` is the one that is cut."""
+    """Yield the difference of each compared tensor, on this rank's part; `block` is the cut one."""
     take, inputs = setting.slicer(None), arrival.tensors
     share = setting.context.size if setting.context is not None else 1
     outputs: Gradients = {}
@@ -180,7 +180,7 @@ def differences(
 
 
 def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
-    """Return an arrival, and change the weights of a block, by as little as an order of additions might."""
+    """Perturb a block's weights in place, and return perturbed inputs, by the size of float32 rounding errors."""
     generator = torch.Generator(arrival.activation.parts[0].tensor.device).manual_seed(SEED)
 
     def shake(tensor: Tensor) -> Tensor:
@@ -199,12 +199,12 @@ def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
 def _run(
     block: nn.Module, sliced: Group | None, arrival: Arrival, take: Slicer, beside: Mapping[str, Any]
 ) -> tuple[Tensors, Tensors]:
-    """Run a block, on slices of the tokens over a group if there is one; return its inputs, as leaves, and outputs."""
+    """Run a block's forward, with tokens sliced over a group if given; return its inputs (leaf tensors) and outputs."""
     leaves = {name: take(given.tensor, given.tokens).detach().clone() for name, given in arrival.tensors.items()}
     for leaf in leaves.values():
         if leaf.is_floating_point():
             leaf.requires_grad_()
-    copies = {name: leaf.clone() for name, leaf in leaves.items()}  # a block may change what it is given in place
+    copies = {name: leaf.clone() for name, leaf in leaves.items()}  # a block may change its inputs in place
     tree = arrival.activation.tree
     activation = tree.build([copies.pop(path) for path in tree.paths])
     extras = {
@@ -219,7 +219,7 @@ def _run(
 
 
 def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> dict[str, Any]:
-    """Return what a block is given of sequences that are cut."""
+    """Return the extra arguments of cut sequences: `context` for cp, `past` for slices."""
     if setting.sequences is not None and arrival.inputs is not None:
         return {"context": setting.sequences.context_of(arrival.inputs)}
     if setting.slices == 1:
@@ -231,7 +231,7 @@ def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> di
 
 
 def _seeds(outputs: Tensors) -> Tensors:
-    """Return what the gradients of outputs are; of a loss it is 1."""
+    """Return random gradients of the outputs, from a fixed seed; 1 for a 0-dimensional output (a loss)."""
     generator = torch.Generator().manual_seed(SEED)
     return {
         name: torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
@@ -256,7 +256,7 @@ def _backward(made: Tensors, seeds: Tensors, dims: Mapping[str, int | None], tak
 
 
 def _add_up_partial(block: nn.Module, setting: Setting) -> None:
-    """Add up gradients over those ranks each of which has a partial sum."""
+    """All-reduce weight gradients over the ranks that have partial sums."""
     partial = {p for name, p in block.named_parameters() if name in setting.partial}
     partial |= partial_weights(block) if setting.slices_tokens else set()
     for parameter in block.parameters():
@@ -296,7 +296,7 @@ def _join_gradients(parts: Sequence[Tensor | None], dim: int | None) -> Tensor |
 
 
 def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None]) -> Iterator[Difference]:
-    """Yield how far each is off, as a share of the largest number there."""
+    """Yield the relative difference of each tensor; 1.0 if it is missing on one side and not zero on the other."""
     largest = max((largest_of(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
     for name, wanted in expected.items():
         got = found.get(name)

@@ -1,9 +1,9 @@
-"""Copies of a block with random weights: they can be run without touching what is trained.
+"""Twins: copies of a block with random weights, which are run without touching the trained ones.
 
-    block ──▶ blueprint: all but its weights ──▶ twin, drawn by a seed: the same on all ranks
+    block ──▶ blueprint: all but its weights ──▶ twin, drawn from a seed: the same on all ranks
 
-Weights are drawn, not taken: what starts at zero or nearly so (the last product of a block, a scale of 1e-5) would hide
-what is cut wrongly.
+Weights are drawn, not copied: initial weights near zero (the last matmul of a block, a layer scale of 1e-5) would hide
+a wrong cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TensorOf = TypeVar("TensorOf", bound=Tensor)
 SEED = 20_240_229
 
 FEW = 4
-"""So few numbers may steer what a block does with others, by which they are of no size."""
+"""Most elements of a tensor that is taken for a control value (a flag, a scale), not for data of some magnitude."""
 
 _OURS = "quintsched.runtime.parallel."
 _CUT = (f"{_OURS}tensor.", f"{_OURS}expert.")
@@ -40,15 +40,15 @@ _HOOKS = (
 
 
 def at_work(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a tensor is proved: short ones would drown a difference in their rounding."""
+    """Return the dtype in which a tensor is proved: float32 for shorter ones, whose rounding would hide differences."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 class Blueprint:
-    """A block as it was before anything was cut, without its weights; its buffers are copies.
+    """Copy of a block from before any cut, with meta weights and copied buffers.
 
-    One that cannot be copied is built again, where there is a `builder`; otherwise the error is raised. So is
-    `MisfitError` where the block holds the `layers` that are to be cut in other places too.
+    A block that cannot be copied is built again by `builder`, if given; otherwise the error is raised. Raises
+    `MisfitError` if the block holds `layers`, which are to be cut, in other places too.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Blueprint:
         except Exception:
             self.bare = block if builder is None else on_meta(builder)
             again = {id(parameter) for parameter in self.bare.parameters()}
-            if any(id(parameter) in again for parameter in block.parameters()):  # it returns what it has built before
+            if any(id(parameter) in again for parameter in block.parameters()):  # the builder returns the same module
                 raise
             self._builder = builder
 
     def renewed(self, block: nn.Module) -> Blueprint:
-        """Return one of a block as it is by now; what is cut in it is whole, as it was before.
+        """Return a blueprint of a block's present state; cut layers in it are whole, as before the cut.
 
-        Raises an error where it cannot be copied, or has other layers or weights than it had.
+        Raises an error if it cannot be copied, or has other layers or weights than before.
         """
         if self._builder is not None:
             raise MisfitError("it cannot be copied")
@@ -105,7 +105,7 @@ class Blueprint:
         return found
 
     def put_hooks(self, twin: nn.Module) -> None:
-        """Give the layers of a twin, cut or whole, the hooks that were registered on those of the block once cut."""
+        """Register on a twin's layers the hooks that were registered on the block's layers after the cut."""
         for name, hooks in self._hooks.items():
             for key, hook in hooks.items():
                 held = vars(twin.get_submodule(name))
@@ -124,14 +124,14 @@ class Blueprint:
 
     @property
     def short_type(self) -> torch.dtype | None:
-        """The type of its weights that is proved in float32; None: there is none."""
+        """Dtype of its weights that is proved in float32 instead (such as bfloat16); None: there is none."""
         types = (p.dtype for p in self.bare.parameters())
         return next((dtype for dtype in types if at_work(dtype) is not dtype), None)
 
     def draw(self, device: torch.device, *, as_built: bool = False, trains: bool = False) -> nn.Module:
-        """Return a twin in evaluation mode, or in training where the block is then.
+        """Return a twin with weights drawn from the seed, in evaluation mode, or as the block is in training.
 
-        `as_built`: of the types of a run, not those in which numbers are compared.
+        `as_built`: in the dtypes of a real run, not in those of the comparison.
         """
         twin = self._copy()
         generator = torch.Generator(device).manual_seed(SEED)
@@ -154,18 +154,18 @@ class Blueprint:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook was registered as layers were cut."""
+    """Whether a hook was registered by this package when layers were cut."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OURS)
 
 
 def marked(tensor: TensorOf, like: Tensor) -> TensorOf:
-    """Return a tensor, with the attributes that users put on another."""
+    """Copy the attributes that users have set on tensor `like` to a tensor, and return it."""
     vars(tensor).update(marks_of(like))
     return tensor
 
 
 def draw_weight(name: str, like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Draw a weight whose products are about as large as what they are made of."""
+    """Draw a random weight that about preserves the magnitude of activations (uniform, by fan-in)."""
     drawn = torch.empty(like.shape, dtype=at_work(like.dtype), device=device)
     if not drawn.is_floating_point():
         return drawn.zero_()
@@ -177,7 +177,7 @@ def draw_weight(name: str, like: Tensor, device: torch.device, generator: torch.
 
 
 def other_numbers(tensor: Tensor, factor: float) -> Tensor:
-    """Return numbers that are none of the usual, by a factor: 1 or 0, next to them, or between; flags turned."""
+    """Return other values for a control tensor, by a factor: 0 and 1 swapped, -0.5, or shifted by 1; flags inverted."""
     if tensor.dtype is torch.bool:
         return ~tensor if factor < 1 else tensor
     if factor < 1:

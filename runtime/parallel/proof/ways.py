@@ -1,10 +1,10 @@
-"""In which ways a pair of columns and rows may be cut: what is tried, and kept where it proves.
+"""Candidate ways to cut a column/row pair, which are tried in order until one proves equivalent.
 
 layouts   parts 3          [ q | k | v ]                       parts 2   [ gate | up ]
           parts 1          [ q0 k0 v0 | q1 k1 v1 | … ]         parts 1   [ gate0 up0 | gate1 up1 | … ]
           parts (2, 1, 1)  [ q q | k | v ], fewer keys than queries
-sizes     num_heads        and those that are as wide as a column or a row; config.num_heads; none
-alone     each layer takes and gives full tensors: it equals the whole whatever is between them
+sizes     num_heads        and attributes equal to the width of a column or row; config.num_heads; none
+alone     each layer takes and returns full tensors: equivalent whatever modules are between them
 whole     not cut
 """
 
@@ -23,12 +23,12 @@ Way = dict[str, RuleData]
 
 
 def replicated(cuts: Iterable[Cut]) -> Way:
-    """Return rules that leave layers whole."""
+    """Return rules that keep layers whole."""
     return {cut.path: TensorSplit.REPLICATE.value for cut in cuts}
 
 
 def alone(cuts: Iterable[Cut]) -> Way:
-    """Return rules by which each layer takes and gives full tensors."""
+    """Return rules by which each layer takes and returns full tensors."""
     return {
         cut.path: {"cut": cut.split.value, "alone": True}
         if cut.split in (TensorSplit.COLUMN, TensorSplit.ROW)
@@ -38,18 +38,18 @@ def alone(cuts: Iterable[Cut]) -> Way:
 
 
 def ways_of(pair: Sequence[Cut], *, is_asked: bool) -> list[Way]:
-    """Return in which ways a pair may be cut, the assumed one first.
+    """Return the candidate ways for a pair, the assumed one first.
 
-    `is_asked` says that a rule wants it cut, so that it must not be left whole.
+    `is_asked`: a rule demands the cut, so the pair must be neither parted nor kept whole.
     """
     ways = paired_ways(pair) if pair[0].is_paired else [{}]
     return ways if is_asked else [*ways, *([alone(pair)] if pair[0].is_paired else []), replicated(pair)]
 
 
 def paired_ways(pair: Sequence[Cut], *, all_of_them: bool = False) -> list[Way]:
-    """Return how the outputs of fused columns may be laid out, times the sizes that may be divided.
+    """Return all combinations of layouts of fused columns with sets of size attributes to divide.
 
-    Where a rule told the layout, there is one, unless `all_of_them` are wanted.
+    If a rule sets the layout, only that one, unless `all_of_them` are wanted.
     """
     layouts, sizes = _layouts(pair, all_of_them=all_of_them), _sizes(pair)
     ways: list[Way] = [
@@ -72,7 +72,7 @@ def _rule(cut: Cut, parts: Parts | None, sizes: tuple[str, ...] | None) -> RuleD
 
 
 def _layouts(pair: Sequence[Cut], *, all_of_them: bool) -> list[Parts | None]:
-    """Return the parts that a pair's fused column may have; None: as assumed, for layers side by side."""
+    """Return candidate `parts` of a pair's fused column; [None], the assumed ones, for several columns."""
     columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN]
     columns = [cut for cut in columns if ".lora_" not in cut.path] or columns
     row = next(cut for cut in pair if cut.split is TensorSplit.ROW)
@@ -91,7 +91,7 @@ def _layouts(pair: Sequence[Cut], *, all_of_them: bool) -> list[Parts | None]:
 
 
 def _sizes(pair: Sequence[Cut]) -> list[tuple[str, ...]]:
-    """Return which attributes of the modules around may be divided."""
+    """Return candidate sets of attributes of the owner modules to divide."""
     assumed, owners = pair[0].divides, pair[0].owners
     widths = {size for cut in pair for size in sizes_of(cut.layer)[:: 1 if cut.split is TensorSplit.ROW else -1][:1]}
     wide, configured = widths_of(owners, widths | _widths_within(pair)), configured_heads_of(owners)
@@ -100,7 +100,7 @@ def _sizes(pair: Sequence[Cut]) -> list[tuple[str, ...]]:
 
 
 def _widths_within(pair: Sequence[Cut]) -> set[int]:
-    """Return how wide the fused blocks of a pair's columns are: as the row, and what is left for keys and values."""
+    """Return the widths of the fused blocks of a pair's column: the row's, and half the rest for keys and values."""
     columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN]
     columns = [cut for cut in columns if ".lora_" not in cut.path] or columns
     row = next(cut for cut in pair if cut.split is TensorSplit.ROW)
@@ -109,11 +109,11 @@ def _widths_within(pair: Sequence[Cut]) -> set[int]:
 
 
 def renumbered(path: str, number: int) -> str:
-    """Return the name of the same layer of another block."""
+    """Return the name of the same layer in block `number`."""
     _, dot, rest = path.partition(".")
     return f"{number}{dot}{rest}"
 
 
 def everywhere(rules: Mapping[str, RuleData]) -> dict[str, RuleData]:
-    """Return rules for the layers of all blocks that are called so."""
+    """Return rules with the block's number replaced by "*": for the layers of these names in all blocks."""
     return {(renumbered(path, 0).replace("0", "*", 1) if "." in path else path): rule for path, rule in rules.items()}

@@ -1,5 +1,5 @@
-"""Tensor and sequence parallelism: which layers are cut and how, the cut layers, the loss on a cut vocabulary.
+"""Tensor and sequence parallelism: choice of layers to cut, sharded layers, vocabulary-parallel loss.
 
-`apply` cuts a module and `model_cuts` a model, by `rules`; `column_row_layers` are what it becomes, and `shard` is how
+`apply` cuts a module and `model_cuts` a model, by `rules`, into the layers of `column_row_layers`; `shard` records how
 each parameter was cut. Imports `expert`, `blocks`, `autograd`, `comm`, `job`.
 """

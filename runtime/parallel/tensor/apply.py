@@ -1,14 +1,14 @@
-"""Tensor parallelism: a module cut over the ranks of a group, in one line.
+"""Tensor parallelism: `apply_tensor_parallel` cuts a module over the ranks of a group.
 
-    x ─▶ column ─▶ activation or attention ─▶ row ─▶ sum over the ranks ─▶ y
+    x ─▶ column ─▶ activation or attention ─▶ row ─▶ all-reduce ─▶ y
          └────── each rank has its shard ──────┘
 
 A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, Shoeybi et al. 2019,
 section 3). Outside of such a pair all ranks hold the same tensors and the same gradients.
 
-Every parameter that is cut knows how (`shard_of`), also after a copy, a cast, a move off the meta device or the loading
-of a state dict; every other parameter is the same on all ranks, which is checked when a module is converted and at
-its first backward.
+Every sharded parameter records how it was cut (`shard_of`), also after a copy, a cast, a move off the meta device or
+the loading of a state dict. Every other parameter is replicated, which is checked when a module is cut and in the first
+backward.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ def apply_tensor_parallel(
     partial: Collection[str] = (),
     gathers_before: bool = False,
 ) -> nn.Module:
-    """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
+    """Cut the linear layers of `module` over `group` in place, and return it (or the layer that replaces it).
 
     By default the column/row pairs of attention blocks and MLPs are found by name (see `families`); all else stays
-    replicated, which is correct, just not split. An attention module's count of heads (`num_heads`, …) becomes that
-    of this rank; one that keeps it elsewhere must take it from the width of its projections.
+    replicated, which is correct, but not sharded. An attention module's number of heads (`num_heads`, …) becomes that
+    of this rank; a module that stores it elsewhere must derive it from the width of its projections.
 
     Args:
         module: the full module, with the same parameters on all ranks; may be on the meta device.
         group: all its members must call this.
         rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocabulary" or "replicate", or
             {"cut": "column", "parts": 3} for fused blocks; the first that matches wins over the defaults.
-        path: the module's name in the model; rules see names below it.
-        sequence_parallel: between its pairs, the module is given this rank's slice of the tokens (samples, tokens, …)
-            and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
-        cut_logits: a linear layer cut by "vocabulary" gives outputs of this rank's ids (see `losses`), else whole ones.
-        strict: nobody proves the cuts, so that only plain pairs are cut (see `families.pair_cuts`).
+        path: the module's name in the model; rules match names below it.
+        sequence_parallel: outside of its pairs, the module takes and returns this rank's slice of the tokens (samples,
+            tokens, …); gradients of its other parameters are then partial sums (see `sequence`).
+        cut_logits: a linear layer cut by "vocabulary" returns this rank's shard of logits (see `vocab_loss`), else all.
+        strict: the cuts are not proved, so only plain pairs are cut (see `families.pair_cuts`).
         partial: names of parameters that are not cut, and whose gradients are partial sums on the ranks.
-        gathers_before: sliced tokens are gathered where they enter the module that has the columns.
+        gathers_before: sliced tokens are all-gathered at the input of the module that has the columns.
 
     Raises:
-        UsageError: a rule says something else.
-        MisfitError: heads or sizes that the group's size does not divide, a rule for what cannot be cut, or
+        UsageError: an invalid rule.
+        MisfitError: heads or sizes that the group's size does not divide, a rule for a layer that cannot be cut, or
             parameters that differ between the ranks.
     """
     group = as_group(group)
@@ -110,7 +110,7 @@ def apply_tensor_parallel(
 def _slice_tokens(
     module: nn.Module, cuts: Sequence[Cut], made: Mapping[int, nn.Module], group: Group, *, gathers_before: bool
 ) -> None:
-    """Let dropouts draw for slices of the tokens, and modules be given whole ones before their columns."""
+    """Set dropouts to draw for slices of the tokens; if `gathers_before`, gather tokens before the columns' module."""
     for dropout in module.modules():
         if isinstance(dropout, KeyedDropout):
             dropout.sequence = group
@@ -120,7 +120,7 @@ def _slice_tokens(
 
 
 def _join_pairs(module: nn.Module, cuts: Sequence[Cut], made: Mapping[int, nn.Module], group: Group) -> None:
-    """Let the layers of each pair know of each other, those of modules within others after these."""
+    """Connect the layers of each pair by a `ColumnRowPair`, outer modules before inner ones."""
     scopes = {cut.pair for cut in cuts if cut.is_paired}
     for scope in (child for child in module.modules() if child in scopes):
         inside = [cut for cut in cuts if cut.is_paired and cut.pair is scope]
@@ -128,13 +128,13 @@ def _join_pairs(module: nn.Module, cuts: Sequence[Cut], made: Mapping[int, nn.Mo
 
 
 def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
-    """Return the mixtures of which every weight of every expert is cut: they copy and sum for all of them at once."""
+    """Return the mixtures whose experts are cut in all weights: these communicate once, at the mixture's boundary."""
     cut = {id(weight) for cut in cuts if cut.is_paired for weight in cut_weights(cut)}
     return {m for m in mixtures(module).values() if all(id(weight) in cut for weight in m.experts.parameters())}
 
 
 def _ways(module: nn.Module, cuts: Sequence[Cut], bounded: Set[nn.Module], sequence_parallel: bool) -> dict[int, Way]:
-    """Return how tokens enter and leave each layer that is cut; experts are given whole ones."""
+    """Return the entry and exit of each layer that is cut, by its id; experts take whole tokens."""
     alone: Way = ("copy", "sum")
     sliced: Way = ("gather", "scatter") if sequence_parallel else alone
     ways = {id(cut.layer): sliced if cut.is_paired else alone for cut in cuts}
@@ -145,7 +145,7 @@ def _ways(module: nn.Module, cuts: Sequence[Cut], bounded: Set[nn.Module], seque
 
 
 def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> None:
-    """Raise `MisfitError` for a mixture whose experts are not all cut alike: what they give is added up alike."""
+    """Raise `MisfitError` for a mixture whose experts are cut differently: their results are summed in one way."""
     for name, mixture in mixtures(module).items():
         found = {}
         for number, expert in mixture.experts.items():
@@ -173,7 +173,7 @@ def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
 
 
 def _watch_replicated(module: nn.Module, cuts: list[Cut], group: Group, partial: Collection[str], root: str) -> None:
-    """Have those parameters checked that might sit between a column and its row, on a tensor that is cut."""
+    """Watch the gradients of replicated parameters that may be applied between column and row, to a sharded tensor."""
     known = {id(parameter) for name, parameter in module.named_parameters() if name in partial}
     for path, parent in module.named_modules():
         around = [cut.path for cut in cuts if cut.is_paired and parent in (cut.parent, cut.pair)]

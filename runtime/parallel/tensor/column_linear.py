@@ -1,19 +1,19 @@
-"""How tokens enter a column layer, and the product there, with communication behind computation.
+"""Matmul of a column-parallel layer with the communication of its input, overlapped with computation.
 
     entry     forward                                 backward
-    copy      the input is on all ranks               the ranks' gradients are summed (all-reduce)
-    gather    joined from the ranks' tokens           summed, each rank gets those of its tokens (reduce-scatter)
-    none      as copy: somebody else does it          partial gradients go on
+    copy      the input is on all ranks               gradients are all-reduced
+    gather    all-gather of the ranks' tokens         gradients are reduce-scattered to each rank's tokens
+    none      the caller communicates                 gradients stay partial sums
 
-In the backward of one column the gradient of the input is on its way to the other ranks while that of the weight is
-computed, and gathered tokens are not kept: they are gathered once more, while the gradient of the input is computed
-(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
+In the backward the collective on the input's gradient runs while the weight's gradient is computed. Gathered tokens are
+not saved: they are gathered again, while the input's gradient is computed (Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models", section 4.2.2).
 
-    time ─▶   gather x ·········                  ▷ collective  · under way
+    time ─▶   gather x ·········                  ▷ collective  · in flight
               g W ────────  reduce ·············
                             gᵀ x ─────────  wait
 
-Several columns of one module that take the same tokens (queries, keys and values apart) let them enter once.
+Several columns of one module with the same input (separate queries, keys and values) communicate it once.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from ...comm.autograd_collectives import (
 from ..dropout import ColumnRowPair
 
 Entry = Literal["copy", "gather", "none"]
-"""How the input of a column layer comes from the ranks around; see the module."""
+"""Communication of a column layer's input; see the module."""
 
 
 def column_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, pair: ColumnRowPair | None = None
 ) -> Tensor:
-    """Return `x` times this rank's columns: (…, in) to (…, out / size), of all ranks' tokens where they are gathered.
+    """Return `x` times this rank's columns: (…, in) to (…, out / size), for all ranks' tokens if these are gathered.
 
-    `pair` says which other columns take the same tokens, and is there where a row follows.
+    `pair` is given where a row layer follows; it caches the input for other columns that take the same one.
     """
     return _aside(x, weight, bias, group, entry, pair)
 
@@ -73,7 +73,7 @@ def _column_product(
 _aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, ColumnRowPair | None], Tensor] = outside_compiled(
     _column_product
 )
-"""Outside of compiled code: a rank that compiles and one that does not have to issue the same collectives."""
+"""`_column_product` outside of compiled code: ranks must issue the same collectives whether they compile or not."""
 
 
 def _enter(group: Group, entry: Entry, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _enter(group: Group, entry: Entry, x: Tensor) -> Tensor:
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether an ordinary backward follows, on tensors as they are."""
+    """Whether the overlapped backward applies: grad mode on, no autocast or functorch transform, one dtype."""
     is_recorded = torch.is_grad_enabled() and weight.requires_grad and not x.is_meta
     is_bare = not _is_any_autocast_enabled() and not _are_functorch_transforms_active()
     return is_recorded and is_bare and x.dtype is weight.dtype
@@ -104,7 +104,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.shape = whole.shape
         return functional.linear(
             whole.reshape(-1, whole.shape[-1]), weight, bias
-        )  # a view could not be changed in place
+        )  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -127,7 +127,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def _recorded_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-    """Do the same by what can be differentiated once more, one after the other."""
+    """Compute the same gradients by differentiable operations, for double backward, without overlap."""
     x, weight = ctx.saved_tensors
     of_x = gradient.mm(weight).view(ctx.shape)
     of_x = reduce_scatter(of_x, ctx.group, TOKENS) if ctx.gathers else reduce_from_group(of_x, ctx.group)

@@ -1,11 +1,11 @@
-"""Linear layers and an embedding that are cut over the ranks of a group.
+"""Column- and row-parallel linear layers, and a vocabulary-parallel embedding.
 
-           ┌ W_0 ┐                    column: each rank computes some of the output features
-    x ───▶ │ ... │ ───▶ [y_0 | y_1]   row:    each rank takes some of the input features, and the
-           └ W_n ┘                            partial results are summed; the bias is added after that
+           ┌ W_0 ┐                    column: each rank computes a shard of the output features
+    x ───▶ │ ... │ ───▶ [y_0 | y_1]   row:    each rank takes a shard of the input features; the partial
+           └ W_n ┘                            results are all-reduced, then the bias is added
 
-Built from sizes, a layer draws the full weight and keeps its slice, so that ranks that are seeded alike hold the
-slices of one and the same full layer.
+Built from sizes, a layer draws the full weight and keeps its slice, so ranks with the same seed hold slices of the same
+full layer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .cuts import is_conv1d, sizes_of
 from .shard import Shard, gather_blocks, mark_shard, require_same, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
-"""How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its slice of the tokens; or
-as it is, one of the summands, where somebody else adds them up."""
+"""Communication of a row layer's output: all-reduce ("sum"); reduce-scatter to each rank's slice of the tokens
+("scatter"); or none: the output is a partial sum, which the caller reduces."""
 
 Sharded = TypeVar("Sharded", bound="ShardedModule")
 
 
 class ShardedModule(nn.Module):
-    """A module some of whose parameters are cut over `group`; it sees to it that they always know how."""
+    """Base class of modules with parameters cut over `group`; keeps the `Shard` on each through copies and loads."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ShardedModule(nn.Module):
         self._shards: dict[str, Shard] = {}
 
     def _adopt(self, name: str, full: Tensor | None, dim: int | None, parts: Parts = 1) -> None:
-        """Register `full` under `name`: this rank's slice along `dim`, or all of it where `dim` is None."""
+        """Register a parameter `name`: this rank's slice of `full` along `dim`, or a copy of all if `dim` is None."""
         if full is None:
             self.register_parameter(name, None)
             return
@@ -80,10 +80,10 @@ class ColumnParallelLinear(ShardedModule):
         out_features: full width of the output.
         group: the ranks over which it is cut.
         bias: whether there is one; it is cut like the output.
-        parts: the output is so many fused blocks (3 for a fused QKV), or blocks of these proportions, and each rank
-            gets its shard of every one (see `shard`).
-        gather_output: give back the full output (…, out) on all ranks.
-        entry: how the input comes from the ranks around (see `column_product`).
+        parts: number of fused blocks in the output (3 for a fused QKV), or their proportions; each rank gets its
+            shard of every block (see `shard`).
+        gather_output: return the full output (…, out) on all ranks.
+        entry: communication of the input (see `column_linear`).
         transposed: the weight is (in, out), as that of transformers' Conv1D.
         device: of the parameters.
         dtype: of the parameters.
@@ -166,16 +166,16 @@ class RowParallelLinear(ShardedModule):
         in_features: full width of the input.
         out_features: full width of the output.
         group: the ranks over which it is cut.
-        bias: whether there is one; it is replicated, and added once, after the sum over the ranks.
-        input_is_parallel: the input is this rank's shard already, as a column layer leaves it; otherwise it is full.
-        exit: what becomes of the partial results.
+        bias: whether there is one; it is replicated, and added once, after the reduction over the ranks.
+        input_is_parallel: the input is already this rank's shard, as a column layer returns it; otherwise it is full.
+        exit: communication of the partial results (see `Exit`).
         transposed: the weight is (in, out), as that of transformers' Conv1D.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        MisfitError: the size does not divide `in_features`, the ranks come with different biases, or there is a bias
-            that would be added once per rank.
+        MisfitError: the size does not divide `in_features`, biases differ between ranks, or there is a bias that
+            would be added once per rank.
     """
 
     deferrable = ("weight",)
@@ -231,7 +231,7 @@ class RowParallelLinear(ShardedModule):
         require_same({"bias": self.bias} if self.bias is not None else {}, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (…, in / size), or (…, in) without `input_is_parallel`, to (…, out), of this rank's tokens if scattered.
+        """Map (…, in / size), or (…, in) without `input_is_parallel`, to (…, out); with "scatter", of a token slice.
 
         Raises:
             MisfitError: the input has another width.
@@ -246,7 +246,7 @@ class RowParallelLinear(ShardedModule):
             )
         try:
             y = self._leave(linear(x, weight))
-        finally:  # torch.utils.checkpoint leaves a forward that it runs again where it has all it needs
+        finally:  # a rerun by torch.utils.checkpoint may stop early, by an exception
             if self.pair is not None:
                 self.pair.leave()
         return y if self.bias is None else y + self.bias
@@ -276,13 +276,13 @@ def _full_linear(
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """An embedding of which each rank holds the rows of some ids: (…) integers to (…, embedding_dim).
+    """An embedding sharded by ids, a contiguous range of rows per rank: (…) integers to (…, embedding_dim).
 
     Args:
         num_embeddings: full number of ids.
         embedding_dim: width of the output.
         group: the ranks over which it is cut.
-        padding_idx: an id whose row gets no gradient.
+        padding_idx: id whose row gets no gradient.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -329,7 +329,7 @@ class VocabParallelEmbedding(ShardedModule):
         num_local = self.weight.shape[0]
         local = ids - self.group.index * num_local
         is_elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ((local < 0) | (local >= num_local))
-        # Ids that are nobody's stay out of range here too, so that the lookup itself refuses them.
+        # Invalid ids stay out of range, so that the lookup itself raises.
         rows = embedding(local.masked_fill(is_elsewhere, 0), self.weight, self._local_padding())
         return reduce_from_group(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
 

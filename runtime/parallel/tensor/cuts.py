@@ -1,11 +1,11 @@
-"""One layer that is cut, and the layers that can be: linear ones, as torch and transformers write them, and embeddings.
+"""Cuts of single layers, and the layers that can be cut: linear ones (of torch, transformers, LoRA) and embeddings.
 
     nn.Linear     (out, in)           lora.Linear     x ─▶ base_layer ───────────────▶ + ─▶      base_layer is cut,
-    Conv1D        (in, out)                           x ─▶ lora_A ─▶ lora_B ─▶ scale ─┘          and what joins it
+    Conv1D        (in, out)                           x ─▶ lora_A ─▶ lora_B ─▶ scale ─┘          and one adapter matrix
 
-A column whose adapter is added to its output has the adapter's second matrix cut alike, a row the first.
+With a column the adapter's second matrix (lora_B) is cut in the same way, with a row the first (lora_A).
 
-A layer is cut only where calling it runs torch's own forward, or one that is known to be the same: `own_forward`.
+A layer is cut only if a call runs torch's own forward, or one that is known to be equivalent: `own_forward`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _SAME_FORWARD = {
     "transformers.models.falcon.modeling_falcon.FalconLinear",
     "timm.layers.linear.Linear",
 }
-"""Classes of libraries whose forwards give what a linear layer's does."""
+"""Library classes whose forward is equivalent to a linear layer's."""
 _CALLED = frozenset(("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "weight", "bias")) | {
     *("__getattr__", "__getattribute__", "__torch_function__")
 }
-"""What a call of a layer looks up on it."""
+"""Attributes that a call of a layer looks up on it."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 REGISTERED: dict[type[nn.Module], Callable[[Any, Group], nn.Module]] = {}
-"""Kinds of layers that users let be cut, and what makes of one what it is on a rank: `register_cut`."""
+"""User-registered layer classes, each with the function that makes a rank's sharded layer: `register_cut`."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One layer to be cut: where it hangs, how, its fused blocks (`parts`), and whether its partner is cut too."""
+    """Cut of one layer: its parent and name, the kind of split, fused blocks (`parts`), and whether it is in a pair."""
 
     parent: nn.Module | None
     name: str
@@ -51,25 +51,25 @@ class Cut:
     parts: Parts = 1
     is_paired: bool = False
     is_told: bool = False
-    """Whether a rule said what the parts are."""
+    """Whether a rule set `parts`."""
     scope: nn.Module | None = None
-    """The module whose columns and rows feed each other; None: the parent."""
+    """Module that contains the pair; None: the parent."""
     owners: tuple[nn.Module, ...] = ()
-    """The modules that may keep sizes of what is cut, that which calls the columns first."""
+    """Modules that may store sizes of cut layers; the caller of the columns comes first."""
     divides: tuple[str, ...] = ()
-    """The attributes of owners that become those of this rank: "num_heads", "config.num_heads"."""
+    """Attributes of owners to divide by the number of ranks: "num_heads", "config.num_heads"."""
     family: str = ""
-    """By which names the pair was found, if not by rules."""
+    """First column name of the family by which the pair was found; empty: by rules."""
 
     @property
     def pair(self) -> nn.Module | None:
-        """The module within which this layer and its partners are."""
+        """Module that contains this layer and its partners."""
         return self.parent if self.scope is None else self.scope
 
 
 @dataclass(frozen=True)
 class Place:
-    """A layer where it hangs."""
+    """A layer with its parent, its name there, and its full name."""
 
     parent: nn.Module
     name: str
@@ -78,38 +78,38 @@ class Place:
 
 
 def join(path: str, name: str) -> str:
-    """Return the dotted name of what is called so within a path."""
+    """Join a path and a name by a dot; either may be empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' linear layer whose weight is (in, out)."""
+    """Whether a module is transformers' Conv1D: a linear layer whose weight is (in, out)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of either kind."""
+    """Whether a module is an nn.Linear or a Conv1D."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer that rules are for."""
+    """Whether a module is a layer that rules apply to: linear, embedding or registered."""
     return is_linear(module) or isinstance(module, nn.Embedding) or type(module) in REGISTERED
 
 
 def register_cut(kind: type[Layer], make: Callable[[Layer, Group], nn.Module]) -> None:
-    """Let rules cut layers of a kind as "column", on all ranks alike, before the engine is made.
+    """Register a layer class that rules can cut as "column"; to be called on all ranks before the engine is made.
 
     Args:
-        kind: their class, itself and no subclass.
-        make: (layer, ranks of tp) → what the layer is on a rank, a `ShardedModule`: it takes and gives full tensors,
+        kind: the class itself; subclasses do not count.
+        make: (layer, ranks of tp) → the rank's sharded layer, a `ShardedModule`: it takes and returns full tensors,
             and has a slice of each of the layer's parameters along their first dimension, by the same names.
     """
     REGISTERED[kind] = make
 
 
 def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
-    """Whether a layer does what its class says, and nothing besides; unless `strict`, subclasses will do."""
+    """Whether a layer is a plain layer of its class, without hooks; unless `strict`, nn.Linear subclasses are too."""
     if is_hooked(layer) or has_hooked_weights(layer) or own_forward(layer):
         return False
     if type(layer) in (nn.Linear, nn.Embedding, *REGISTERED) or is_conv1d(layer):
@@ -119,7 +119,7 @@ def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
 
 
 def own_forward(layer: nn.Module) -> str:
-    """Return what of a layer is a forward of its own, or weights of a type of their own; empty: it is torch's."""
+    """Return, in words, an override of a layer's forward or a subclass of its weights; empty: both are torch's."""
     kind = type(layer)
     is_known = f"{kind.__module__}.{kind.__qualname__}" in _SAME_FORWARD
     bases = () if is_known or kind in REGISTERED else (base for base in kind.__mro__ if base not in _OF_TORCH)
@@ -133,24 +133,27 @@ def own_forward(layer: nn.Module) -> str:
 
 
 def is_replaced() -> bool:
-    """Whether somebody has put another forward into torch's own layers."""
+    """Whether the forward of nn.Linear or nn.Embedding has been monkey-patched."""
     return any(kind.forward is not forward for kind, forward in _FORWARDS.items())
 
 
 def has_hooked_weights(layer: nn.Module) -> bool:
-    """Whether hooks are registered on a layer's weights: they are given whole gradients, and would be lost."""
+    """Whether hooks are registered on a layer's weights: they expect whole gradients, and a cut would lose them."""
     return any(map(hooks_on, layer.parameters(recurse=False)))
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
-    """Return how many features a linear layer takes and gives."""
+    """Return the numbers of input and output features of a linear layer."""
     weight = layer.get_parameter("weight")
     taken, given = weight.shape if is_conv1d(layer) else reversed(weight.shape)
     return int(taken), int(given)
 
 
 def cut_width(cut: Cut) -> int:
-    """Return how many features or ids are divided; 0 for what is neither a linear layer nor an embedding."""
+    """Return the number of features or ids that a cut divides; 0 for a layer of another kind.
+
+    For a registered layer it is the shortest first dimension of its parameters.
+    """
     if is_linear(cut.layer):
         taken, given = sizes_of(cut.layer)
         return taken if cut.split is TensorSplit.ROW else given
@@ -161,12 +164,12 @@ def cut_width(cut: Cut) -> int:
 
 
 def cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
-    """Yield the parameters of which each rank has a shard."""
+    """Yield the parameters of a layer that the cut shards: all, except a row's bias."""
     return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
 
 
 def pairs_of(cuts: Sequence[Cut]) -> list[list[Cut]]:
-    """Return the cuts by the module whose layers they are: columns and rows that feed each other."""
+    """Group cuts by pair: columns and rows of one module and family."""
     pairs: dict[tuple[int, bool, str], list[Cut]] = {}
     for cut in cuts:
         pairs.setdefault((id(cut.pair), cut.is_paired, cut.family), []).append(cut)
@@ -174,7 +177,7 @@ def pairs_of(cuts: Sequence[Cut]) -> list[list[Cut]]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module adds the product of two small matrices to that of a linear layer (LoRA, as PEFT writes it)."""
+    """Whether a module is a LoRA adapter of PEFT around a linear layer, without DoRA or embedding adapters."""
     base, first, second = (getattr(module, name, None) for name in ("base_layer", "lora_A", "lora_B"))
     if not (isinstance(base, nn.Module) and is_linear(base)):
         return False
@@ -185,7 +188,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def layers_at(scope: nn.Module, path: str, name: str, split: TensorSplit) -> list[Place]:
-    """Return the layers that are cut together where a linear layer is named: itself first; none if there is no such."""
+    """Return the linear layer of a name, followed by the adapter matrices that are cut with it; empty if none."""
     *owners, last = name.split(".")
     parent: nn.Module = scope
     for owner in owners:

@@ -1,11 +1,11 @@
-"""The pairs of columns and rows that are found by name, and the sizes that modules keep of them.
+"""Column/row pairs found by the names of layers, and the attributes of modules that store their sizes.
 
     attention   qkv | query_key_value | Wqkv | c_attn | qkv_proj (fused) | q, k, v | q_proj, k_proj, v_proj | …
                 with proj | out_proj | o_proj | out | wo | dense | c_proj | …
     MLP         fc1 | up | up_proj | gate_proj | w1 | w3 | c_fc | wi | … | gate_up, gate_up_proj (two fused blocks)
                 with fc2 | down | down_proj | w2 | c_proj | wo | …
 
-Names may reach into the children of a module, as in BERT: attention.self.query with attention.output.dense. In an
+Names may be dotted paths into children of a module, as in BERT: attention.self.query with attention.output.dense. In an
 nn.Sequential a linear layer makes a pair with the next one, whatever their names are.
 """
 
@@ -24,14 +24,14 @@ from .shard import divides, require_even
 
 @dataclass(frozen=True)
 class Family:
-    """Names of columns and of the rows that they may feed."""
+    """Naming convention of a pair: names of column layers, and of the row layers behind them."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     parts: int = 1
-    """How many blocks are fused in a column."""
+    """Number of blocks that are fused in a column layer."""
     by_heads: bool = False
-    """Whether what belongs to a head lies side by side in a fused column."""
+    """Whether a fused column is interleaved by heads: q, k, v of each head are adjacent."""
     is_attention: bool = True
 
 
@@ -86,10 +86,10 @@ _KV_HEADS = (
     "n_query_groups",
 )
 HEAD_COUNTS = (*_HEADS, *_KV_HEADS)
-"""The attributes in which attention modules keep how many heads they have."""
+"""Attributes in which attention modules store their number of heads."""
 
 _CONFIGS = ("config", "cfg", "args", "options")
-"""The attributes in which modules keep what they were built from."""
+"""Attributes in which modules store the configuration that they were built from."""
 
 
 def pair_cuts(
@@ -106,13 +106,13 @@ def pair_cuts(
 
     Args:
         path: the name of `scope`.
-        scope: the module in which the names are looked for.
+        scope: the module in which the names are looked up.
         family: the names.
-        rule_of: what rules say of the layer of a name.
-        shared: the ids of layers that are used in several places.
-        size: over how many ranks.
-        strict: nobody proves the pair, so that only plain cases are cut, and heads that do not divide are an error.
-            Otherwise such layers are cut one by one.
+        rule_of: maps the name of a layer to its rule, or None.
+        shared: ids of layers that are used in several places.
+        size: number of ranks of tp.
+        strict: the pair is not proved, so only plain cases are cut, and heads that do not divide are an error.
+            Otherwise such layers are cut one by one (each takes and returns full tensors).
     """
     found = _places(path, scope, family)
     places = {place: split for split, group in found.items() for of_name in group for place in of_name}
@@ -150,7 +150,7 @@ def _cuts_at(
     *,
     is_alone: bool,
 ) -> list[Cut]:
-    """Return the cuts of a pair's layers, in which each may take and give full tensors (`is_alone`)."""
+    """Return the cuts of a pair's layers; with `is_alone` each layer takes and returns full tensors."""
     sizes = next((rule.sizes for rule in told.values() if rule.sizes is not None), None)
     divided_ones = heads_of(owners, family.is_attention) if sizes is None else sizes
     return [
@@ -173,7 +173,7 @@ def _cuts_at(
 
 
 def families_in(scope: nn.Module) -> Iterator[Family]:
-    """Yield the pairs of a row of modules: each linear layer with the next one, unless another has layers between."""
+    """Yield the pairs of an nn.Sequential: each linear layer with the next one, unless other layers are between."""
     column = ""
     for name, child in scope.named_children() if type(scope) is nn.Sequential else ():
         if not (is_linear(child) or is_adapted(child)):
@@ -186,7 +186,7 @@ def families_in(scope: nn.Module) -> Iterator[Family]:
 
 
 def _places(path: str, scope: nn.Module, family: Family) -> dict[TensorSplit, list[list[Place]]]:
-    """Return the layers that are called as a family has it, each with its adapters; none unless all are there."""
+    """Return the layers of a family's names, each with its LoRA adapters; empty unless the pair is complete."""
     columns = [layers_at(scope, path, name, TensorSplit.COLUMN) for name in family.columns]
     row = next((found for name in family.rows if (found := layers_at(scope, path, name, TensorSplit.ROW))), [])
     is_complete = all(columns) if family.is_attention else any(columns)
@@ -196,7 +196,7 @@ def _places(path: str, scope: nn.Module, family: Family) -> dict[TensorSplit, li
 
 
 def owner_of(scope: nn.Module, place: Place, path: str) -> nn.Module:
-    """Return the module within a scope that calls a layer: its parent, or that of the adapter around it."""
+    """Return the module within a scope that calls a layer: its parent, or the parent of the LoRA module around it."""
     inner = place.path.removeprefix(f"{path}.") if path else place.path
     owner, _, _ = inner.removesuffix(".base_layer").rpartition(".")
     return scope.get_submodule(owner)
@@ -209,9 +209,9 @@ def _parts_at(rule: TensorRule | None, assumed: Parts, split: TensorSplit) -> Pa
 
 
 def _assumed_parts(family: Family, outputs: Sequence[int], width: int, *, strict: bool) -> Parts | None:
-    """Return the fused blocks of a family's columns, if these feed a row of `width`; None: they do not.
+    """Return the fused blocks of a family's columns, inferred from their output sizes and the row's input `width`.
 
-    Keys and values may have fewer heads than queries.
+    None if the sizes do not fit. Keys and values may have fewer heads than queries (GQA).
     """
     first, *others = outputs
     if first == family.parts * width:
@@ -224,7 +224,7 @@ def _assumed_parts(family: Family, outputs: Sequence[int], width: int, *, strict
 
 
 def grouped_parts(total: int, width: int) -> Parts | None:
-    """Return the proportions of [queries; keys; values] where queries are `width` wide and the others narrower."""
+    """Return the proportions of fused [queries; keys; values] (GQA) of `total` outputs, with queries of `width`."""
     if not width < total < 3 * width or (total - width) % 2:
         return None
     rest = (total - width) // 2
@@ -233,7 +233,7 @@ def grouped_parts(total: int, width: int) -> Parts | None:
 
 
 def head_counts(owners: Sequence[nn.Module], width: int, kv_width: int, parts: Parts = 1) -> dict[str, int]:
-    """Return the counts of heads that modules state: by attributes, or by `head_dim` and the widths."""
+    """Return the numbers of heads of modules: from their attributes, or from `head_dim` and the widths."""
     stated: dict[str, int] = {}
     head_dim = None
     for owner in owners:
@@ -250,25 +250,25 @@ def head_counts(owners: Sequence[nn.Module], width: int, kv_width: int, parts: P
 
 
 def require_heads(path: str, heads: Mapping[str, int], size: int) -> None:
-    """Raise `MisfitError` unless the ranks divide all counts of heads."""
+    """Raise `MisfitError` unless `size` divides all numbers of heads."""
     for kind, count in heads.items():
         what = "heads" if kind in _HEADS else "key/value heads"
         require_even(count, size, f"{what} of {path!r}")
 
 
 def has_fewer_kv_heads(parent: nn.Module) -> bool:
-    """Whether a module says apart how many heads keys and values have."""
+    """Whether a module has an attribute for the number of key/value heads (GQA)."""
     return any(hasattr(parent, name) for name in _KV_HEADS)
 
 
 def heads_of(owners: Sequence[nn.Module], is_attention: bool = True) -> tuple[str, ...]:
-    """Return the attributes of modules that count heads."""
+    """Return the attributes of modules that store a number of heads; none if it is no attention."""
     names = [name for owner in owners for name in HEAD_COUNTS if isinstance(getattr(owner, name, None), int)]
     return tuple(dict.fromkeys(names)) if is_attention else ()
 
 
 def configured_heads_of(owners: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the attributes that count heads in what modules were built from: "config.num_heads"."""
+    """Return the attributes that store a number of heads in modules' configurations: "config.num_heads"."""
     return tuple(
         dict.fromkeys(
             f"{name}.{count}"
@@ -282,7 +282,7 @@ def configured_heads_of(owners: Sequence[nn.Module]) -> tuple[str, ...]:
 
 
 def widths_of(owners: Sequence[nn.Module], widths: set[int]) -> tuple[str, ...]:
-    """Return the attributes of modules that are among some widths, or lists of such."""
+    """Return the attributes of modules whose value is one of `widths`, or a list of these."""
     return tuple(dict.fromkeys(name for owner in owners for name in _widths_in(owner, widths)))
 
 
@@ -296,7 +296,7 @@ def _widths_in(owner: nn.Module, widths: set[int]) -> Iterator[str]:
 
 
 def divided(value: object, size: int) -> object:
-    """Return a size, or several, as a rank has them."""
+    """Divide a size, or each of several, by the number of ranks."""
     if isinstance(value, tuple | list):
         return type(value)(number // size for number in value)
     assert isinstance(value, int)

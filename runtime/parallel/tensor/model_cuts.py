@@ -1,4 +1,4 @@
-"""What tensor parallelism does to the blocks of a model on one rank, settled before any block is built."""
+"""Tensor-parallel cuts of a whole model on one rank, settled on outlines before any block is built."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .sequence import SequenceParallel, partial_weights, run_on_slices
 
 
 class TensorCuts:
-    """How the blocks of a model are cut over tp.
+    """Cuts over tp of the blocks of a model.
 
     Args:
-        outlines: the blocks before anything is cut (see `blocks.outlines`).
+        outlines: the blocks before any cut (see `blocks.outlines`).
         group: the ranks of tp.
         rules: patterns on names in the whole model, as `apply_tensor_parallel` takes them.
         sequence_parallel: whether tokens are sliced between pairs.
-        cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
-        proved: whether blocks that are not built in are proved, so that they are cut by more than the plainest names.
+        cut_logits: whether loss and metrics support logits that are cut over the vocabulary.
+        proved: whether blocks that are not built in are proved, so that more than plain pairs can be cut.
 
     Attributes:
-        cuts: which layers of each block are cut.
-        report: in a line, what is cut and what stays whole; None without tp.
+        cuts: the layers to cut, for each block.
+        report: a line for the log: weights that are cut, and layers that stay whole; None without tp.
 
-    Raises `UsageError` for a rule that says nothing that there is, or matches no layer.
+    Raises `UsageError` for an invalid rule, or one that matches no layer.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TensorCuts:
         return self._group if self._slices_tokens else None
 
     def _cuts_of(self, number: int, outline: nn.Module, choice: Choice) -> list[Cut]:
-        """Return which layers of a block are cut; what PyTorch has sharded already is left alone."""
+        """Return the layers of a block to cut; none if PyTorch has sharded it already."""
         if self._group.size == 1 or is_sharded(outline):
             return []
         rules = {**choice.rules, **self.rules}
@@ -77,17 +77,17 @@ class TensorCuts:
         return is_built_in(block) or not self._is_proved
 
     def _can_be_sliced(self, number: int) -> bool:
-        """Whether a block has pairs; where these were not asked for, also whether all around them allows it."""
+        """Whether a block has pairs; where no rule names them, also whether the rest of it can work on a slice."""
         block, cuts = self._outlines[number], self.cuts[number]
         is_free = not self._is_strict(block) and not self.are_ruled(cuts)
         return any(cut.is_paired for cut in cuts) and (not is_free or can_be_sliced(block, cuts, str(number)))
 
     def has_pairs(self, number: int, choice: Choice) -> bool:
-        """Whether a block has layers that are cut in pairs where it is cut so."""
+        """Whether a block, cut by a choice, has column/row pairs."""
         return any(cut.is_paired for cut in self._cuts_of(number, self._outlines[number], choice))
 
     def settle(self, choices: Mapping[int, Choice]) -> None:
-        """Take over how blocks are cut that were chosen for, on whatever rank."""
+        """Apply the choices that proofs on any rank have made for blocks: update cuts, report and token slicing."""
         for number, choice in choices.items():
             self.cuts[number] = self._cuts_of(number, self._outlines[number], choice)
         if choices and self._group.size > 1:
@@ -96,7 +96,7 @@ class TensorCuts:
             self.tokens = SequenceParallel(slices, self._slicing)
 
     def _report(self, choices: Mapping[int, Choice]) -> str:
-        """Say how many weights are cut, and the layers of which matrices stay whole; alike ones of all together."""
+        """Return the report: number of weights cut, and names of layers whose matrices stay whole, grouped by name."""
         total, divided, whole = 0, 0, dict[str, list[int]]()
         for number, (block, of_block) in enumerate(zip(self._outlines, self.cuts, strict=True)):
             shards = {id(p): p for cut in of_block for p in cut_weights(cut)}
@@ -113,7 +113,7 @@ class TensorCuts:
         return f"tp={self._group.size} cuts {divided} of {total} weights; whole: {listed}{why}"
 
     def _unpaired(self, whole: Mapping[str, Sequence[int]], choices: Mapping[int, Choice]) -> str:
-        """Say which linear layers are whole since they are in no pair, with a rule to write."""
+        """Return the part of the report on linear layers that are whole since they are in no pair, with a rule."""
         places: dict[str, list[int]] = {}
         for name, numbers in whole.items():
             for number in numbers:
@@ -126,11 +126,11 @@ class TensorCuts:
         return f"; in no pair, so that a rule has to cut them, rules={rule}: {_listed(places)}" if places else ""
 
     def are_ruled(self, cuts: Sequence[Cut]) -> bool:
-        """Whether a rule says how some of these layers are cut."""
+        """Whether a user's rule matches one of these layers."""
         return any(matches(cut.path, self.rules) for cut in cuts)
 
     def apply(self, number: int, block: nn.Module, choice: Choice) -> nn.Module:
-        """Cut block `number` as chosen, unless PyTorch has; every rank of tp calls this."""
+        """Cut block `number` by a choice, unless PyTorch has sharded it (collective over tp)."""
         if is_sharded(block):
             return block
         self._choices[number] = choice
@@ -161,16 +161,18 @@ class TensorCuts:
         return self.tokens.inside(number) and (number not in self._choices or self._choices[number].slices)
 
     def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Return what a rank sends and keeps of what the blocks leave; raises `MisfitError` as `tokens` does."""
+        """Return the specs that a rank sends and stores, from those of whole tokens and logits; raises `MisfitError`
+        as `SequenceParallel.travelling` does.
+        """
         *others, last = self.tokens.travelling(parcels)
-        if self._logits_are_cut and last.output.tree.is_tensor:  # a loss on a stage of its own gets them so
+        if self._logits_are_cut and last.output.tree.is_tensor:  # a loss on a separate stage receives them cut
             (logits,) = last.output.tensors
             *sizes, ids = logits.shape
             last = replace(last, output=TreeSpec.plain(TensorSpec((*sizes, ids // self._group.size), logits.dtype)))
         return [*others, last]
 
     def run_whole(self, number: int, block: nn.Module, given: Any, taken: Mapping[str, Any]) -> Any:
-        """Run a block of this rank on whole tokens; what it gives is whole, too, in tokens and in logits."""
+        """Run a block of this rank on whole tokens, and return whole tokens and logits."""
         result = run_on_slices(block, self.tokens.group_of(number), given, taken)
         if not self._logits_are_cut or number != self._last or not isinstance(result, Tensor):
             return result
@@ -182,16 +184,16 @@ class TensorCuts:
         return self._logits_are_cut
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loss or a metric bound to the ranks over which the logits it gets are cut, if they are."""
+        """Bind a loss or metric to the group over which its logits are cut; return it unchanged if they are whole."""
         return partial(function, vocabulary=self._group) if self._logits_are_cut else function
 
 
 _MOST_NAMED = 8
-"""So many layers that stay whole are named."""
+"""Number of layers that a part of the report names."""
 
 
 def _kept(outlines: Sequence[nn.Module], why: str, is_kept: Callable[[nn.Module], bool]) -> str:
-    """Say which layers are whole for something that they have."""
+    """Return the part of the report on layers that are whole for a reason (`why`)."""
     places: dict[str, list[int]] = {}
     for number, block in enumerate(outlines):
         for name, module in block.named_modules():
@@ -207,7 +209,7 @@ def _listed(places: Mapping[str, Sequence[int]]) -> str:
 
 
 def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
-    """Say which layers of pairs are cut so that each of them takes and gives full tensors."""
+    """Return the part of the report on layers of pairs that are cut one by one: each takes and returns full tensors."""
     places: dict[str, list[int]] = {}
     for number, of_block in enumerate(cuts):
         for cut in of_block:
@@ -217,7 +219,7 @@ def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
 
 
 def _proved(choices: Mapping[int, Choice]) -> str:
-    """Say which pairs are proved, named by their first columns."""
+    """Return the part of the report on proved pairs, named by their first columns."""
     places: dict[str, list[int]] = {}
     for number, choice in sorted(choices.items()):
         for path in sorted(choice.proved):
@@ -226,7 +228,7 @@ def _proved(choices: Mapping[int, Choice]) -> str:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """Write rising numbers in short: "1-4,6"."""
+    """Format ascending numbers as ranges: "1-4,6"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

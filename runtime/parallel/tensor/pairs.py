@@ -1,11 +1,11 @@
-"""What surrounds the layers of a pair, once they are cut: sizes, dropouts, norms, and where tokens are gathered.
+"""Adjustments around the layers of a cut pair: sizes, dropouts, norms, and the all-gather of sliced tokens.
 
-    num_heads 8 ─▶ 4                              the module's own counts become this rank's
+    num_heads 8 ─▶ 4                              the module's own sizes become this rank's
     dropout between column and row                draws for this rank's features
     norm of the whole width between them          x_0 │ x_1 ─▶ gather ─▶ norm ─▶ this rank's shard
-    tokens sliced outside of the module           gathered where they enter it, if its columns cannot do that
+    tokens sliced outside of the module           gathered at its input, if its columns cannot do that
 
-A pair can be parted again, before anything has run: then each of its layers takes and gives full tensors.
+A pair can be parted again, before it has run: then each of its layers takes and returns full tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .families import divided
 from .shard import shard_of
 
 _ORIGINAL = "_quintsched_sizes"
-"""Where an owner keeps what its sizes were before they were divided."""
+"""Attribute in which a module keeps its original sizes, from before they were divided."""
 
 
 def divide_sizes(cuts: Iterable[Cut], size: int) -> None:
-    """Let the modules that keep sizes of what is cut keep those of this rank."""
+    """Divide the size attributes of the modules that own cut layers (`Cut.divides`) by the number of ranks."""
     wanted = {(id(owner), name): (owner, name) for cut in cuts for owner in cut.owners for name in cut.divides}
     for owner, name in wanted.values():
         configured, dot, count = name.partition(".")
@@ -46,14 +46,14 @@ def divide_sizes(cuts: Iterable[Cut], size: int) -> None:
 
 
 def restore_sizes(owner: nn.Module) -> None:
-    """Let a module keep the sizes that it had before they were divided."""
+    """Restore a module's size attributes from before they were divided."""
     for name, value in owner.__dict__.pop(_ORIGINAL, {}).items():
         configured, dot, count = name.partition(".")
         setattr(getattr(owner, configured) if dot else owner, count or configured, value)
 
 
 def join_pair(scope: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
-    """Let columns and rows, and what drops out between them, at whatever depth, know of each other."""
+    """Connect column and row layers, and dropouts anywhere inside `scope`, by one `ColumnRowPair`."""
     pair = ColumnRowPair(group, sum(isinstance(layer, ColumnParallelLinear) for layer in layers))
     dropouts = (layer for layer in scope.modules() if isinstance(layer, KeyedDropout))
     for layer in (*layers, *dropouts):
@@ -67,22 +67,22 @@ def join_pair(scope: nn.Module, layers: Sequence[nn.Module], group: Group) -> No
 
 
 def is_cut_adapter(module: nn.Module) -> bool:
-    """Whether a module adds small products to a layer that is cut."""
+    """Whether a module is a LoRA adapter around a layer that is cut."""
     base = getattr(module, "base_layer", None)
     return isinstance(base, ColumnParallelLinear | RowParallelLinear) and hasattr(module, "lora_dropout")
 
 
 def gather_wide_norms(cuts: Sequence[Cut], group: Group) -> None:
-    """Let those modules between columns and rows that work on the whole width be given it."""
+    """Register hooks that all-gather the features for norms over the whole width between columns and rows."""
     for module, width in wide_norms(cuts):
         module.register_forward_pre_hook(partial(_gather_features, width, group))
         module.register_forward_hook(partial(_shard_features, width, group))
 
 
 def wide_norms(cuts: Sequence[Cut]) -> Iterator[tuple[nn.Module, int]]:
-    """Yield those modules between columns and rows that work on the whole width, with this width.
+    """Yield the modules between columns and rows that work on the whole width (norms), each with this width.
 
-    They are known by a weight as long as a column is wide; on whole tokens they work as ever.
+    They are recognised by a weight (width,). Inputs that already have the whole width pass unchanged.
     """
     widths = {sizes_of(cut.layer)[1] for cut in cuts if cut.is_paired and cut.name}
     layers = {id(cut.layer) for cut in cuts}
@@ -110,7 +110,7 @@ def _shard_features(width: int, group: Group, module: nn.Module, args: tuple[Any
 
 
 def gather_tokens_before(owner: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
-    """Gather sliced tokens where they enter a module, instead of where they enter each of its columns."""
+    """All-gather sliced tokens once at the input of a module, instead of at each of its columns."""
     columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
     for column in columns:
         column.entry = "none"
@@ -133,7 +133,7 @@ def _gather_tokens(
 
 
 def part_pairs(block: nn.Module) -> bool:
-    """Let each layer of a block that is cut take and give full tensors; return whether that can be done."""
+    """Part the pairs of a block, so that each cut layer takes and returns full tensors; False if not possible."""
     layers = [m for m in block.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear) and m.pair]
     columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
     rows = [layer for layer in layers if isinstance(layer, RowParallelLinear)]

@@ -1,20 +1,19 @@
-"""Which layers of a module tensor parallelism cuts, and how.
+"""Rules of tensor parallelism: the layers of a module to cut, and the kind of each cut.
 
 By default, pairs found by name within one module (see `families`), where both sides are plain nn.Linear, or Conv1D of
-transformers, of matching sizes that are used nowhere else. Everything else is left alone.
+transformers, of matching sizes, and used nowhere else. All other layers are replicated.
 
-A module may say more of its layers, by an attribute `tensor_parallel`, name to rule. What the ranks do not divide
-then stays whole:
+A module may declare rules for its layers in an attribute `tensor_parallel`, name to rule. Layers that the number of
+ranks does not divide then stay whole:
 
     class Head(nn.Module):
         tensor_parallel = {"head": "vocabulary"}
 
-Rules win over all that. Columns and rows that rules name in one parent feed each other where there are both; a column
-alone gathers its output and a row alone takes the full input, so that what surrounds them need not know. "vocabulary"
-cuts an embedding by its ids, and a linear layer by its outputs, which at the end of the model stay cut for a loss that
-can do with them.
+User rules take precedence. If rules name both columns and rows in one parent, these form a pair. A column alone gathers
+its output and a row alone takes the full input, so that surrounding code is unaffected. "vocabulary" cuts an embedding
+by ids, and a linear layer by outputs; at the end of the model these stay sharded for a loss that supports it.
 
-How a block is cut where names alone do not decide: what a proof has chosen.
+Where names alone do not decide, a proof has chosen how a block is cut (`Choice`).
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from .families import FAMILIES, families_in, has_fewer_kv_heads, head_counts, he
 from .shard import require_even
 
 RuleData = str | Mapping[str, object]
-"""A rule as people write it: "column", or {"cut": "column", "parts": 3} (see `settings.tensor_rules`)."""
+"""A rule as users write it: "column", or {"cut": "column", "parts": 3} (see `settings.tensor_rules`)."""
 
 Rules = Mapping[str, RuleData]
-"""Patterns on names to rules; the first that matches counts."""
+"""fnmatch patterns on names to rules; the first match applies."""
 
 
 _OWN = "quintsched.runtime.models."
@@ -46,13 +45,13 @@ _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDeco
 
 
 def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "", *, strict: bool = True) -> list[Cut]:
-    """List the layers of `root` to be cut over `size` ranks; rules see their names below `path`.
+    """List the layers of `root` to be cut over `size` ranks; rules match their names below `path`.
 
-    `strict` says that nobody proves the cuts (see `families.pair_cuts`).
+    `strict`: the cuts are not proved (see `families.pair_cuts`).
 
     Raises:
         UsageError: a rule that is none of "column", "row", "vocabulary", "replicate".
-        MisfitError: `size` does not divide heads or features, or a rule for a layer that cannot be cut.
+        MisfitError: `size` does not divide heads or features, or a rule is for a layer that cannot be cut.
     """
     parsed = parse_rules(rules)
     declared = _declared(root, path)
@@ -76,7 +75,7 @@ def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "", *, stric
 
 
 def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
-    """Raise `MisfitError` where a module cannot work on a slice of the tokens: all but its pairs sees only that."""
+    """Raise `MisfitError` if a module cannot work on a slice of the tokens, as its layers outside of pairs have to."""
     alone = [cut.path for cut in cuts if not cut.is_paired]
     cut = {module for cut in cuts for module in (cut.parent, cut.scope, *cut.owners)}
     whole = [name for name, module in root.named_modules(prefix=path) if _attends(module) and module not in cut]
@@ -86,7 +85,7 @@ def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
 
 
 def can_be_sliced(root: nn.Module, cuts: Sequence[Cut], path: str) -> bool:
-    """Whether a module can work on a slice of the tokens, by all that can be seen without running it."""
+    """Whether a module can work on a slice of the tokens, judged without running it."""
     try:
         require_pairs(root, cuts, path)
     except MisfitError:
@@ -95,23 +94,23 @@ def can_be_sliced(root: nn.Module, cuts: Sequence[Cut], path: str) -> bool:
 
 
 def is_built_in(block: nn.Module) -> bool:
-    """Whether a block is one of our own models, whose cuts tests prove once for all."""
+    """Whether a block is one of our own models, whose cuts are proved by this project's tests."""
     return type(block).__module__.startswith(_OWN)
 
 
 def _attends(module: nn.Module) -> bool:
-    """Whether a module is an attention by all that can be seen: it says how many heads its layers are for."""
+    """Whether a module seems to be an attention: it has layers, and an attribute for the number of heads."""
     has_layers = any(is_layer(child) for child in module.children())
     return isinstance(module, _OPAQUE) or (has_layers and bool(head_counts([module], 0, 0)))
 
 
 def matches(path: str, rules: Rules) -> bool:
-    """Whether a rule is for the layer of this name."""
+    """Whether a rule matches the layer of this name."""
     return any(fnmatchcase(path, pattern) for pattern in rules)
 
 
 def require_rules_to_match(rules: Rules, blocks: Sequence[nn.Module]) -> None:
-    """Raise `UsageError` for a rule that says nothing that there is, or is for no layer of the model."""
+    """Raise `UsageError` for an invalid rule, or one that matches no layer of the model."""
     parse_rules(rules)
     names = [
         name
@@ -127,7 +126,7 @@ def require_rules_to_match(rules: Rules, blocks: Sequence[nn.Module]) -> None:
 
 
 def _declared(root: nn.Module, path: str) -> dict[str, TensorRule]:
-    """Return what modules say of their layers, by full names."""
+    """Return the rules that modules declare for their layers (`tensor_parallel`), by full names."""
     return {
         join(place, name): _parse_rule(name, rule)
         for place, module in root.named_modules(prefix=path)
@@ -136,7 +135,7 @@ def _declared(root: nn.Module, path: str) -> dict[str, TensorRule]:
 
 
 def parse_rules(rules: Rules) -> dict[str, TensorRule]:
-    """Return what rules say; raises `UsageError` for one that says nothing that there is."""
+    """Parse rules; raises `UsageError` for an invalid one."""
     return {pattern: _parse_rule(pattern, rule) for pattern, rule in rules.items()}
 
 
@@ -154,7 +153,7 @@ def _match(path: str, rules: Mapping[str, TensorRule]) -> TensorRule | None:
 
 
 def _shared_layers(root: nn.Module) -> set[int]:
-    """Return the ids of modules that hang in several places, or whose parameters do."""
+    """Return the ids of modules that are registered in several places, or whose parameters are."""
     places = Counter(id(child) for parent in root.modules() for child in parent._modules.values())
     owners = Counter(id(param) for module in root.modules() for param in module._parameters.values())
     return {
@@ -174,7 +173,9 @@ def _root_cut(root: nn.Module, rules: Mapping[str, TensorRule], path: str) -> li
 def _open_modules(
     path: str, module: nn.Module, rules: Mapping[str, TensorRule], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Walk the modules whose children may be replaced, each once; opaque ones call functions on their weights."""
+    """Yield the modules whose children may be replaced, each once. Opaque ones, which use the weights of their layers
+    without calling these, are skipped.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -222,7 +223,7 @@ def _family_cuts(
 
 
 def _ruled_cuts(path: str, parent: nn.Module, rules: Mapping[str, TensorRule], done: set[int], size: int) -> list[Cut]:
-    """Return the cuts that rules ask for beyond the pairs found by name."""
+    """Return the cuts that rules require beyond the pairs found by name."""
     layers = {name: child for name, child in parent.named_children() if is_layer(child) and id(child) not in done}
     names = {name: join(path, name) for name in layers if not any(part.startswith("lora_") for part in path.split("."))}
     ruled = {name: rule for name, full in names.items() if (rule := _match(full, rules)) is not None}
@@ -249,7 +250,7 @@ def _ruled_cuts(path: str, parent: nn.Module, rules: Mapping[str, TensorRule], d
 
 
 def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -> int:
-    """Return of how many blocks, each as wide as a row's input, a column's output consists."""
+    """Return the number of fused blocks in a column's output, each as wide as a row's input."""
     if output in widths or (has_fewer_kv_heads(parent) and any(width % output == 0 for width in widths)):
         return 1
     for width in widths:
@@ -288,14 +289,14 @@ def _require_divisible(cut: Cut, size: int) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one block is cut over tp.
+    """Choice of cuts over tp for one block.
 
     Attributes:
-        rules: beyond those of the user, by names in the whole model.
+        rules: in addition to the user's, by names in the whole model.
         partial: names, in the block, of weights that are not cut and whose gradients are partial sums on the ranks.
-        slices: whether the block is given a slice of the tokens, where tokens are sliced.
-        gathers_before: whether tokens are then gathered where they enter the module of a pair's columns.
-        proved: first columns of pairs that were proved, by names in the whole model.
+        slices: whether the block takes a slice of the tokens, where tokens are sliced.
+        gathers_before: whether tokens are then all-gathered at the input of the module of a pair's columns.
+        proved: names in the whole model of the first columns of proved pairs.
     """
 
     rules: Rules = field(default_factory=dict)

@@ -4,13 +4,13 @@
                                         └──────────────────── block ────────────────────────────────┘
     … block ──▶ (B,S/tp,D) ─▷ gather ─▶ (B,S,D) ─▶ head
 
-What tensor parallelism alone does on every rank alike (norms, dropout, residuals) is divided, and so are the
-activations it keeps and the messages between stages. The volume of communication stays: an all-reduce is a
+Work that tensor parallelism alone replicates (norms, dropout, residuals) is divided over the ranks, and so are its
+saved activations and the messages between stages. The volume of communication stays: an all-reduce is a
 reduce-scatter and an all-gather (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-Models", section 4.2.2). A block is given its slice if it has pairs; the others (an embedding, a head) get whole tokens.
+Models", section 4.2.2). A block takes a slice if it has pairs; the others (an embedding, a head) take whole tokens.
 
-Outside of its pairs a block must work on tokens one by one, along dimension 1. The gradient of a parameter there is
-made from a slice of the tokens, a partial sum: after a stage's last backward the ranks add theirs up.
+Outside of its pairs a block must be tokenwise, along dimension 1. The gradient of a parameter there is computed from a
+slice of the tokens, so it is a partial sum: after a stage's last backward the ranks all-reduce it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .shard import shard_of
 
 
 class SequenceParallel:
-    """Where in the model activations are this rank's slice of the tokens.
+    """Map of the blocks whose activations are this rank's slice of the tokens.
 
     Args:
         has_pairs: whether each block has column/row pairs.
@@ -44,24 +44,24 @@ class SequenceParallel:
         self._inside = [self._group is not None and has for has in has_pairs]
 
     def inside(self, number: int) -> bool:
-        """Whether block `number` works on this rank's slice."""
+        """Whether block `number` takes this rank's slice of the tokens."""
         return self._inside[number]
 
     def group_of(self, number: int) -> Group | None:
-        """Return the ranks over which the tokens are sliced that block `number` works on; None: they are whole."""
+        """Return the group over which the input tokens of block `number` are sliced; None: they are whole."""
         return self._group if self._inside[number] else None
 
     def leaves_slice(self, number: int) -> bool:
-        """Whether what travels behind block `number` is a slice; before the first and after the last it is not."""
+        """Whether a slice is sent from block `number` to the next; before the first and after the last it is not."""
         neighbours = self._inside[number : number + 2]
         return 0 <= number < len(self._inside) - 1 and any(neighbours)
 
     def parts_before(self, number: int) -> int:
-        """Into how many slices the tokens are cut that block `number` is given."""
+        """Return the number of slices of the tokens that are sent to block `number`; 1: they are whole."""
         return self._group.size if self._group is not None and self.leaves_slice(number - 1) else 1
 
     def around(self, number: int, block: nn.Module) -> list[nn.Module]:
-        """Return a block with what gathers tokens before it, or scatters them behind it, where that is needed."""
+        """Return a block with the modules that gather or scatter tokens before and behind it, where needed."""
         if self._group is None:
             return [block]
         inside, given, left = self._inside[number], self.leaves_slice(number - 1), self.leaves_slice(number)
@@ -72,9 +72,9 @@ class SequenceParallel:
         ]
 
     def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Return what a rank sends and keeps of what the blocks leave.
+        """Return the specs that a rank sends and stores, from those of whole tokens.
 
-        What rides along stays whole. Raises `MisfitError` for tokens that do not divide, and for riders of slices.
+        Riders stay whole. Raises `MisfitError` for tokens that do not divide, and for riders of blocks on slices.
         """
         for number, parcel in enumerate(parcels):
             known = parcels[number - 1].names if number else ()
@@ -108,7 +108,7 @@ class SequenceParallel:
 
 
 def run_on_slices(block: nn.Module, group: Group | None, given: Any, taken: Mapping[str, Any]) -> Any:
-    """Run a block on whole tokens; one that works on slices over a group is given its slice, and gives whole ones."""
+    """Run a block on whole tokens: if it works on slices over a group, scatter its input and gather its output."""
     if group is None:
         return block(given, **taken)
     output, riders, auxiliary = split_result(block(scatter_to_group(given, group, TOKENS), **taken))
@@ -116,9 +116,9 @@ def run_on_slices(block: nn.Module, group: Group | None, given: Any, taken: Mapp
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the weights of a block inside that get a partial sum of their gradient on each rank.
+    """Return the weights of a block on slices whose gradients are partial sums on each rank.
 
-    These are all that are not cut, but for the routers of experts, and experts that are not cut, which see all tokens.
+    These are all that are not cut, except routers of experts, and experts that are not cut, which see all tokens.
     """
     routed = [child for layer in mixtures(block).values() for child in (layer.router, layer.experts)]
     whole = {parameter for child in routed for parameter in child.parameters()}

@@ -1,16 +1,14 @@
-"""How a parameter is cut over the ranks of a group, noted on the parameter itself.
+"""Shards of parameters over a group: the record on each parameter, slicing and gathering, and checks of replicas.
 
-The fused blocks of a layer's outputs: each rank has its shard of every one.
+The outputs of a layer may be fused blocks (`parts`): each rank has its shard of every block.
 
 parts 3          [ q0 q1 | k0 k1 | v0 v1 ]          rank 0: q0 k0 v0
 parts (2, 1, 1)  [ q0 q0 q1 q1 | k0 k1 | v0 v1 ]    rank 0: q0 q0 k0 v0
-parts 1          [ q0 k0 v0 | q1 k1 v1 ]            rank 0: q0 k0 v0         heads side by side
+parts 1          [ q0 k0 v0 | q1 k1 v1 ]            rank 0: q0 k0 v0         interleaved by heads
 
-Checks that what is replicated is the same on all ranks of a group.
-
-Two ways to get a silently wrong tensor-parallel run: ranks that start from different replicated parameters, and a
-replicated parameter that works on a cut tensor (a norm of the queries, say), whose gradient is then but one
-of the partial sums.
+The checks find two causes of a silently wrong tensor-parallel run: ranks that start from different replicated
+parameters, and a replicated parameter that is applied to a sharded tensor (a norm of the queries, say), whose gradient
+on each rank is then only a partial sum.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from .cuts import is_replaced, join
 
 @dataclass(frozen=True)
 class Shard:
-    """Slice `index` of `size` along `dim`, taken from each of the fused blocks (`parts`) and joined."""
+    """Slice `index` of `size` along `dim`, taken from each of the fused blocks (`parts`) and concatenated."""
 
     dim: int
     parts: Parts
@@ -41,7 +39,7 @@ class Shard:
     size: int
 
     def places(self, total: int) -> list[slice]:
-        """Return which places of a full dimension of `total` make up the slice: one in each of the fused blocks."""
+        """Return the slices of a full dimension of length `total` that make up the shard: one per fused block."""
         places, start = [], 0
         for block in block_sizes(total, self.parts):
             here = block // self.size
@@ -51,18 +49,18 @@ class Shard:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """Return how `param` was cut, or None: it is replicated."""
+    """Return the shard that `param` is; None: it is replicated."""
     shard: Shard | None = getattr(param, "_quintsched_shard", None)
     return shard
 
 
 def mark_shard(param: Tensor, shard: Shard) -> None:
-    """Note on `param` how it was cut."""
+    """Record on `param` which shard it is."""
     param._quintsched_shard = shard  # type: ignore[attr-defined]
 
 
 def take_shard(full: Tensor, shard: Shard) -> Tensor:
-    """Return the slice of `full` that `shard` stands for, as a contiguous copy; the inverse of `gather_full`.
+    """Return the slice of `full` that `shard` describes, as a contiguous copy; the inverse of `gather_full`.
 
     Raises:
         MisfitError: the dimension does not divide.
@@ -73,7 +71,7 @@ def take_shard(full: Tensor, shard: Shard) -> Tensor:
 
 
 def gather_full(param: Tensor, group: Group, shard: Shard | None = None) -> Tensor:
-    """Return the full tensor that the members' `param` are slices of, detached; a copy where it is replicated.
+    """All-gather the full tensor of which each member's `param` is a slice, detached; a copy if it is replicated.
 
     Args:
         param: a parameter, or with `shard` any tensor cut like one (a gradient, an optimizer state).
@@ -93,7 +91,7 @@ def gather_full(param: Tensor, group: Group, shard: Shard | None = None) -> Tens
 
 
 def gather_blocks(tensor: Tensor, group: Group, dim: int, parts: Parts) -> Tensor:
-    """Join the members' slices along `dim` (from 0, or -1), block by block; its backward takes this member's."""
+    """All-gather the members' slices along `dim` (from 0, or -1), block by block; the backward slices the gradient."""
     if isinstance(parts, int):
         at = dim % tensor.dim()
         blocks = tensor.reshape(*tensor.shape[:at], parts, 1, -1, *tensor.shape[at + 1 :])
@@ -103,7 +101,7 @@ def gather_blocks(tensor: Tensor, group: Group, dim: int, parts: Parts) -> Tenso
 
 
 def block_sizes(total: int, parts: Parts) -> list[int]:
-    """Return the sizes of the fused blocks that `total` consists of; `parts` divide it."""
+    """Return the sizes of the fused blocks of a dimension of length `total`, which `parts` must divide."""
     proportions = (1,) * parts if isinstance(parts, int) else parts
     unit = total // sum(proportions)
     return [unit * proportion for proportion in proportions]
@@ -113,7 +111,7 @@ def require_even(total: int, size: int, what: str, parts: Parts = 1) -> None:
     """Check that each of the fused blocks of `total` can be cut into `size`.
 
     Raises:
-        MisfitError: it cannot; says which sizes can.
+        MisfitError: some block cannot; the message lists the sizes that can.
     """
     if not divides(total, size, parts):
         choices = ", ".join(str(n) for n in range(1, min(total, 1024) + 1) if divides(total, n, parts))
@@ -133,10 +131,10 @@ _GRADIENT_TOLERANCE = 1e-2
 
 
 def require_same(named: Mapping[str, Tensor], group: Group) -> None:
-    """Check that tensors have the same norms on all members; those on the meta device are not looked at.
+    """Check that floating-point tensors have the same norms on all members, except on the meta device (collective).
 
     Raises:
-        MisfitError: some differ; names the first of them. All members raise together.
+        MisfitError: some differ; the message names the first. All members raise together.
     """
     names = [name for name, tensor in named.items() if not tensor.is_meta and tensor.is_floating_point()]
     if group.size == 1 or not names:
@@ -152,7 +150,7 @@ def require_same(named: Mapping[str, Tensor], group: Group) -> None:
 def watch_gradient(param: Tensor, name: str, group: Group, rules: Mapping[str, str]) -> None:
     """Check at the first backward that the gradient of a replicated parameter is the same on all members.
 
-    The backward raises MisfitError where it is not, with the rules that keep the layers around it whole.
+    The backward raises MisfitError if it is not; the message has `rules` that keep the layers around it whole.
     """
 
     def check(grad: Tensor) -> None:
@@ -167,7 +165,7 @@ def watch_gradient(param: Tensor, name: str, group: Group, rules: Mapping[str, s
 
 
 def _differing(tensors: list[Tensor], group: Group, tolerance: float) -> list[int]:
-    """Return which tensors' norms differ by more than `tolerance` of the greatest."""
+    """Return the indices of tensors whose norms differ between ranks by more than `tolerance` of the greatest."""
     norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).to(group.device) for tensor in tensors]
     high = torch.stack(norms).nan_to_num()
     low = high.clone()
@@ -177,21 +175,23 @@ def _differing(tensors: list[Tensor], group: Group, tolerance: float) -> list[in
 
 
 class CutLayers:
-    """The layers of which this rank has shards, as they were cut: what a loop does to one would be lost."""
+    """Record of the sharded layers of this rank as they were cut, to refuse later changes that would have no effect."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[str, nn.Module, type, Set[str]]] = []
         self._weights: list[tuple[str, nn.Parameter]] = []
 
     def add(self, block: nn.Module, path: str) -> None:
-        """Take note of those of a block."""
+        """Record the sharded layers of a block."""
         for name, module in block.named_modules(prefix=path):
             weights = [(join(name, key), p) for key, p in module._parameters.items() if p is not None and shard_of(p)]
             self._weights += weights
             self.layers += [(name, module, type(module), frozenset(vars(module)))] if weights else []
 
     def require_as_cut(self, names: Collection[str]) -> None:
-        """Raise `MisfitError` where a loop set hooks on weights, or a forward, class or what code `names` on layers."""
+        """Raise `MisfitError` if a training loop has changed a recorded layer: hooks on its weights, its class, its
+        methods, or attributes of `names`, which code of its block reads.
+        """
         for name, weight in self._weights:
             if not all(map(is_ours, hooks_on(weight))):
                 _refuse(f"a hook was registered on the weight {name!r}")

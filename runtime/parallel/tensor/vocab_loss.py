@@ -1,10 +1,10 @@
-"""Cross entropy of logits that are cut over the vocabulary: no rank ever has them whole.
+"""Vocabulary-parallel cross entropy: logits stay sharded over the vocabulary, and no rank has all of them.
 
-    rank 0   logits of ids 0 … V/n-1    ─┐   per token: the largest, the sum of exponentials, the target's logit,
-    rank 1   logits of ids V/n … 2V/n-1 ─┤              each put together by an all-reduce of one number
+    rank 0   logits of ids 0 … V/n-1    ─┐   per token: maximum, sum of exponentials, and the target's logit,
+    rank 1   logits of ids V/n … 2V/n-1 ─┤              each all-reduced as one number
     …                                   ─┘
 
-    loss = log Σ exp(z - max) - (z_target - max)           gradient here: softmax of the ids here - 1 at the target
+    loss = log Σ exp(z - max) - (z_target - max)           local gradient: softmax of the local ids - 1 at the target
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -26,13 +26,13 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, group: Grou
     """Return each token's cross entropy, the same on all ranks of the group: (tokens,), zero where ignored.
 
     Args:
-        logits: this rank's ids (tokens, V / size), of ids that follow those of the rank before.
+        logits: those of this rank's ids (tokens, V / size), contiguous ranges of ids in rank order.
         targets: int64 (tokens,), ids of the whole vocabulary.
-        ignored: the target of a token that does not count.
+        ignored: the target of a token that does not count (ignore_index).
         group: the ranks over which the vocabulary is cut; all of them call this.
 
     Raises:
-        RuntimeError: a target that is no id, on every rank (on CUDA: a device-side assertion).
+        RuntimeError: a target that is not an id, on every rank (on CUDA: a device-side assertion).
     """
     return cut_losses(logits, targets, ignored, group)[0]
 
@@ -46,7 +46,7 @@ def cut_losses(logits: Tensor, targets: Tensor, ignored: int, group: Group) -> t
 
 
 def cut_argmax(logits: Tensor, group: Group) -> Tensor:
-    """Return the id with the largest logit, the first of them, on all ranks: (…, V / size) to int64 (…)."""
+    """Return the id with the largest logit (the lowest of equals) on all ranks: (…, V / size) to int64 (…)."""
     best, local = logits.max(-1)
     highest = _over(best.clone(), group, ReduceOp.MAX)
     here = local + group.index * logits.shape[-1]
@@ -55,7 +55,7 @@ def cut_argmax(logits: Tensor, group: Group) -> Tensor:
 
 
 def takes_vocabulary(function: Callable[..., object]) -> bool:
-    """Whether a loss or a metric can do with logits that are cut; what cannot tell its parameters cannot."""
+    """Whether a loss or metric supports sharded logits: it has a parameter `vocabulary` in a readable signature."""
     try:
         return "vocabulary" in arguments_of(function)
     except ValueError:
@@ -71,7 +71,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         counts = targets != ignored
         local = targets - group.index * count
         is_here = (local >= 0) & (local < count) & counts
-        # Targets that are nobody's stay out of range here too, so that the lookup itself refuses them.
+        # Targets that are no ids stay out of range, so that gather itself raises.
         is_elsewhere = ~is_here & (targets >= 0) & (targets < count * group.size)
         places = local.masked_fill(is_elsewhere | ~counts, 0)[:, None]
         of_target = (logits.gather(1, places)[:, 0] - highest).where(is_here, 0)
@@ -90,6 +90,6 @@ class _CutCrossEntropy(torch.autograd.Function):
 
 
 def _over(tensor: Tensor, group: Group, op: ReduceOp) -> Tensor:
-    """Return the tensor combined over the ranks; the one given is taken for that."""
+    """All-reduce a tensor over the group, in place, and return it."""
     group.all_reduce(tensor, op).wait()
     return tensor

@@ -1,6 +1,6 @@
-"""Checkpoints of a job: a folder that is one run's alone, steps that are there whole or not at all.
+"""Checkpoints of a job: a folder that belongs to one run, with steps that are complete or absent.
 
-`checkpoints` saves and loads; `manifest` is what a checkpoint says of itself; ranks write beside the training by
-`background`; `opening` makes a folder one run's, `run_folder` says what lies there.
+`checkpoints` saves and loads; `manifest` describes a checkpoint's files; `background` writes while training goes on;
+`opening` takes the folder for one run, `run_folder` lists and replaces its steps.
 Imports the rest of `saving`, and what is below it.
 """

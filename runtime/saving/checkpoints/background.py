@@ -1,11 +1,11 @@
-"""Saves that are written while training goes on, by a thread of each rank, and end together.
+"""Asynchronous saves: a thread of each rank writes while training goes on; all ranks' writes complete together.
 
     step 120   state ──copy──▶ buffer on the host ──▶ rank r: rank-0000r.safetensors ─▶ fsync ─▶ rank-0000r.note
     step 121   state changes        │                 rank 0: sees all notes ─▶ manifest.json ─▶ renames the folder
-    step 240   state ──copy──▶ the same buffer, when all ranks know that all have written, or who could not
+    step 240   state ──copy──▶ the same buffer, when all ranks know that all have written, or which one could not
 
-A note says the size and the SHA-256 of a rank's file, or what failed. So a save needs no collective, and does not
-disturb the messages of training; rank 0 waits for notes as long as something changes in the folder.
+A note has the size and the SHA-256 of a rank's file, or an error. So the threads need no collective, and do not
+disturb the training's messages; rank 0 waits for notes as long as files in the folder change.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ..write_tensors import WHAT, WrittenFile, entries_of
 
 MOST_NOTE = 2**16
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.1
-"""How long the first rank waits between looks into the folder."""
+"""Shortest and longest interval at which the first rank polls the folder."""
 FIRST_POLL_S, LAST_POLL_S = 0.01, 0.25
-"""How long ranks wait for their own writing before they ask each other again."""
+"""Shortest and longest time that a rank waits for its own thread before ranks exchange their states again."""
 LAST_PATIENCE_S, OWN_PART_S = 2.0, 30.0
-"""How long a run that fails waits for other ranks' parts of a save that is under way, and for its own."""
+"""Time that a failing run waits for a pending save: for other ranks' parts, and for its own."""
 UNDER_WAY, WRITTEN, FAILED = b"u", b"w", b"f"
 
 
 class HostBuffer:
-    """Takes copies of a rank's state; the memory of the last one serves again."""
+    """Host copies of a rank's state, pinned for an accelerator; the memory is reused from save to save."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,7 +55,7 @@ class HostBuffer:
         entries = entries_of(state)
         num_bytes = sum(entry.nbytes for entry in entries)
         if len(self._memory) != num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # there never are two
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first: never two at a time
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_accelerator(self._device))
         parts = self._memory.split([entry.nbytes for entry in entries])
         copies = {e.name: part.view(e.dtype).view(e.shape) for e, part in zip(entries, parts, strict=True)}
@@ -66,7 +66,7 @@ class HostBuffer:
 
 
 class Note(BaseModel):
-    """What a rank says of its part: the file, or what failed."""
+    """Result of a rank's part of a save: its file, or an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     file: WrittenFile | None = None
@@ -75,15 +75,15 @@ class Note(BaseModel):
 
 @dataclass(frozen=True)
 class JointWrite:
-    """One rank's side of a save.
+    """One rank's part in a save.
 
     Attributes:
         attempt: the folder of the save.
-        final: where the checkpoint will be, for messages.
+        final: the checkpoint's final path, for messages.
         rank: its number.
         ranks: how many there are.
-        patience_s: how long nothing may change in the folder while the first rank waits for others.
-        given_up: set when nobody waits for the save any more.
+        patience_s: how long the first rank waits for others while no file in the folder changes.
+        given_up: set when no rank waits for the save any more.
     """
 
     attempt: Path
@@ -94,7 +94,7 @@ class JointWrite:
     given_up: threading.Event
 
     def run(self, write: Callable[[Path], WrittenFile], complete: Callable[[Sequence[WrittenFile]], None]) -> None:
-        """Write this rank's part; the first rank then calls `complete` with all of them.
+        """Write this rank's part; the first rank then calls `complete` with the files of all.
 
         Raises `WriteError` where this rank fails, on the first one also where another does.
         """
@@ -102,10 +102,10 @@ class JointWrite:
             with writing(self.final, WHAT):
                 self.attempt.mkdir(exist_ok=True)
                 mine = write(self.attempt)
-        except UsageError as error:  # whatever failed: when the run began, the folder could be written
+        except UsageError as error:  # any failure counts as one of writing: the folder was writable when the run began
             words = f"rank {self.rank}: {error}" if self.ranks > 1 else str(error)
             if self.rank:
-                with suppress(UsageError):  # a disk that is full takes no note; ranks tell each other as the save ends
+                with suppress(UsageError):  # a full disk takes no note; ranks exchange errors as the save ends
                     self._say(Note(error=words[: MOST_NOTE // 8]))
             raise WriteError(words) from error
         if self.rank:
@@ -118,7 +118,7 @@ class JointWrite:
             complete(files)
 
     def _others(self) -> list[WrittenFile]:
-        """Return what other ranks have written, when they have; raises what the first of them to fail says."""
+        """Return the files of the other ranks, once all are written; raises the error of the first rank that failed."""
         found: dict[int, WrittenFile] = {}
         seen: dict[str, int | None] = {}
         changed_s, look_s = now_s(), FIRST_LOOK_S
@@ -168,7 +168,7 @@ class Writer:
     """Runs one save after the other, each in a thread.
 
     Attributes:
-        given_up: set when nobody waits for a save any more, so that it does not wait for other ranks.
+        given_up: set when no rank waits for a save any more, so that the thread stops waiting for other ranks.
     """
 
     def __init__(self) -> None:
@@ -178,24 +178,24 @@ class Writer:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is a save whose end nobody has waited for."""
+        """Whether a save was started and not yet waited for."""
         return self._thread is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save that is under way has ended with an error."""
+        """Whether the pending save has ended with an error."""
         return self._error is not None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin a save; the one before has been waited for."""
+        """Start a save in a thread; the previous one has been waited for."""
         self.given_up.clear()
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self, everyone: ControlGroup) -> None:
-        """Return when the save that is under way is on the disk; all ranks call this.
+        """Wait until the pending save is on disk; all ranks call this.
 
-        Raises on all ranks alike, as soon as one could not write, what its error says: the others are not waited for.
+        Raises the same error on all ranks as soon as one could not write; the others are not waited for.
         """
         poll_s = FIRST_POLL_S
         while True:
@@ -209,7 +209,7 @@ class Writer:
             poll_s = min(2 * poll_s, LAST_POLL_S)
 
     def give_up(self) -> None:
-        """Let a save end if it soon does, because the run fails; it then counts, or is as if it had not begun."""
+        """Give a pending save a short time to end as the run fails; it then counts, or is as if it had not begun."""
         if self._thread is not None:
             self._thread.join(LAST_PATIENCE_S)
             self.given_up.set()
@@ -217,7 +217,7 @@ class Writer:
         self._thread = self._error = None
 
     def _state(self, poll_s: float) -> bytes:
-        """Return how the save stands, after a while if it has not ended; raises an error of another kind than ours."""
+        """Return the save's state, after `poll_s` if it has not ended; raises errors that are not of this package."""
         assert self._thread is not None
         self._thread.join(poll_s)
         error = self._error
@@ -229,7 +229,7 @@ class Writer:
         return UNDER_WAY if self._thread.is_alive() else WRITTEN
 
     def _raise(self, failed: str) -> None:
-        """Raise what the first rank says to whom something failed."""
+        """Raise the error that the first failing rank reported."""
         error, thread = self._error, self._thread
         self.given_up.set()
         if thread is not None:

@@ -1,16 +1,16 @@
-"""Checkpoints of a run: a safetensors file per rank, or PyTorch's distributed format; a manifest that is written last.
+"""Checkpoints of a run: a safetensors file per rank, or PyTorch's distributed format; the manifest is written last.
 
     with Checkpoints(DIR, keep=2).opened(engine.saves, "resume") as run:    DIR is this run's alone
         found = run.newest_whole()         all ranks: sizes and hashes right? else the step before, together
-        found.load()                       only now a tensor is touched
+        found.load()                       only now a tensor is changed
         run.save(step, progress)           a copy in the host's memory; a thread writes it
-        run.finish()                       it is on the disk, or the error of whoever could not write
+        run.finish()                       it is on disk, or the error of the rank that could not write
 
-A rank reads its own file, whole, where all ranks cut their weights as those that saved; else what it holds of all.
-In PyTorch's format, ranks write before training goes on: what they say to each other for its table are collectives.
-Nothing in a checkpoint is ever resolved to code.
+A rank reads its own file, whole, where all ranks shard their weights as the ranks that saved; else its part of all.
+In PyTorch's format, ranks write before training goes on, because its table of tensors takes collectives.
+No content of a checkpoint is ever resolved to code.
 
-What a job says of its checkpoints: where, how often, in which format; and what is measured once for all of them.
+Also a job's checkpoint settings (folder, format, number kept), and block costs that are measured once per folder.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ from .run_folder import SavedStep, saved_steps, step_folder
 Format = Literal["native", "dcp"]
 
 LOADER = "loader.state"
-"""The name of where a rank's loader is, beside its tensors."""
+"""Name of the state of a rank's data loader in its file, beside its tensors."""
 
 LOADERS = "loader.replica"
-"""How names begin of where the loaders of replicas are, in PyTorch's format."""
+"""Prefix of the names of replicas' loader states, in PyTorch's format."""
 
 MOST_WORDS = 1000
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return what tells apart the plans that wrote checkpoints."""
+    """Return the fingerprint of a plan, by which a checkpoint names the plan that wrote it."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
 class Found:
-    """A checkpoint of which all that this rank reads is whole; raises `InputError` where it is not.
+    """A checkpoint whose files, those that this rank verifies, are intact; raises `InputError` where one is not.
 
     Attributes:
         step: after which it was saved.
-        folder: where it lies.
-        manifest: what it says of itself.
-        skipped: later steps that are not whole, each with the reason.
-        loader: where the loader of this replica was, when all is loaded; None: there was none, or not as many replicas.
+        folder: its folder.
+        manifest: its manifest.
+        skipped: later steps that are damaged or incomplete, each with the reason.
+        loader: after `load`, the state of this replica's loader; None: none saved, or for another number of replicas.
     """
 
     def __init__(self, saves: EngineSaves, saved: SavedStep) -> None:
@@ -90,7 +90,7 @@ class Found:
         self._fits = self._fits and saves.holds_file(self._paths[rank])
 
     def require_readable(self) -> None:
-        """Raise `MisfitError` for files of another plan that do not say where their tensors lie.
+        """Raise `MisfitError` for files of another plan that have no placements of their tensors.
 
         All ranks have verified their share of the files before one of them calls this.
         """
@@ -104,7 +104,7 @@ class Found:
                 )
 
     def load(self) -> None:
-        """Let the engine have what was saved (collective); raises `MisfitError`, before any tensor is changed."""
+        """Load the checkpoint into the engine (collective); raises `MisfitError` before any tensor is changed."""
         saves, replicas = self._saves, self._saves.rank.replicas
         if isinstance(self.manifest, DcpManifest):
             name = f"{LOADERS}{replicas[0]}"
@@ -120,13 +120,13 @@ class Found:
 
 
 class OpenCheckpoints:
-    """The checkpoints of a run, in a folder that it has to itself; all ranks make the same calls.
+    """Checkpoints of a run, in a folder of its own; all ranks make the same calls.
 
     Args:
         saves: the state of the engine that is saved and loaded.
         opened: the folder.
-        how: how many stay, in which format, and how they are written.
-        settings: what the run was started with, as it is when a manifest keeps it.
+        how: number kept, format, and whether written in the background.
+        settings: what the run was started with, for manifests.
     """
 
     def __init__(self, saves: EngineSaves, opened: OpenRun, how: Checkpoints, settings: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class OpenCheckpoints:
         self._writer, self._buffer = Writer(), HostBuffer(saves.rank.groups.world.device)
 
     def newest_whole(self) -> Found | None:
-        """Return the newest checkpoint that is whole on all ranks, or None where there is none at all.
+        """Return the newest checkpoint that is whole on all ranks, or None where the folder has none at all.
 
         Raises, on all ranks alike, `InputError` where there are some but none is whole, `MisfitError` for one of
         another plan.
@@ -157,9 +157,9 @@ class OpenCheckpoints:
         return None
 
     def save(self, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
-        """Save every rank's state after `step`, and where its loader is; the save before has ended then.
+        """Save every rank's state after `step`, and its loader's, once the previous save has ended.
 
-        Raises `UsageError` on all ranks where one could not write, in the background that of the save before.
+        Raises `UsageError` on all ranks where one could not write; in the background, the error of the previous save.
         """
         self.finish()
         begin = self._save_dcp if self._how.format == "dcp" else self._begin_save
@@ -169,16 +169,16 @@ class OpenCheckpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save that is under way has failed here; `finish` then raises on all ranks."""
+        """Whether the pending save has failed on this rank; `finish` then raises on all ranks."""
         return self._writer.has_failed
 
     def finish(self) -> None:
-        """Return when the last save is on the disk; raises `UsageError` on all ranks where one could not write."""
+        """Wait until the last save is on disk; raises `UsageError` on all ranks where one could not write."""
         if self._writer.is_under_way:
             self._writer.finish(self._everyone)
 
     def give_up(self) -> None:
-        """End because the run fails: a save that is under way counts if all ranks have written their parts."""
+        """End because the run fails: a pending save counts if all ranks have written their parts."""
         self._writer.give_up()
 
     def _begin_save(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
@@ -232,7 +232,7 @@ class OpenCheckpoints:
         everyone.together(lambda: self._complete(attempt, manifest) if everyone.is_first else None)
 
     def _complete(self, attempt: Path, manifest: Manifest | DcpManifest) -> None:
-        """Write the manifest, and let the save be the checkpoint of its step."""
+        """Write the manifest, and rename the save to the checkpoint of its step."""
         with writing(step_folder(self.folder.directory, manifest.step), WHAT):
             write_whole(attempt / MANIFEST, manifest.to_json(), WHAT, durable=True)
             self.folder.complete(attempt, manifest.step, self._how.keep)
@@ -246,7 +246,7 @@ class OpenCheckpoints:
         return [SavedStep(step, is_newer, directory / name) for step, is_newer, name in seen]
 
     def _examined(self, saved: SavedStep) -> tuple[Found | None, str]:
-        """Return a checkpoint, if it is whole on all ranks, or what the first rank says that finds it is not."""
+        """Return a checkpoint that is whole on all ranks, or the error of the first rank for which it is not."""
 
         def examine() -> tuple[Found | None, str]:
             try:
@@ -261,7 +261,7 @@ class OpenCheckpoints:
 
 
 def _written(path: Path) -> WrittenFile:
-    """Return what the manifest says of a file that was written."""
+    """Return a written file's entry in the manifest: name, size, hash."""
     try:
         return hash_file(path)
     except InputError as error:
@@ -270,9 +270,9 @@ def _written(path: Path) -> WrittenFile:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and how a run is saved: the latest `keep` checkpoints stay.
+    """Checkpoint settings of a run: folder, format, and `keep`, the number of latest checkpoints kept.
 
-    `patience_s` is how long nothing may happen while ranks wait for the parts of others.
+    `patience_s` is how long ranks wait for the parts of others while no file changes.
     """
 
     directory: Path
@@ -285,9 +285,9 @@ class Checkpoints:
     def opened(
         self, saves: EngineSaves, start: Start = "new", settings: Mapping[str, Any] | None = None
     ) -> Iterator[OpenCheckpoints]:
-        """A context in which the folder is this run's alone; all ranks enter it. Manifests keep the settings.
+        """Take the folder for this run within a context; all ranks enter it. Manifests record `settings`.
 
-        The last save has ended when it is left. Raises, on all ranks alike, `UsageError` where another run lives or was
+        Leaving it waits for the last save. Raises, on all ranks alike, `UsageError` where another run is active or was
         saved there; see `opening`.
         """
         opened = open_run(self.directory, start, saves.rank.everyone, [COSTS])
@@ -305,13 +305,13 @@ class Checkpoints:
 
 
 MOST_COSTS = 2**20
-"""The longest file of costs that is read, in bytes."""
+"""Longest file of costs that is read, in bytes."""
 
 
 def checkpoints_of(config: CheckpointConfig, patience_s: float) -> Checkpoints | None:
-    """Return the checkpoints of a job, in the format that it names; None where it saves nothing.
+    """Return a job's checkpoint settings; None where it saves nothing.
 
-    Their folder is known from now on by its whole path: whatever becomes of the current directory, it is the same.
+    The folder becomes an absolute path, so that a change of the current directory does not move it.
     """
     if config.dir is None:
         return None
@@ -319,9 +319,9 @@ def checkpoints_of(config: CheckpointConfig, patience_s: float) -> Checkpoints |
 
 
 def remembered_costs(directory: Path, blocks: int, measure: Callable[[], list[float]]) -> list[float]:
-    """Return what each of the blocks costs, as it was once measured for a folder; what `measure` gives at first.
+    """Return the costs of blocks as measured once for a folder; the first call stores those that `measure` returns.
 
-    Raises `InputError` for a file that holds something else, or the costs of another number of blocks.
+    Raises `InputError` for a file that holds anything else, or the costs of another number of blocks.
     """
     path = directory / COSTS
     if path.exists():

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: what was saved, by which run and plan. It is written last, so where it is the rest is too.
+"""Manifest of a checkpoint: its files, run and plan. It is written last, so where it exists the files do too.
 
     {"sha256": "1b…",                                                  of every byte that follows this line's comma
      "format": "quintsched.checkpoint", "version": 2,
@@ -7,9 +7,9 @@
      "settings": {…},                                                  what the run was started with
      "progress": {…}}                                                  how far the training had come
 
-A manifest comes from a disk that may have failed and from people who copy folders, so nothing in it is taken on trust:
-what is read is whole and agrees with itself, or is refused with the place of the first fault. One bit that is changed,
-white space included, is one too many. Version 1 had neither a checksum of its own nor sizes nor runs; it is read still.
+A manifest may come from a failing disk or a folder copied by hand, so no field is trusted: a manifest that is read is
+whole and consistent, or is refused with the place of the first fault. A single changed bit, white space included, is
+a fault. Version 1 had no checksum of its own, no sizes and no run; it can still be read.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from quintsched.ir.mesh import Mesh
 from ..write_tensors import WHAT, Digest, WrittenFile
 
 MANIFEST = "manifest.json"
-"""The name of the file."""
+"""File name of a manifest."""
 
 MOST_BYTES = 2**25
-"""The longest manifest that is read: a hundred thousand ranks have a shorter one."""
+"""Longest manifest that is read, in bytes: that of a hundred thousand ranks is shorter."""
 
 VERSION: Final = 2
 
 RunId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
-"""What tells apart the runs that were saved in a folder."""
+"""Identifier of a run, 16 hexadecimal digits."""
 
 _SEAL = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",')
 
 
 class _Sealed(BaseModel):
-    """What all manifests have, and how they are written: with a checksum of the whole in the first line."""
+    """Base of all manifests: written with a checksum of the whole in the first line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -54,7 +54,7 @@ class _Sealed(BaseModel):
 
 
 class Manifest(_Sealed):
-    """What a checkpoint says of itself; `progress` is how far the training had come, `settings` what it began with."""
+    """Manifest of the native format; `progress` is how far the training was, `settings` what it was started with."""
 
     format: Literal["quintsched.checkpoint"]
     version: Literal[2]
@@ -68,9 +68,9 @@ class Manifest(_Sealed):
 
 
 class DcpManifest(_Sealed):
-    """What a checkpoint in PyTorch's distributed format says of itself; `replicas` are those whose loaders it has.
+    """Manifest of a checkpoint in PyTorch's distributed format; `replicas` counts the loader states that it has.
 
-    `files` are none in version 1.
+    Version 1 has no `files`.
     """
 
     format: Literal["quintsched.dcp"]
@@ -112,13 +112,13 @@ def make_manifest(
 
 
 def seal(text: bytes) -> bytes:
-    """Return the text of a JSON object, a key in each line, with a first key that is the checksum of the others."""
+    """Return the text of a JSON object, one key per line, with a checksum of the others as its first key."""
     rest = text.removeprefix(b"{")
     return b'{\n "sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
 def read_manifest(path: Path, step: int) -> Manifest | DcpManifest:
-    """Read the manifest at `path`, of either format, which is that of `step`.
+    """Read the manifest of `step` at `path`, of either format.
 
     Raises `InputError` that names the file and the first fault, by its JSON pointer.
     """
@@ -130,7 +130,7 @@ def read_manifest(path: Path, step: int) -> Manifest | DcpManifest:
 
 
 def parse_manifest(content: bytes, step: int) -> Manifest | DcpManifest:
-    """Return the manifest of `step` with this content; raises `InputError` that says the first fault."""
+    """Return the manifest of `step` with this content; raises `InputError` with the first fault."""
     found = _without_seal(content)
     kind = DcpManifest if found.get("format") == "quintsched.dcp" else Manifest
     try:
@@ -151,7 +151,7 @@ def parse_manifest(content: bytes, step: int) -> Manifest | DcpManifest:
 
 
 def _without_seal(content: bytes) -> dict[str, Any]:
-    """Return the JSON of a manifest without its checksum; raises `InputError` where that is not right."""
+    """Return the JSON object of a manifest without its checksum; raises `InputError` where that does not match."""
     sealed = _SEAL.match(content)
     if sealed and hashlib.sha256(content[sealed.end() :]).hexdigest().encode() != sealed[1]:
         raise InputError("the file is damaged: its checksum is not that of its first line")

@@ -1,25 +1,25 @@
-"""How a run takes possession of the folder of its checkpoints: one run at a time, and never two runs mixed.
+"""Ownership of a checkpoint folder: one run at a time, and never steps of two runs mixed.
 
     what is in DIR        "new"              "resume"                           "fresh"
-    nothing               begins             begins                             begins
+    empty                 begins             begins                             begins
     steps of one run      refused            goes on as that run                moves them to DIR/run-<id>, begins
-    steps of two runs     refused            refused: which one is not said     moves each to its own folder, begins
-    a run that lives      refused in every case
+    steps of two runs     refused            refused: ambiguous                 moves each to its own folder, begins
+    an active run         refused in every case
 
-The first rank looks and decides, and all ranks learn the same.
+The first rank looks and decides, and passes the decision to all ranks.
 
-The lock of a folder of checkpoints: one run at a time saves there.
+Lock of a checkpoint folder: one run at a time saves there.
 
     DIR/run.lock     {"launch": "5e0c…", "host": "node7", "pid": 4711}     locked by the first rank as long as it lives
 
-The system lets go of the lock with the process that holds it, however that ends, so that what a dead run left locks
-nobody out; the file stays, and what is in it serves messages only, and to see that all ranks look at one folder.
+The operating system releases the lock with the process that holds it, however that ends, so a dead run blocks no other
+one. The file stays; its content serves messages only, and the check that all ranks see the same folder.
 
-Where something is written that is not a step of the run which saves there: never into that run's folder.
+Commands that write other files than a run's steps (reshard, export) never write into that run's folder:
 
-nothing, or no steps    taken, and locked as by a run until all is written
-steps of a run          refused, nothing is touched
-a run that lives        the same, also before its first step
+empty, or no steps      taken, and locked as by a run until all is written
+steps of a run          refused, no file is touched
+an active run           the same, also before its first step
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from .manifest import MANIFEST, read_manifest
 from .run_folder import RunFolder, SavedStep, saved_steps
 
 COSTS = "block_costs.json"
-"""The file of what blocks cost, which a run that is resumed needs; see `checkpoints`."""
+"""File of measured block costs, which a resumed run needs; see `checkpoints`."""
 
 LOCK_PATIENCE_S = 5.0
-"""How long a run waits for another one that is about to end, and for a file system to show what was written."""
+"""Time that a run waits for a previous one to end, and for a shared file system to show the lock file."""
 
 
 class OpenRun(NamedTuple):
-    """A folder that a run has to itself; `run` is its id, 16 hexadecimal digits, `words` say what was moved away."""
+    """Folder owned by a run; `run` is its id, 16 hexadecimal digits, `words` tell what was moved away."""
 
     folder: RunFolder
     run: str
     words: str
     lock: RunLock | None
-    """On the first rank, what keeps others out."""
+    """Lock of the folder, on the first rank."""
 
 
 def open_run(directory: Path, start: Start, everyone: ControlGroup, beside: Sequence[str] = ()) -> OpenRun:
-    """Take possession of a folder; all ranks call this. `beside` are files that an old run takes with it, as copies.
+    """Take a folder for a run; all ranks call this. `beside` names files that are copied along with an old run.
 
-    Raises, on all ranks alike, `UsageError` where another run lives or was saved there, or where it cannot be written,
-    `InputError` where it cannot be read.
+    Raises, on all ranks alike, `UsageError` where another run is active or was saved there, or where it cannot be
+    written, `InputError` where it cannot be read.
     """
     launch = everyone.share_bytes(os.urandom(8).hex().encode() if everyone.is_first else b"")[0].decode()
     folder = RunFolder(directory, launch)
@@ -119,7 +119,7 @@ def _begin(folder: RunFolder, start: Start, launch: str, beside: Sequence[str]) 
 
 
 def _only_run(directory: Path, steps: Sequence[SavedStep], runs: dict[Path, str]) -> str | None:
-    """Return the id of the run that the steps are of, or None; raises `UsageError` where they are of several."""
+    """Return the id of the run that saved these steps, or None; raises `UsageError` for steps of several runs."""
     found = sorted(set(runs.values()))
     if len(found) < 2:
         return found[0] if found else None
@@ -140,12 +140,12 @@ LOCK = "run.lock"
 MOST_BYTES = 4096
 _POLL_S = 0.05
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""What file systems say that have no locks: there, nobody is locked out; nor on Windows, which has none like these."""
+"""Error codes of file systems without locks: no run is locked out there; nor on Windows, which has no `flock`."""
 _FLAGS = os.O_RDWR | os.O_CREAT | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 
 
 class RunLock:
-    """A lock that is held; `release` lets go of it, and so does the end of the process."""
+    """Lock that is held until `release`, or until the process ends."""
 
     def __init__(self, opened: int) -> None:
         self._opened: int | None = opened
@@ -153,7 +153,7 @@ class RunLock:
             os.register_at_fork(after_in_child=self._forget)
 
     def release(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._opened is not None:
             if sys.platform != "win32":
                 import fcntl
@@ -162,7 +162,7 @@ class RunLock:
             self._forget()
 
     def _forget(self) -> None:
-        """Close the file; in a forked child, which would hold the lock beyond the end of its parent, as well."""
+        """Close the file; also in a forked child, which would keep the lock after its parent's end."""
         if self._opened is not None:
             os.close(self._opened)
             self._opened = None
@@ -172,10 +172,10 @@ OWN_FOLDER = "end that one first, or give this one a checkpoint.dir of its own"
 
 
 def lock_folder(directory: Path, launch: str, patience_s: float, instead: str = OWN_FOLDER) -> RunLock:
-    """Lock a folder for a launch; wait at most `patience_s` for another one that is about to end.
+    """Lock a folder for a launch; wait at most `patience_s` for a previous one to end.
 
-    `instead` says what to do where that one does not end.
-    Raises `UsageError` where another run has it, `OSError` where there can be no lock.
+    `instead` advises, in the message, what to do where it does not end.
+    Raises `UsageError` where another run holds the lock, `OSError` where the file cannot be locked.
     """
     path = directory / LOCK
     opened = os.open(path, _FLAGS, 0o666)
@@ -194,7 +194,7 @@ def lock_folder(directory: Path, launch: str, patience_s: float, instead: str = 
 
 
 def sees_lock(directory: Path, launch: str, patience_s: float) -> bool:
-    """Return whether the lock of a launch is in a folder, or comes to be seen there within `patience_s`."""
+    """Return whether a launch's lock file is visible in a folder, waiting at most `patience_s` for it."""
     deadline = now_s() + patience_s
     while _read(directory / LOCK).get("launch") != launch:
         if now_s() > deadline:
@@ -235,7 +235,7 @@ ELSEWHERE = "give -o another folder"
 
 @contextmanager
 def new_run_folder(output: Path) -> Iterator[RunFolder]:
-    """Take possession of a folder for a new run; raises `UsageError` where a run saves or has saved there."""
+    """Take a folder for a new run within a context; raises `UsageError` where a run saves or has saved there."""
     launch = os.urandom(8).hex()
     require_unused(output)
     with writing(output, WHAT):
@@ -264,7 +264,7 @@ def require_no_step(folder: Path) -> None:
 
 
 def require_unused(output: Path) -> None:
-    """Raise `UsageError` for a folder that has steps of a run."""
+    """Raise `UsageError` for a folder with steps of a run."""
     steps = saved_steps(output)
     if steps:
         raise UsageError(f"{output}: a run has saved there, up to step {steps[0].step}; {ELSEWHERE}")

@@ -1,16 +1,16 @@
-"""The folder of a run's checkpoints: which steps are there, and how one comes and goes without ever being half there.
+"""Folder of a run's checkpoints: steps are added, replaced and removed by renaming, so that none is ever partial.
 
     DIR/step-00000120/                 a checkpoint: its files and manifest.json
     DIR/step-00000100/
     DIR/run.lock                       held while a run saves here (`opening`)
 
-    DIR/.saving-<launch>-<n>/          a save under way, or one that was killed ─▶ renamed when all of it is on the disk
-    DIR/.removing-<launch>-<n>/        a checkpoint that goes: renamed first, so that no half of one is ever seen
+    DIR/.saving-<launch>-<n>/          a save under way, or a killed one ─▶ renamed when all of it is on disk
+    DIR/.removing-<launch>-<n>/        a checkpoint being removed: renamed first, so that it is never read when partial
     DIR/step-00000120.replaced/        the same step once more, while a new one takes its place; both are whole
     DIR/run-<id>/                      where `--fresh` moves the steps of an earlier run
-    DIR/set-aside-<launch>/            later steps than that which a run went on from, as it saves its first step
+    DIR/set-aside-<launch>/            later steps than the one that a run resumed from, as it saves its first step
 
-What a kill leaves behind begins with a dot, and goes with the next save.
+Names of what a kill leaves behind begin with a dot; the next save removes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.repl
 
 @dataclass(frozen=True, order=True)
 class SavedStep:
-    """A checkpoint as it lies in the folder; not `is_newer`: beside another one of its step, which counts for more."""
+    """A checkpoint's folder; not `is_newer`: replaced by another one of the same step, which is preferred."""
 
     step: int
     is_newer: bool
@@ -46,7 +46,7 @@ class SavedStep:
 
     @property
     def manifest(self) -> Path:
-        """The path of its manifest."""
+        """Path of its manifest."""
         return self.folder / MANIFEST
 
     @property
@@ -56,7 +56,7 @@ class SavedStep:
 
 
 class RunFolder:
-    """The folder of a run's checkpoints, as one launch of the run changes it; `launch` is 16 hexadecimal digits."""
+    """Folder of a run's checkpoints, as one launch of the run changes it; `launch` is 16 hexadecimal digits."""
 
     def __init__(self, directory: Path, launch: str) -> None:
         self.directory, self._launch = directory, launch
@@ -64,18 +64,18 @@ class RunFolder:
         self._has_said = False
 
     def next_attempt(self) -> Path:
-        """Return the name under which the next save is written; all ranks get the same one."""
+        """Return the path under which the next save is written; all ranks get the same one."""
         self._attempts += 1
         return self.directory / f".saving-{self._launch}-{self._attempts}"
 
     def clear(self, attempt: Path | None = None) -> None:
-        """Remove what killed saves have left, but not `attempt`; nobody else saves here."""
+        """Remove the remains of killed saves, except `attempt`; no other run saves here."""
         for entry in _entries(self.directory):
             if _LEFTOVER.fullmatch(entry.name) and entry != attempt:
                 self._remove(entry)
 
     def complete(self, attempt: Path, step: int, keep: int) -> None:
-        """Let a save that is on the disk be the checkpoint of `step`; then drop what is not among the latest `keep`."""
+        """Rename a save that is on disk to the checkpoint of `step`; then remove all but the latest `keep`."""
         final = step_folder(self.directory, step)
         replaced = final.with_name(f"{final.name}.replaced")
         if os.path.lexists(final) and os.path.lexists(replaced):
@@ -85,11 +85,11 @@ class RunFolder:
         self._set_later_aside(step)
         try:
             self._drop_old(keep)
-        except (OSError, InputError) as error:  # the checkpoint is there: what it replaces may stay
+        except (OSError, InputError) as error:  # the checkpoint is complete: old ones may stay
             self._say(error)
 
     def move_to_old_runs(self, run_of: Mapping[Path, str], beside: Sequence[str]) -> list[Path]:
-        """Move every step to the folder of its run below this one, with copies of what lies `beside`; return these."""
+        """Move every step to the folder of its run below this one, with copies of the files `beside`; return these."""
         homes = []
         for saved in saved_steps(self.directory):
             home = self.directory / f"run-{run_of.get(saved.folder, 'unknown')}"
@@ -105,7 +105,7 @@ class RunFolder:
         return homes
 
     def _set_later_aside(self, step: int) -> None:
-        """Move away later steps: this run did not go on from them, and a resumed one must not."""
+        """Move later steps away: this run did not resume from them, and a later one must not."""
         later = [saved for saved in saved_steps(self.directory) if saved.step > step]
         if later:
             home = self.directory / f"set-aside-{self._launch}"
@@ -133,25 +133,25 @@ class RunFolder:
         self._remove(away)
 
     def _remove(self, path: Path) -> None:
-        """Remove what is no checkpoint any more; what cannot be removed (NFS: somebody has it open) goes later."""
+        """Remove a file or folder that is no checkpoint any more; one that is still open (NFS) is removed later."""
         error = remove_all(path)
         if error is not None:
             self._say(error)
 
     def _say(self, error: Exception) -> None:
-        """Write a warning, once, of what could not be removed."""
+        """Log a warning, once, that an old checkpoint cannot be removed."""
         if not self._has_said:
             _logger.warning("%s: an old checkpoint cannot be removed now, saves go on: %s", self.directory, error)
         self._has_said = True
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies in the folder of a run."""
+    """Return the folder of a step's checkpoint in the folder of a run."""
     return directory / f"step-{step:08d}"
 
 
 def saved_steps(directory: Path) -> list[SavedStep]:
-    """Return the checkpoints of a folder, the newest first; empty ones are none, and there may be no folder.
+    """Return the checkpoints of a folder, the newest first; without empty ones; the folder may not exist.
 
     Raises `InputError` for a folder that cannot be read.
     """
@@ -174,7 +174,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether it is a directory, and nothing is in it."""
+    """Whether it is an empty directory."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode) and not os.listdir(path)
     except OSError:
@@ -182,7 +182,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _free(path: Path) -> Path:
-    """Return a path at which nothing is: this one, or with a number behind it."""
+    """Return an unused path: this one, or with a number appended."""
     number, free = 1, path
     while os.path.lexists(free):
         number += 1

@@ -1,4 +1,4 @@
-"""`python -m quintsched.runtime.saving.offline show '{"path": "DIR"}'`: what `quintsched checkpoint` calls.
+"""Entry point of `quintsched checkpoint`: `python -m quintsched.runtime.saving.offline show '{"path": "DIR"}'`.
 
 Arguments are those of the command, as JSON; `json` prints for programs.
 """
@@ -88,7 +88,7 @@ def _import(path: str, output: str, json: bool = False) -> int:
 
 
 def _opened(path: str, step: int | None) -> tuple[Manifest, SavedState]:
-    """Return the newest whole checkpoint, all of whose bytes were verified."""
+    """Return the newest whole checkpoint, after verifying all of its bytes."""
     from ..checkpoints.manifest import Manifest
     from ..saved_state import SavedState
 

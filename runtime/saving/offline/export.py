@@ -1,9 +1,9 @@
-"""A checkpoint's weights as safetensors, under the model's own names; a window of rows at a time.
+"""Export of a checkpoint's weights as safetensors, under the model's own names; streamed in windows.
 
     rank-00000.safetensors ─┐                            ┌─▶ one file, out.safetensors
     rank-00001.safetensors ─┴─▶ SavedState ─▶ windows ───┴─▶ a folder: model-00001-of-00003.safetensors …, and an index
 
-Weights have the type that blocks compute with; masters, or averages, are written where they are asked for.
+Weights have the dtype that blocks compute with; masters, or averages, are written on request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUFFIX = ".safetensors"
 
 
 class Exported(NamedTuple):
-    """What was written: the files, how many tensors, and their bytes; `tied` are names that one tensor stands for."""
+    """Result of an export: files, number of tensors, bytes; `tied` maps a written name to others of the same tensor."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -43,8 +43,8 @@ def export(
 ) -> Exported:
     """Write a checkpoint's weights and buffers to a file, or to a folder in files of at most so many bytes.
 
-    `average` is the number of an average that is written in place of the weights that it has; `masters` keeps the type
-    that the optimizer works on. Raises `UsageError` where there is no such average, nothing can be written, or
+    `average` is the number of an average to write in place of the weights that it covers; `masters` keeps the dtype
+    of the master weights. Raises `UsageError` where there is no such average, nothing can be written, or
     the folder is that of a run.
     """
     entries, tied = _entries(saved, average, masters=masters)
@@ -70,7 +70,7 @@ def export(
 
 
 def _entries(saved: SavedState, average: int | None, *, masters: bool) -> tuple[list[FileEntry], dict[str, list[str]]]:
-    """Return what is written, and which names stand for others: of tensors that are one, the first is written."""
+    """Return the tensors to write, and the tied names of each; of tied tensors, the first is written."""
     own: dict[str, str] = {}
     dtypes: dict[str, str] = {}
     for layout in saved.layouts:
@@ -92,7 +92,7 @@ def _entries(saved: SavedState, average: int | None, *, masters: bool) -> tuple[
 
 
 def _firsts(saved: SavedState) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return by which name tensors that are one are written, and which other names that stands for."""
+    """Return the name under which each tied tensor is written, and by that name its other names."""
     firsts: dict[str, str] = {}
     tied: dict[str, list[str]] = {}
     for group in saved.layouts[0].same if saved.layouts else ():

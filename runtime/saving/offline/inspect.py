@@ -1,4 +1,4 @@
-"""What there is in a folder of checkpoints, and whether it is as its manifests say.
+"""Inspection of a folder of checkpoints: list its steps, and check files against their manifests.
 
 show     manifests and sizes: a moment, whatever the size
 verify   every byte of every file
@@ -24,7 +24,7 @@ from ..write_tensors import WHAT, require_intact
 
 @dataclass(frozen=True)
 class FoundStep:
-    """A checkpoint, and what is wrong with it; without a manifest nothing else is known of it."""
+    """A checkpoint and its first fault; without a manifest no more is known of it."""
 
     saved: SavedStep
     manifest: Manifest | DcpManifest | None
@@ -33,11 +33,11 @@ class FoundStep:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its files, as far as they are there."""
+        """Total bytes of its files, as far as they are readable."""
         return sum(_sizes(self.saved.folder))
 
     def words(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return it as a JSON object."""
         manifest, said = self.manifest, {}
         if isinstance(manifest, Manifest):
             said = {"format": "native", "mesh": manifest.mesh, "ranks": len(manifest.files)}
@@ -73,7 +73,7 @@ def find_steps(path: Path, step: int | None = None) -> list[FoundStep]:
 
 
 def newest_whole(path: Path, step: int | None) -> tuple[FoundStep, list[FoundStep]]:
-    """Return the newest checkpoint whose files are there, and newer ones; raises `InputError` where none is whole."""
+    """Return the newest checkpoint with complete files, and newer ones; raises `InputError` where none is whole."""
     found = find_steps(path, step)
     place = next((place for place, one in enumerate(found) if one.fault is None), None)
     if place is None:
@@ -107,7 +107,7 @@ def _fault_of_sizes(folder: Path, manifest: Manifest | DcpManifest) -> str | Non
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the sizes of the files in a folder, as far as one may look."""
+    """Yield the sizes of the files in a folder, as far as it may be listed."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
@@ -115,7 +115,7 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def verify(found: FoundStep) -> str | None:
-    """Return what is wrong with a checkpoint, when all of its bytes were read; None: nothing."""
+    """Return the first fault of a checkpoint after reading all of its bytes; None: it is intact."""
     if found.fault is not None or found.manifest is None:
         return found.fault
     for file in found.manifest.files:
@@ -127,7 +127,7 @@ def verify(found: FoundStep) -> str | None:
 
 
 def as_text(found: list[FoundStep]) -> str:
-    """Return checkpoints as a person reads them."""
+    """Return checkpoints as a table for people."""
     lines = []
     for one in found:
         manifest = one.manifest

@@ -1,10 +1,10 @@
-"""A checkpoint cut anew for another mesh, in one process: a window of a tensor at a time, whatever the model's size.
+"""Resharding of a checkpoint for another mesh, in one process: a window of a tensor at a time, whatever its size.
 
-    stage 0 ─▶ pp 0: ranks 0 1 4 5     of each tensor, each of the ranks that hold a stage has an even share, and
-    stage 1 ─▶ pp 1: ranks 2 3 6 7     nothing lies in two files; what a rank reads of it, its run decides
+    stage 0 ─▶ pp 0: ranks 0 1 4 5     the ranks that hold a stage share each tensor evenly, and no number is stored
+    stage 1 ─▶ pp 1: ranks 2 3 6 7     twice; the run decides which parts a rank reads
 
-Stages have blocks of about as many bytes; a run that cuts them otherwise reads from other files, too. Weights from
-elsewhere become a checkpoint of step 0 in one file, from which any mesh begins.
+Stages have blocks of about as many bytes; a run that assigns them otherwise reads from other files, too. Weights from
+elsewhere become a checkpoint of step 0 in one file, which any mesh can start from.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ..stored_tensors import open_folder
 from ..write_tensors import WHAT, FileEntry, WrittenFile, in_file_order, write_tensors
 
 ALL = 2**31
-"""How many checkpoints stay: all."""
+"""Number of checkpoints kept: all."""
 
 
 def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> Path:
-    """Write a checkpoint for a plan's ranks into the folder `output`, and return where it lies.
+    """Write a checkpoint for a plan's ranks into the folder `output`, and return its step's folder.
 
-    Raises `MisfitError` for states of optimizers that have no place in a whole tensor, `UsageError` where nothing can
-    be written, or a run's steps are.
+    Raises `MisfitError` for states of optimizers that have no place in a full tensor, `UsageError` where nothing can
+    be written, or the folder has a run's steps.
     """
     if saved.beside:
         raise MisfitError(
@@ -69,7 +69,7 @@ def _new_run() -> str:
 
 
 def _write_step(output: Path, step: int, write: Callable[[Path], Manifest]) -> Path:
-    """Write a checkpoint into the folder of a new run; it counts only when all of it is on the disk.
+    """Write a checkpoint into the folder of a new run; it counts only when all of it is on disk.
 
     Raises `UsageError` where a run saves there, or has saved.
     """
@@ -86,7 +86,7 @@ def _write_step(output: Path, step: int, write: Callable[[Path], Manifest]) -> P
 
 
 def _shares(saved: SavedState, plan: Plan) -> list[dict[str, Placement]]:
-    """Return what each rank's file has: all of a tensor, or a range of the flat one."""
+    """Return the content of each rank's file by name: a whole tensor, or a range of its flat numbers."""
     mesh = plan.mesh
     pp_of = _pp_of_blocks(saved, plan)
     holders = [[rank for rank in range(mesh.size) if mesh.pp_rank(rank) == pp] for pp in range(mesh.axis_size("pp"))]
@@ -108,7 +108,7 @@ def _shares(saved: SavedState, plan: Plan) -> list[dict[str, Placement]]:
 
 
 def _pp_of_blocks(saved: SavedState, plan: Plan) -> dict[int, int]:
-    """Return which pp coordinate has each block; of stages that hold the same blocks, the first one's."""
+    """Return the pp coordinate of each block; of stages that hold the same blocks, the first one's."""
     sizes: dict[int, float] = {}
     for name in saved.pieces:
         if name.startswith(MODEL):
@@ -123,7 +123,7 @@ def _pp_of_blocks(saved: SavedState, plan: Plan) -> dict[int, int]:
 
 
 def block_of(name: str) -> int:
-    """Return the number of the block that a tensor belongs to; 0 for what is not named by one."""
+    """Return the number of the block that a tensor belongs to; 0 for names without one."""
     rest = name.removeprefix(MODEL).removeprefix(STATE)
     if name.startswith(AVERAGE):
         rest = name.split(".", 2)[-1]
@@ -175,9 +175,9 @@ def import_weights(source: Path, output: Path) -> Path:
 
 
 def plan_for(manifest: Manifest, mesh: str, **given: Any) -> Plan:
-    """Return the plan that a checkpoint is cut for: the settings of its run, but for the mesh and what is `given`.
+    """Return the plan to reshard for: settings of the saved run, overridden by the mesh and `given`.
 
-    Raises `UsageError` for what cannot be compiled.
+    Raises `UsageError` for settings that cannot be compiled.
     """
     from quintsched.compiler import compile_request
     from quintsched.request import CompileRequest

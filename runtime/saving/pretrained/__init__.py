@@ -1,4 +1,4 @@
-"""Weights as transformers stores them: names, folders of safetensors, and what its converters do with these.
+"""Weights in the formats of transformers: names, folders of safetensors, and its conversions of checkpoints.
 
 Imports the rest of `saving`, and what is below it.
 """

@@ -1,17 +1,17 @@
-"""Pretrained weights: each rank reads from safetensors files no more than the slices that it holds.
+"""Pretrained weights: each rank reads from safetensors files only the slices that it holds.
 
     file    h.0.attn.c_attn.weight (D, 3D)     ░░▓░░▓░░▓    ▓: the columns that this rank reads,
-    rank    1.attention.qkv.weight (3D/tp, D)  ▓▓▓          joined, transposed, and cast to the weight's type
+    rank    1.attention.qkv.weight (3D/tp, D)  ▓▓▓          joined, transposed, and cast to the weight's dtype
 
-All ranks know first what the checkpoint lacks, has beyond the model, or has in other shapes; only then is read.
+All ranks check first for missing or extra tensors, and for other shapes; only then are tensors read.
 
-Checkpoints under names that transformers changes while it loads them: experts that are one tensor in the model, say.
+Checkpoints whose tensors transformers converts while it loads them, such as experts that the model has as one tensor:
 
     experts.0.w1.weight   experts.0.w3.weight ─┐  stacked, and joined, where they are read:
     experts.1.w1.weight   experts.1.w3.weight ─┴▶ experts.gate_up_proj (experts, 2 × width, hidden)
 
 The rules are transformers' own for the model (its `conversion_mapping`); renaming, stacking, joining and
-chunking are known here. A folder that has the model's names already is left as it is.
+chunking are implemented here. A folder that has the model's names already is left as it is.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .tensor_names import ModelNames
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What a checkpoint and the model did not have in common.
+    """Differences between a checkpoint and the model, after loading.
 
     Attributes:
         fresh: weights that the checkpoint lacks, by our names: they keep their initial values.
-        unused: tensors that no weight takes.
-        beside: values that were asked for besides, by name; None where there is none.
+        unused: tensors of the checkpoint that no weight takes.
+        beside: further values that were requested, by name; None for one that is missing.
     """
 
     fresh: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class LoadedWeights:
 def load_pretrained(
     path: Path, rank: RankTensors, *, given: Mapping[str, str] | None, fresh: Sequence[str], strict: bool
 ) -> LoadedWeights:
-    """Let what this rank holds be what a checkpoint has; see `EngineSaves.load_pretrained`. All ranks call this."""
+    """Load a checkpoint into this rank's tensors; see `EngineSaves.load_pretrained`. All ranks call this."""
     everyone, names = rank.everyone, rank.names
     path = standing(path, says=everyone.is_first)
     folder = everyone.together(lambda: in_model_names(open_folder(path), names))
@@ -80,7 +80,7 @@ def load_pretrained(
 
 
 def _origins(folder: Folder, names: ModelNames, given: Mapping[str, str] | None) -> tuple[dict[str, Origin], Prefix]:
-    """Return where each of the model's tensors is found, and what is to be done with these names in this folder."""
+    """Return the origin of each of the model's tensors, and the prefix that maps its names to this folder's."""
     found = folder.tensors.keys()
     try:
         origins = names.origins(given, found)
@@ -92,9 +92,9 @@ def _origins(folder: Folder, names: ModelNames, given: Mapping[str, str] | None)
 
 
 def in_model_names(folder: Folder, names: ModelNames) -> Folder:
-    """Return the folder with its tensors under the names that they have in the model.
+    """Return the folder with its tensors converted to the names and shapes that the model has.
 
-    Raises `MisfitError` for a conversion that is not known.
+    Raises `MisfitError` for a conversion that is not implemented.
     """
     if names.own is None or not names.conversions:
         return folder
@@ -111,7 +111,7 @@ def _converted(folder: Folder, transforms: Sequence[Any]) -> dict[str, StoredTen
     converters = [rule for rule in transforms if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, StoredTensor] = {}
-    groups: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}  # by name: the converter, what it makes it of
+    groups: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}  # by name: converter, sources by pattern
     for name in sorted(folder.tensors, key=loading.dot_natural_key):
         renamed, pattern = loading.apply_converters(loading.apply_renamings(name, renamings), converters)
         if pattern is None:

@@ -1,11 +1,11 @@
-"""What the model's tensors are called elsewhere.
+"""Names of the model's tensors in other programs' checkpoints.
 
     ours, in blocks              the model's own (split)                        in a checkpoint of the base model alone
     3.self_attn.q_proj.weight    model.layers.2.self_attn.q_proj.weight         layers.2.self_attn.q_proj.weight
 
-A model that was split knows its own names; those of a built-in GPT are GPT-2's; all others go by ours. Where
-most names of a checkpoint are the model's but for a first part ("model.", "bert.", "transformer."), they are found
-without it, or with it.
+A split model records its own names; a built-in GPT has GPT-2's; all others use ours. Where most names of a checkpoint
+are the model's except for a first part ("model.", "bert.", "transformer."), that prefix is removed or added to find
+them.
 
 The built-in GPT in the shape of GPT-2, under the names of transformers' checkpoints.
 
@@ -14,8 +14,8 @@ The built-in GPT in the shape of GPT-2, under the names of transformers' checkpo
     1 … depth  attention.qkv.weight   transformer.h.{layer}.attn.c_attn.weight, transposed
     depth + 1  head.weight            lm_head.weight, or transformer.wte.weight where it is tied
 
-The products of transformers' GPT-2 are "Conv1D": weights of (in, out). What shapes do not show (heads, activation,
-epsilon) is checked against the `config.json` that lies beside, and written there.
+Linear layers of transformers' GPT-2 are "Conv1D": weights of (in, out). Properties that shapes do not show (heads,
+activation, epsilon) are checked against the folder's `config.json`, and written to it.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from ...models.layers import Attention, Mlp
 from ..stored_tensors import StoredTensor
 
 MOST_NAMED = 5
-"""How many names an error lists."""
+"""Number of names that an error lists."""
 
 OLD_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention)\.(masked_)?bias|attention\.rotary_emb\.inv_freq)$"
 )
-"""Buffers that are computed, and that older versions of transformers saved all the same."""
+"""Computed buffers that older versions of transformers saved nevertheless."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor is found in a checkpoint; "{layer}" is the number of the transformer block, from 0."""
+    """Source of a tensor in a checkpoint; "{layer}" in its name is the number of the transformer block, from 0."""
 
     name: str
     transposed: bool = False
     is_cut_short: bool = False
-    """Whether the first rows are taken where there are more."""
+    """Whether only the first rows are read where there are more."""
     alike: tuple[str, ...] = ()
-    """Further names of the same tensor: those that there are have to be alike."""
+    """Further names of the same tensor: those present must hold equal numbers."""
     otherwise: str | None = None
-    """The tensor that is read instead where there is none of these names."""
+    """Name of the tensor to read where none of these names is present."""
 
     def at(self, layer: int) -> Origin:
-        """Return where the tensor of one layer is found."""
+        """Return the origin of one layer's tensor."""
         return replace(self, name=self.name.format(layer=layer))
 
     def stored(self, tensors: Mapping[str, StoredTensor], prefix: Prefix) -> dict[str, StoredTensor]:
-        """Return what is found of it: under each of its names that there are, or the one that is read instead."""
+        """Return the stored tensors of it: under each of its names that is present, or else the alternative."""
         in_file = dict.fromkeys(prefix.in_file(name) for name in (self.name, *self.alike))
         found = {name: tensors[name] for name in in_file if name in tensors}
         if found or self.otherwise is None:
@@ -75,18 +75,18 @@ class Origin:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A first part of names that a checkpoint lacks (`strips`), or has beyond the model's (`adds`)."""
+    """First part of names that a checkpoint lacks (`strips`), or has in addition (`adds`)."""
 
     strips: str = ""
     adds: str = ""
 
     def in_file(self, name: str) -> str:
-        """Return what a tensor of the model is called in the checkpoint."""
+        """Return the checkpoint's name of a tensor of the model."""
         return self.adds + name.removeprefix(self.strips)
 
 
 def find_prefix(names: Iterable[str], found: Collection[str]) -> Prefix:
-    """Return the prefix with which most names of the model are found; none wins where others find no more."""
+    """Return the prefix with which most of the model's names are found; no prefix wins a tie."""
     names = list(dict.fromkeys(names))
     first_parts = dict.fromkeys(name.partition(".")[0] + "." for name in names if "." in name)
     added = dict.fromkeys(name.partition(".")[0] + "." for name in found if "." in name)
@@ -95,7 +95,7 @@ def find_prefix(names: Iterable[str], found: Collection[str]) -> Prefix:
 
 
 def join_tied(origins: Mapping[str, Origin], groups: Iterable[Sequence[str]]) -> dict[str, Origin]:
-    """Let tensors that are one be found under each other's names; `groups` are names of ours."""
+    """Add to each tied tensor's origin the names of the others; `groups` are our names."""
     joined = dict(origins)
     for group in groups:
         held = [name for name in group if name in origins]
@@ -121,11 +121,11 @@ def require_names(
         where: the checkpoint.
         found: names of its tensors.
         used: those that weights take.
-        lacking: what it lacks, by its name there: our name.
-        fresh: patterns on names of either kind that it may lack.
-        strict: whether it has to have no others.
+        lacking: missing tensors, as {name in the checkpoint: our name}.
+        fresh: patterns on names of either kind that may be missing.
+        strict: whether a tensor that no weight takes is an error.
 
-    Raises `InputError` for what it lacks, `MisfitError` for what it has beyond the model.
+    Raises `InputError` for missing tensors, `MisfitError` for extra ones.
     """
     unused = tuple(name for name in found if name not in used)
     missing = {
@@ -193,7 +193,7 @@ def is_gpt(blocks: Sequence[nn.Module]) -> bool:
 
 
 def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, Origin]:
-    """Return where the tensors of a GPT are found.
+    """Return the origins of a GPT's tensors, by our names.
 
     Raises `MisfitError` for one of other options than GPT-2's.
     """
@@ -212,7 +212,7 @@ def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, Origin]:
 
 
 class _Config(BaseModel):
-    """What a GPT-2's `config.json` says that shapes do not; each default is that of the format."""
+    """Settings in a GPT-2's `config.json` that shapes do not show; each default is that of the format."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     n_embd: int | None = Field(default=None, ge=1)
@@ -258,7 +258,7 @@ def _require_like(block: nn.Module, theirs: _Config) -> None:
 
 
 def gpt2_config(blocks: Sequence[nn.Module], *, tied: bool, dtype: str) -> dict[str, Any]:
-    """Return the `config.json` of a GPT in GPT-2's shape: what transformers builds the same model from."""
+    """Return the `config.json` of a GPT in GPT-2's shape, from which transformers builds the same model."""
     embedding = blocks[0]
     assert isinstance(embedding, Embedding)
     assert embedding.positions is not None

@@ -1,11 +1,11 @@
-"""Weights written as transformers does: safetensors under the model's own names, and its configuration.
+"""Weights written in transformers' format: safetensors under the model's own names, and its configuration.
 
-    pp 0   model-00001-of-00003.safetensors     the first rank of each pipeline coordinate writes what its stages have;
-    pp 1   model-00002-of-00003.safetensors     those that hold the same stages gather it, a tensor at a time
+    pp 0   model-00001-of-00003.safetensors     the first rank of each pipeline coordinate writes its stages' tensors;
+    pp 1   model-00002-of-00003.safetensors     the ranks that hold the same stages gather them, one at a time
            model-00003-of-00003.safetensors     (more than `max_file_bytes`)
     rank 0 model.safetensors.index.json, config.json, generation_config.json
 
-One file for all of it is `model.safetensors`, without an index.
+A single file is `model.safetensors`, without an index.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .origins import Origin, gpt2_config
 from .tensor_names import ModelNames
 
 WEIGHTS = "the weights"
-"""What messages call what is written."""
+"""Name of the files in messages."""
 
 WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 """Files that are replaced, or removed, together."""
 
 GATHERED_BYTES = 2**28
-"""The most bytes of a tensor that are gathered at once, where it has several rows."""
+"""Most bytes of a tensor that are gathered at once, where it has several rows."""
 
 
 def save_pretrained(path: Path, rank: RankTensors, dtype: torch.dtype | None, max_file_bytes: int) -> None:
@@ -74,7 +74,7 @@ def save_pretrained(path: Path, rank: RankTensors, dtype: torch.dtype | None, ma
 
 
 def _write_all(path: Path | None, entries: Sequence[FileEntry], parts: Iterator[Tensor]) -> list[UsageError]:
-    """Write a file, and return what went wrong; all parts are gathered whatever becomes of it."""
+    """Write a file, and return errors; all parts are gathered even then, since gathering is collective."""
     errors = []
     try:
         if path is not None:
@@ -92,9 +92,9 @@ def _raise_first(errors: Sequence[UsageError]) -> None:
 
 
 def _saved_origins(names: ModelNames) -> dict[str, Origin]:
-    """Return what is saved, by our names: of tensors that are one, the first.
+    """Return the tensors that are saved, by our names; of tied tensors, the first.
 
-    A GPT that has not GPT-2's shape goes by our names.
+    A GPT that has not GPT-2's shape is saved under our names.
     """
     try:
         origins = names.origins()
@@ -111,7 +111,7 @@ def _saved_origins(names: ModelNames) -> dict[str, Origin]:
 def _entries(
     mine: Iterable[HeldTensor], origins: Mapping[str, Origin], holders: Group, dtype: torch.dtype | None
 ) -> list[FileEntry]:
-    """Return the tensors that these ranks hold among them; they have to be the same list on all of them."""
+    """Return the tensors that these ranks hold together; the list is the same on all of them."""
     said = [
         [
             origins[one.name].name,
@@ -131,7 +131,7 @@ def _entries(
 
 
 def cut_into_files(entries: Sequence[FileEntry], max_bytes: int) -> list[list[FileEntry]]:
-    """Return the tensors of each file, in the order in which they lie there."""
+    """Return the tensors of each file, in file order."""
     files: list[list[FileEntry]] = []
     size = 0
     for entry in entries:
@@ -144,12 +144,12 @@ def cut_into_files(entries: Sequence[FileEntry], max_bytes: int) -> list[list[Fi
 
 
 def weight_file_name(number: int, total: int) -> str:
-    """Return the name of one of so many files."""
+    """Return the file name of the `number`-th of `total` files."""
     return ONE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def write_index(folder: Path, homes: Mapping[str, str], num_bytes: int) -> None:
-    """Write which tensor lies in which file, where there are several; raises `UsageError`."""
+    """Write the index, tensor to file, where there are several files; raises `UsageError`."""
     if len(set(homes.values())) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(homes.items()))}
         _write_json(folder / INDEX, index)
@@ -174,7 +174,7 @@ def _gathered(
 
 
 def _main_dtype(files: Sequence[Sequence[FileEntry]]) -> torch.dtype:
-    """Return the floating-point type that has the most bytes."""
+    """Return the floating-point dtype that has the most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in chain.from_iterable(files):
         if entry.dtype.is_floating_point:
@@ -185,7 +185,7 @@ def _main_dtype(files: Sequence[Sequence[FileEntry]]) -> torch.dtype:
 def _write_rest(
     folder: Path, shared: Sequence[tuple[dict[str, str], int]], names: ModelNames, dtype: torch.dtype
 ) -> None:
-    """Write what lies beside the weights: the index of several files, and configurations."""
+    """Write the files beside the weights: the index of several files, and configurations."""
     homes = {name: home for theirs, _ in shared for name, home in theirs.items()}
     write_index(folder, homes, sum(size for _, size in shared))
     kind = str(dtype).removeprefix("torch.")
@@ -198,7 +198,7 @@ def _write_rest(
 
 
 def _write_config(folder: Path, config: Any, dtype: torch.dtype, kind: str) -> None:
-    """Write a library's configuration, of these weights' type: by itself where it can, else as JSON."""
+    """Write a library's configuration with these weights' dtype: by its own method where it has one, else as JSON."""
     if hasattr(config, "save_pretrained"):
         saved = copy.deepcopy(config)
         saved.dtype = dtype

@@ -1,4 +1,4 @@
-"""What the tensors of one engine's model are called, as its blocks say, or as the checkpoint's names show."""
+"""Names of the tensors of one engine's model, from its blocks, or as a checkpoint uses them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .origins import Origin, gpt2_origins, is_gpt
 
 @dataclass(frozen=True)
 class ModelNames:
-    """What the names of a model are found by.
+    """Sources for the names of a model's tensors.
 
     Attributes:
         outlines: all blocks, of which only names and kinds matter.
-        own: our names to the model's own, where the blocks say (`split`).
-        tied: names of ours that are one, by the name of each tie.
+        own: our names to the model's own, where the blocks know them (`split`).
+        tied: our names that are one tensor, by the name of each tie.
         config: the configuration of the library that the model is from, or None.
         conversions: that library's rules for names of checkpoints (`load_pretrained`).
         generation_config: that library's settings of generation, or None.
@@ -42,7 +42,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]) -> ModelNames:
-        """Return what blocks say of their names."""
+        """Return the names that blocks declare."""
         said = (getattr(blocks, name, None) for name in ("own_names", "config", "conversions", "generation_config"))
         own, config, conversions, generation_config = said
         aliases, optional = getattr(blocks, "aliases", {}), getattr(blocks, "optional", ())
@@ -50,11 +50,11 @@ class ModelNames:
 
     @property
     def ours(self) -> list[str]:
-        """The names of all tensors that are saved, in the order of the blocks."""
+        """Names of all tensors that are saved, in the order of the blocks."""
         return [f"{number}.{name}" for number, block in enumerate(self.outlines) for name in saved_tensors(block)]
 
     def own_of(self, stages: Mapping[int, Stage]) -> dict[str, str]:
-        """Return what the model itself calls the weights of some stages that are trained, by our names."""
+        """Return the model's own names of the trained weights of some stages, by our names."""
         own = self.own or {}
         return {name: own.get(name, name) for stage in stages.values() for name in stage.named_weights()}
 
@@ -63,9 +63,9 @@ class ModelNames:
         return self.own is None and is_gpt(self.outlines) and not any(name in found for name in self.ours)
 
     def origins(self, given: Mapping[str, str] | None = None, found: Collection[str] = ()) -> dict[str, Origin]:
-        """Return where each tensor is found: as `given`, as the blocks say, in GPT-2's names, or by our name.
+        """Return the origin of each tensor: as `given`, as the blocks declare, in GPT-2's names, or by our name.
 
-        Raises `UsageError` for names given that are no tensor's, `MisfitError` for a GPT of another shape than GPT-2's.
+        Raises `UsageError` for unknown names in `given`, `MisfitError` for a GPT of another shape than GPT-2's.
         """
         if given is not None:
             _require_known(given, self.ours)
@@ -76,7 +76,7 @@ class ModelNames:
         return {name: Origin(names[0], alike=names[1:]) for name in self.ours for names in [self._all_own(name)]}
 
     def _all_own(self, name: str) -> tuple[str, ...]:
-        """Return what the model calls a tensor: the name that it is found by, then all others."""
+        """Return the model's names of a tensor: first the one that it is looked up by, then all others."""
         own = (self.own or {}).get(name, name)
         return tuple(dict.fromkeys((own, *self.aliases.get(own, ()))))
 
@@ -85,12 +85,12 @@ class ModelNames:
         return next(iter(self.aliases.get(origin.name, ())), origin.name)
 
     def may_stay(self, fresh: Sequence[str]) -> list[str]:
-        """Return the names and patterns of what may keep its values: `fresh`, and what is optional."""
+        """Return names and patterns of tensors that may keep their values: `fresh`, and optional ones."""
         own = self.own or {}
         return [*fresh, *(name for name in self.ours if own.get(name) in self.optional)]
 
     def same(self) -> list[Sequence[str]]:
-        """Return the names of tensors that are one: tied, under several names in a block, or a buffer of several."""
+        """Return groups of names of one tensor: tied, under several names in a block, or a buffer of several."""
         found: dict[str, list[str]] = {}
         for name in self.ours:
             if self.own is not None and name in self.own:
@@ -99,7 +99,7 @@ class ModelNames:
         return [*self.tied.values(), *_same_within(self.outlines), *alike]
 
     def groups(self) -> dict[str, list[str]]:
-        """Return all names of ours that a tensor has in the whole model, by each of them."""
+        """Return all our names of a tensor in the whole model, by each of them."""
         same: dict[str, list[str]] = {name: [name] for name in self.ours}
         for group in self.same():
             joined = list(dict.fromkeys(name for one in group for name in same[one]))
@@ -107,7 +107,7 @@ class ModelNames:
         return same
 
     def dcp_names(self) -> dict[str, tuple[str, ...]]:
-        """Return all names that a tensor has in the whole model, by our name: the model's own where blocks say so."""
+        """Return all names of a tensor in DCP, by our name: the model's own where blocks declare them."""
         return {
             name: tuple(dict.fromkeys(called for other in group for called in self._all_own(other)))
             for name, group in self.groups().items()
@@ -115,7 +115,7 @@ class ModelNames:
 
 
 def _same_within(blocks: Sequence[nn.Module]) -> list[list[str]]:
-    """Return the names of tensors that a block has under several."""
+    """Return groups of names that are one tensor within a block."""
     found: list[list[str]] = []
     for number, block in enumerate(blocks):
         groups: dict[int, list[str]] = {}

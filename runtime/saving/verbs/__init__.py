@@ -1,4 +1,4 @@
-"""`engine.saves` and `engine.weights`: what users call to save, load and change an engine's state and weights.
+"""Public methods `engine.saves` and `engine.weights`: save, load and change an engine's state and weights.
 
 Imports the rest of `saving`, and what is below it.
 """

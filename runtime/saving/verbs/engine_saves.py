@@ -1,11 +1,11 @@
-"""The state of an engine, as it is saved and loaded in every format: `engine.saves`. All ranks make the same calls.
+"""Saving and loading of an engine's state in every format: `engine.saves`. All ranks make the same calls.
 
 state_dict          this rank's shards            load_state_dict, load_state_files (of any mesh)
 full_state_dict     full tensors                  load_full_state_dict
 save_dcp            PyTorch's distributed format  load_dcp
 save_pretrained     transformers' folders         load_pretrained
 
-The verbs of `engine.weights` and `engine.saves`, on the engine itself.
+`EngineState` has the methods of `engine.weights` and `engine.saves` on the engine itself.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class EngineSaves:
     """Saves and loads the state of one rank of an engine.
 
     Attributes:
-        rank: what it has.
+        rank: its tensors.
         run_id: a number that no other run has.
-        accumulates: whether gradients wait for the next call of a step.
+        accumulates: returns whether gradients are accumulated for a later optimizer step.
     """
 
     rank: RankTensors
@@ -49,22 +49,22 @@ class EngineSaves:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the engine."""
+        """Plan of the engine."""
         return self.rank.model.plan
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
 
-        Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on, "ema.…" are
-        averages, "engine.states" lists what optimizers keep, and "engine.optimizer.…" and "engine.module.…" are what
-        optimizers and modules keep elsewhere. Raises `UsageError` for what an optimizer keeps if no file can hold it.
+        Also "engine.step", the number of steps made, which dropout masks depend on; "ema.…", the averages;
+        "engine.states", the list of the optimizers' states; "engine.optimizer.…" and "engine.module.…", further state
+        of optimizers and modules. Raises `UsageError` for optimizer state that no file can hold.
         """
         progress = self._progress()
         state = apart({**self.rank.tensors(), **self.rank.training.beside.read(), **progress})
         return {**state, **list_states(state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave here on the same mesh (collective with ZeRO); else raises `MisfitError`."""
+        """Load the result of `state_dict` of the same mesh (collective with ZeRO); else raises `MisfitError`."""
         if STEP not in state:
             raise MisfitError(
                 f"the state has no {STEP!r}, and is not what state_dict gave; for weights alone, give full tensors to "
@@ -74,21 +74,21 @@ class EngineSaves:
         self._load("load_state_dict", SavedState.of_tensors(tensors, self.rank.layout(sizes_of(tensors))))
 
     def state_metadata(self, state: Mapping[str, Tensor] | None = None) -> dict[str, str]:
-        """Return what a file of this rank's `state_dict` has to say of itself, so that any mesh can read it.
+        """Return the metadata for a file of this rank's `state_dict`, with which any mesh can read it.
 
-        safetensors.torch.save_file(engine.state_dict(), path, metadata=engine.state_metadata()); `state` is that of
-        now where it is at hand.
+        safetensors.torch.save_file(engine.state_dict(), path, metadata=engine.state_metadata()); `state` is the present
+        one where it is at hand.
         """
         layout = self.rank.layout(sizes_of(self.rank.tensors() if state is None else state))
         return {LAYOUT: layout.to_text(), RUN: f"{self.run_id:016x}"}
 
     def load_state_files(self, paths: Sequence[str | Path], *, are_own: bool = False) -> None:
-        """Take over what all ranks of a run have saved, on whatever mesh (collective).
+        """Load the files that all ranks of a run have saved, on whatever mesh (collective).
 
-        `paths` are their files, of `state_dict` with `state_metadata`. Each rank reads what it holds of them. Raises,
+        `paths` are their files, of `state_dict` with `state_metadata`. Each rank reads its part of them. Raises,
         on all ranks alike, `InputError` for files that are damaged or not all there, `MisfitError` for those of
-        another model, of several steps or runs, or where state of an optimizer cannot be cut otherwise than it was.
-        With `are_own` they have what this rank holds, cut as it is here, and need not say so.
+        another model, of several steps or runs, or where state of an optimizer cannot be resharded.
+        With `are_own` they have just this rank's shards, as they are here, and need no layout.
         """
         files, layout_of = [Path(path) for path in paths], self.rank.layout if are_own else None
         with self.rank.everyone.together(lambda: SavedState.of_files(files, layout_of)) as saved:
@@ -97,10 +97,10 @@ class EngineSaves:
             self._load("load_state_files", saved, is_collective=True)
 
     def holds_file(self, path: Path) -> bool:
-        """Whether a file has just this rank's weights, cut as they are here: no other has to be read.
+        """Whether a file has exactly this rank's weights, sharded as here: then no other has to be read.
 
-        One that does not say how its tensors lie is taken to have them so. One without the number of steps is part of
-        what `checkpoint reshard` wrote, where another rank's file has it. Raises `InputError` for what is no such file.
+        A file without a layout is assumed to match. One without the number of steps is part of what
+        `checkpoint reshard` wrote, where another rank's file has it. Raises `InputError` for a file of another kind.
         """
         with SavedState.of_files([path]) as saved:
             if saved.unplaced:
@@ -119,7 +119,7 @@ class EngineSaves:
         return {**full_state(self.rank, all_blocks=all_blocks), **progress}
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's slices of what `full_state_dict` gave on any mesh (collective with ZeRO).
+        """Load this rank's slices of a `full_state_dict` of any mesh (collective with ZeRO).
 
         `state` has at least this rank's blocks. Where it has weights alone, the optimizer's state stays. Raises
         `MisfitError` for weights that are missing, or of other shapes.
@@ -136,7 +136,7 @@ class EngineSaves:
         self.rank.take_progress(saved)
 
     def _progress(self) -> dict[str, Tensor]:
-        """Return what belongs to a state beside tensors of weights; raises `UsageError` where that is not all."""
+        """Return the number of steps and the loss scale; raises `UsageError` while the state is incomplete."""
         self.rank.averages.require_none_applied("saving")
         if self.accumulates():
             raise UsageError("gradients wait for engine.step(…, last=True), and no state has them; save after that")
@@ -150,9 +150,9 @@ class EngineSaves:
         fresh: Sequence[str] = (),
         strict: bool = True,
     ) -> LoadedWeights:
-        """Let weights and buffers be those of a safetensors folder; each rank reads its own slices (collective).
+        """Load weights and buffers from a safetensors folder; each rank reads its own slices (collective).
 
-        It is meant for an engine that has not stepped yet: the optimizer's state stays.
+        For an engine that has not stepped yet: the optimizer's state stays.
 
         Args:
             path: a file, an index, or the folder of either.
@@ -161,7 +161,7 @@ class EngineSaves:
             fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
             strict: whether a tensor that no weight takes is an error.
 
-        Returns what stayed fresh, and what was not used.
+        Returns the weights that stayed fresh, and the tensors that were not used.
 
         Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for a file that is damaged
         or lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
@@ -174,14 +174,14 @@ class EngineSaves:
         """Write a folder that `from_pretrained` of transformers reads: weights and buffers under their own names.
 
         Collective. Tensors are gathered one by one, by the first rank of each pipeline coordinate, which writes
-        them; weights that are tied are saved once. What was in the folder before stays until the new files are whole;
+        them; tied weights are saved once. The folder's old content stays until the new files are complete;
         files of other names stay after it.
 
         Args:
             path: the folder.
-            dtype: the type of floating-point weights; None: the one that blocks compute with. With bf16, float32 gives
-                the masters that the optimizer works on.
-            max_file_bytes: weights are cut into several files beyond this size, and between pipeline coordinates.
+            dtype: the dtype of floating-point weights; None: the one that blocks compute with. With bf16, float32 gives
+                the master weights.
+            max_file_bytes: weights are split into several files beyond this size, and between pipeline coordinates.
 
         Raises `UsageError` on all ranks where it cannot be written.
         """
@@ -190,12 +190,12 @@ class EngineSaves:
     def save_dcp(self, path: str | Path, *, beside: Mapping[str, object] | None = None) -> None:
         """Write weights and optimizer state as `torch.distributed.checkpoint` does, each rank its shards (collective).
 
-        Any mesh loads it, and so does PyTorch without us: see docs/checkpoints.md. What was in the folder before stays
-        until the new files are whole. `beside` are further values by name, plain data; where several ranks have the
-        same name, the first one's counts.
+        Any mesh loads it, and so does PyTorch without this package: see docs/checkpoints.md. The folder's old content
+        stays until the new files are complete. `beside` are further values by name, plain data; where several ranks
+        have the same name, the first one's counts.
 
         Raises, on all ranks alike, `UsageError` where it cannot be written, `MisfitError` for optimizer state that is
-        neither a weight's shape nor whole.
+        neither of its weight's shape nor whole.
         """
         save_dcp(Path(path), self.rank, beside or {})
 
@@ -208,18 +208,18 @@ class EngineSaves:
         optimizer: bool = True,
         beside: Sequence[str] = (),
     ) -> LoadedWeights:
-        """Take over a checkpoint of `torch.distributed.checkpoint`, of whatever mesh or program (collective).
+        """Load a checkpoint of `torch.distributed.checkpoint`, of whatever mesh or program (collective).
 
-        Its table is a pickle, which is read without running anything; values are read as plain data only.
+        Its table is a pickle, which is read without running code; values are read as plain data only.
 
         Args:
             path: the folder.
             fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
             strict: whether a tensor that no weight takes is an error.
-            optimizer: whether the optimizer's state is taken over too, where there is one; settings of groups are not.
-            beside: names of further values that are wanted, as `save_dcp` took them.
+            optimizer: whether the optimizer's state, if saved, is loaded too; settings of groups are not.
+            beside: names of further values to return, as `save_dcp` took them.
 
-        Returns what stayed fresh, what was not used, and the values beside.
+        Returns the weights that stayed fresh, the tensors that were not used, and the values beside.
 
         Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for one that is damaged or
         lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
@@ -235,7 +235,7 @@ Owner = TypeVar("Owner")
 def _passed(
     method: Callable[Concatenate[Owner, Given], Found], owner: Callable[[EngineState], Owner]
 ) -> Callable[Concatenate[EngineState, Given], Found]:
-    """Return a method of an engine that is one of its object's; it has the same description."""
+    """Return a method of the engine that calls `method` on one of its objects; it keeps signature and docstring."""
 
     def passed(engine: EngineState, /, *given: Given.args, **named: Given.kwargs) -> Found:
         return method(owner(engine), *given, **named)
@@ -257,7 +257,7 @@ def _shown(read: Callable[[EngineWeights], Found]) -> Found:
 
 
 class EngineState:
-    """Passes on what users call; each is described where it is done."""
+    """Mixin of the engine that forwards public methods to `engine.weights` and `engine.saves`, which document them."""
 
     weights: EngineWeights
     saves: EngineSaves

@@ -1,11 +1,11 @@
-"""The weights of an engine between steps, wherever they lie: `engine.weights`.
+"""Access to an engine's weights between steps, wherever they are stored: `engine.weights`.
 
-engine.stages[0].blocks["1"].norm.weight     ZeRO-1, 2: what is being gathered is waited for first
+engine.stages[0].blocks["1"].norm.weight     ZeRO-1, 2: waits for a pending all-gather first
 engine.stages[0].state_dict()                ZeRO-3: refused, since weights are not-a-number between steps
 with engine.gathered(): …                    full weights, on every ZeRO stage, and over tp
-with engine.gathered(write=True): clamp_()   and what is changed in them goes into shards and masters
-weight.clamp_() alone                        lost where masters or shards are what is stepped, done to shards over tp:
-                                             found, and refused
+with engine.gathered(write=True): clamp_()   and changes are written back to shards and masters
+weight.clamp_() alone                        would be lost where masters or ZeRO shards are stepped, and applied to
+                                             the shard alone over tp: detected, and refused
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..saved_state import MODEL, SavedState
 
 
 class EngineWeights:
-    """What an engine has from step to step, as its users see it: weights, optimizers, averages."""
+    """Persistent tensors of an engine, for users: weights, optimizers, averages."""
 
     def __init__(self, rank: RankTensors) -> None:
         self._rank, self._training = rank, rank.training
@@ -44,19 +44,19 @@ class EngineWeights:
 
     @property
     def stages(self) -> Mapping[int, Stage]:
-        """This rank's stages: their blocks, as they are cut, by their numbers in the whole model.
+        """Stages of this rank: their blocks, with sharded weights, by their numbers in the whole model.
 
         With ZeRO-1 and 2 this waits for weights that are being gathered; with ZeRO-3 use `gathered`. Where collectives
-        are spelled out in messages, all ranks have to look at the same point.
+        are expanded into messages, all ranks must read it at the same point.
         """
         self._training.weights.settle()
         return self._rank.model.stages
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[Mapping[int, Stage]]:
-        """A context in which this rank's stages show full weights, with ZeRO-3 and over tp too (collective).
+        """Show full weights in this rank's stages within a context, with ZeRO-3 and over tp too (collective).
 
-        With `write`, what is changed in them, on all replicas alike, goes into what the optimizer works on.
+        With `write`, changes to them, the same on all replicas, are written back to the master weights.
         """
         stages = self._rank.model.stages
         with ExitStack() as stack:
@@ -69,12 +69,12 @@ class EngineWeights:
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
-        """This rank's optimizers, each by the stages that it steps; several as one (`optim.chained`)."""
+        """Optimizers of this rank, each by the stages that it steps; several combined as one (`optim.chained`)."""
         return self._training.optimizers
 
     @property
     def optimizer(self) -> Optimizer:
-        """This rank's optimizer; raises `UsageError` where the plan gives it none or several (see `optimizers`)."""
+        """Optimizer of this rank; raises `UsageError` where the plan gives it none or several (see `optimizers`)."""
         if len(self.optimizers) != 1:
             raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
         return next(iter(self.optimizers.values()))
@@ -88,18 +88,18 @@ class EngineWeights:
 
     @property
     def zero_split(self) -> str | None:
-        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
+        """Line on the whole parameters that ZeRO gives to replicas, and how unevenly; None where it gives none."""
         return self._training.zero_split
 
     @property
     def masters(self) -> Masters:
-        """The weights that the optimizer works on, where they are not those that blocks compute with."""
+        """Master weights that the optimizer steps, where they are not those that blocks compute with."""
         return self._training.masters
 
     def ema(self, decay: Decay) -> WeightAverage:
-        """Return a moving average of the weights, float32 or wider, which takes in every step from now on.
+        """Return an exponential moving average of the weights, float32 or wider, which every step from now on updates.
 
-        `decay` is the share that stays of it, or a function of how many steps it has taken in. See `WeightAverage`.
+        `decay` is a number from 0 to 1, or a function of the number of updates so far. See `WeightAverage`.
         """
         average = WeightAverage(self._training, decay)
         self._rank.averages.all.append(average)
@@ -113,9 +113,9 @@ class EngineWeights:
         return self._training.full_weights()
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Let weights, by their names in the whole model, be these full tensors (collective with ZeRO).
+        """Set weights, by their names in the whole model, to these full tensors (collective with ZeRO).
 
-        Names of other ranks' blocks are passed over; unknown ones raise `UsageError`, other shapes `MisfitError`.
+        Names of other ranks' blocks are ignored; unknown ones raise `UsageError`, other shapes `MisfitError`.
         """
         blocks = enumerate(self._rank.model.outlines)
         known = {f"{number}.{name}" for number, block in blocks for name in saved_tensors(block)}
@@ -127,11 +127,11 @@ class EngineWeights:
         StateLoader(saved, self._rank, is_part=True).load()
 
     def state_bytes(self) -> StateBytes:
-        """Return the most bytes of weights, gradients and optimizer state on this rank since the last call."""
+        """Return the peak bytes of weights, gradients and optimizer state on this rank since the last call."""
         return self._training.read_bytes()
 
     def require_steppable(self) -> None:
-        """Raise `UsageError` where a step would train nothing, or an average has the weights' places."""
+        """Raise `UsageError` where a step would train nothing, or weights and an average are swapped."""
         if not torch.is_grad_enabled():
             raise UsageError(
                 "a step is called where gradients are switched off, so that it would train nothing; call it outside of "
@@ -141,7 +141,7 @@ class EngineWeights:
             self._rank.averages.require_none_applied("a step")
 
     def require_unchanged(self) -> None:
-        """Raise `UsageError` where a step would lose, or take for the whole, what a loop did to weights."""
+        """Raise `UsageError` where the next step would lose, or misplace, in-place changes of weights by user code."""
         masters, weights = self._training.masters, self._training.weights
         changed = masters.changed()
         if not changed:
@@ -162,7 +162,7 @@ class EngineWeights:
 
 
 def _guard(training: TrainingState) -> Callable[..., None]:
-    """Return what runs before a block says its state: a function, which copies of the block have in common."""
+    """Return the state-dict pre-hook of a block: a function without `self`, which copies of the block share."""
 
     def before(module: nn.Module, prefix: str, keep_vars: bool, *_: Any) -> None:
         if keep_vars:

@@ -1,4 +1,4 @@
-"""What is known of other libraries' models: which inputs they take, what they return, and the loss that goes with it.
+"""Knowledge of other libraries' models: the inputs they take, their outputs, and the loss of each head.
 
-Imports nothing of a library before one of its models is there; may import `weightless_model` and what is below it.
+Imports nothing of a library before one of its models is passed; may import `weightless_model` and what is below it.
 """

@@ -1,11 +1,11 @@
-"""Attention of transformers' models over sequences that come in slices: registered where these models look it up.
+"""Attention of transformers' models over slices of sequences: registered in that library's attention interface.
 
-    config._attn_implementation   "sdpa" ──▶ "quintsched_sdpa", once a block is given a unit's `context` or `past`
-    mask    plain causal, or none: it is not made; what else there is: from the positions that the unit has
+    config._attn_implementation   "sdpa" ──▶ "quintsched_sdpa", once a block is passed a unit's `context` or `past`
+    mask    plain causal, or none: not built; any other: from the positions of the unit
     attend  `context.attend(…)`, or over the keys and values of the slices before (`past.extend`)
 
-Without a unit both are what they were. A model whose attention does not look there sees its slice only, which the proof
-of the engine finds out.
+Without a unit both behave as before. A model whose attention does not use that interface attends within its slice only,
+which the proof of the engine detects.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _SIGHT: ContextVar[Sight | None] = ContextVar("sight", default=None)
 
 
 class Sight:
-    """How far the attentions of a block see beyond its slice: by a context, or into the past."""
+    """Reach of a block's attentions beyond its slice: a context (cp), or the past slices."""
 
     def __init__(self, context: Context | None, past: Past | None) -> None:
         self.context, self.past = context, past
         self.all_seen: Tensor | None = None
-        """A mask that hides nothing: it keeps models from reading packed sequences out of positions."""
+        """Mask of ones: it keeps models from inferring packed sequences from positions."""
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of the tokens of the slice in their sequence."""
+        """Return the positions of the slice's tokens in their sequence."""
         if self.context is not None:
             return self.context.positions
         assert self.past is not None
@@ -51,7 +51,7 @@ class Sight:
 
 @contextmanager
 def seeing(sight: Sight | None) -> Iterator[None]:
-    """A context in which attentions see so far."""
+    """Set the reach of attentions within a context."""
     token = _SIGHT.set(sight)
     try:
         yield
@@ -60,7 +60,7 @@ def seeing(sight: Sight | None) -> Iterator[None]:
 
 
 def look_here(modules: Iterable[nn.Module]) -> None:
-    """Let the attentions of these modules look up what is registered here."""
+    """Switch these modules' attention to the implementation registered here."""
     for module in modules:
         config = getattr(module, "config", None)
         own = getattr(config, _IMPLEMENTATION, None)
@@ -76,7 +76,7 @@ def _register(own: str) -> None:
 
 
 def _mask(own: str, **given: Any) -> Tensor | None:
-    """Return which keys the queries of a slice see; None: all up to themselves, or where nothing is causal, all."""
+    """Return the mask of keys for the queries of a slice; None: causal by default, or full where nothing is causal."""
     sight = _SIGHT.get()
     if sight is None:
         mask: Tensor | None = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS[own](**given)
@@ -89,7 +89,7 @@ def _mask(own: str, **given: Any) -> Tensor | None:
         )
     if sight.context is not None:
         if window is not None and window < sight.context.length:
-            return torch.full((1, 1, 1, 1), window)  # refused where a layer uses it
+            return torch.full((1, 1, 1, 1), window)  # carries the window's size; refused where a layer uses it
         return None
     queries = sight.positions(given["q_length"], given["device"])
     keys = torch.arange(int(queries[-1]) + 1, device=given["device"])
@@ -162,7 +162,7 @@ def _require_plain(module: nn.Module, dropout: float, others: dict[str, Any]) ->
 
 
 def _own_function(own: str, module: nn.Module) -> Callable[..., Any]:
-    """Return the function that a module would have called."""
+    """Return the function that a module would have called without this one."""
     homes = [sys.modules.get(kind.__module__) for kind in type(module).__mro__]
     eager = next((found for home in homes if (found := getattr(home, "eager_attention_forward", None))), None)
     registered = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS

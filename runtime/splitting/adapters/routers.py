@@ -1,9 +1,9 @@
-"""Losses of routers as transformers has them: of the router logits of all layers at once, found behind the last one.
+"""Auxiliary router losses of transformers' mixture-of-experts models: over the router logits of all layers.
 
-    layer k       its routers' logits, which transformers collects by hooks, ride along as "router<k>"
+    layer k       its routers' logits, which transformers collects by hooks, travel along as "router<k>"
     last block    the model's own forward collects them from there ─▶ {"logits": …, "aux_loss": …} ─▶ `RouterLoss`
 
-The loss is found for each microbatch, as the model's own forward finds it, and weighs as much as the tokens of that.
+The loss is computed per microbatch, as the model's own forward computes it, and weighted by its number of tokens.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from . import transformers
 
 KEY = "router_logits"
 ASKS = "output_router_logits"
-"""The name by which a forward, or a configuration, is asked for them."""
+"""Name of the flag, in a forward or a configuration, that requests them."""
 
 
 def asked(model: Any) -> bool:
-    """Whether a model's loss has a part that its routers make."""
+    """Whether a model's loss has an auxiliary part of its routers."""
     return bool(getattr(model.config.get_text_config(), ASKS, False) or getattr(model.config, ASKS, False))
 
 
 def watch(model: Any) -> None:
-    """Let the routers of a model be heard; raises `MisfitError` where the library does not collect their logits."""
+    """Install the library's hooks on a model's routers; raises `MisfitError` where it does not collect their logits."""
     heard = []
     if type(model).__name__.endswith("ForCausalLM") and ASKS in arguments_of(model.forward):
         library = _library()
@@ -66,13 +66,13 @@ def _coefficient(model: Any) -> float | None:
 
 
 def rider(call: int) -> str:
-    """Return the name by which the logits travel of the routers in a call of a layer."""
+    """Return the name under which the router logits of a call of a layer travel."""
     return f"router{call}"
 
 
 @contextmanager
 def collecting(*, wanted: bool) -> Iterator[list[Tensor]]:
-    """A context in which the logits of routers are collected, if they are `wanted`."""
+    """Collect router logits within a context, if they are `wanted`."""
     found = list[Tensor]()
     if not wanted:
         yield found
@@ -86,7 +86,7 @@ def collecting(*, wanted: bool) -> Iterator[list[Tensor]]:
 
 
 def joined(found: Sequence[Tensor], samples: int) -> Tensor:
-    """Return the logits of the routers of one layer, (samples · tokens, experts), as one: samples first."""
+    """Return the router logits of one layer, each (samples · tokens, experts), stacked with samples first."""
     if any(logits.dim() != 2 or logits.shape != found[0].shape for logits in found):
         raise MisfitError(f"the routers of a layer give unlike logits; set config.{ASKS} = False")
     together: Tensor = torch.stack(list(found), 1).unflatten(0, (samples, -1))
@@ -94,18 +94,18 @@ def joined(found: Sequence[Tensor], samples: int) -> Tensor:
 
 
 def give(logits: Tensor) -> None:
-    """Let the forward that runs collect what `joined` gave."""
+    """Pass what `joined` returned to the collector of the running forward."""
     _library()._active_collector.get()[KEY].extend(logits.flatten(0, 1).unbind(1))
 
 
 def select(output: Any) -> Any:
-    """Return what counts of a model's output: logits, and where it was asked for, the routers' loss for each sample."""
+    """Return the relevant part of a model's output: logits, and where requested, the routers' loss for each sample."""
     logits, loss = transformers.select(output), output.get("aux_loss")
     return logits if loss is None else {"logits": logits, "aux_loss": loss.expand(len(logits))}
 
 
 class RouterLoss:
-    """The loss of a model with that of its routers.
+    """Loss of a model including that of its routers.
 
     Args:
         model: the model.
@@ -116,6 +116,6 @@ class RouterLoss:
         self.coefficient, self._loss = _coefficient(model), loss
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of a microbatch, summed, and how many tokens it is of."""
+        """Return the summed loss of a microbatch, and its number of tokens."""
         total, weight = self._loss(output["logits"], labels)
         return total + self.coefficient * output["aux_loss"].mean() * weight, weight

@@ -1,4 +1,4 @@
-"""Models of transformers: what they are called with, what of their output counts, and their losses."""
+"""Adapter for models of transformers: inputs of their forward, the part of the output that counts, and losses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ...blocks.sum_of_means import SumOfMeans
 from ...objects.user_code import arguments_of
 
 LENGTH, SAMPLES, CHOICES, IMAGE, SOUND = 8, 2, 3, 64, 2000
-"""Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""
+"""Sizes of example inputs: tokens, samples, choices; image and sound sizes where the configuration has none."""
 
 OUTPUTS = ("logits", "prediction_logits", "text_embeds", "image_embeds", "last_hidden_state")
-"""What of a model's output its last block returns: the first that there is."""
+"""Output that the last block returns: the first of these that is present."""
 
 PAIRED = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
-"""What the last block returns beside `prediction_logits`, by the labels of its own mean in the loss."""
+"""Output that the last block returns beside `prediction_logits`, by the labels of its own mean in the loss."""
 
 IGNORED = -100
-"""The label that counts for nothing."""
+"""Label that is left out of the loss."""
 
 
 def is_one(model: nn.Module) -> bool:
@@ -36,16 +36,16 @@ def is_one(model: nn.Module) -> bool:
 
 
 def settings(model: Any) -> dict[str, Any]:
-    """Return what a forward is called with besides its inputs: no cache."""
+    """Return keyword arguments that a forward needs besides its inputs: no cache."""
     config = model.config
     return {"use_cache": False} if hasattr(config, "use_cache") and not config.is_encoder_decoder else {}
 
 
 def unpacked(model: Any, called: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what a forward is called with beside `position_ids`, so that it reads them as it does by itself.
+    """Return what to pass beside `position_ids`, so that the model reads them as it would in plain use.
 
-    Without a cache, and without a mask, transformers takes positions that begin again for several sequences in one row.
-    A model that keeps a cache does not; a mask that hides nothing has it not do so here either.
+    Without cache and mask, transformers takes positions that restart for several sequences packed in a row. A model
+    that keeps a cache does not; a mask of ones prevents it here, where no cache is kept.
     """
     if called.get("position_ids") is None or called.get("attention_mask") is not None or reads_packed(model):
         return {}
@@ -54,18 +54,18 @@ def unpacked(model: Any, called: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def reads_packed(model: Any) -> bool:
-    """Whether a model may take positions that begin again for several sequences, as without a cache, or a mask."""
+    """Whether a model may take positions that restart for packed sequences, as without a cache, or a mask."""
     keeps_cache = settings(model) and model.config.use_cache
     return not keeps_cache or "attention_mask" not in arguments_of(model.forward)
 
 
 def pools(model: Any) -> bool:
-    """Whether a model of sequences gives one output for each of them."""
+    """Whether a model of sequences returns one output per sequence."""
     return type(model).__name__.endswith("ForSequenceClassification")
 
 
 def require_whole_loss(model: Any) -> None:
-    """Raise `MisfitError` for what a model does in training that its blocks would not do."""
+    """Raise `MisfitError` for training behaviour that blocks do not reproduce (layer drop)."""
     config = model.config
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
@@ -112,7 +112,7 @@ def example(model: Any, *, longer: bool = False) -> dict[str, Tensor]:
 
 
 def select(output: Any) -> Any:
-    """Return what counts of a model's output."""
+    """Return the relevant part of a model's output."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
@@ -126,7 +126,7 @@ def select(output: Any) -> Any:
 
 
 def loss_of(model: Any) -> Callable[..., Any] | None:
-    """Return the loss that goes with a model's head, as (sum, weight); None where it has none that is known."""
+    """Return the loss of a model's head, as (sum, weight); None where none is known."""
     name = type(model).__name__
     paired = next((label for label in PAIRED if label in arguments_of(model.forward)), None)
     if paired is not None and name.endswith("ForPreTraining"):
@@ -141,7 +141,7 @@ def _loss_of_classes(model: Any) -> Callable[..., Any]:
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of labels (…) under logits (…, classes), those of -100 left out; summed, and how many there are."""
+    """Cross-entropy of labels (…) under logits (…, classes), without labels of -100; summed, and their number."""
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum()
@@ -167,21 +167,21 @@ def pretraining_loss(paired: str) -> SumOfMeans:
 
 
 class CausalLMLoss:
-    """Cross-entropy of each token's successor: labels are the ids, and those of -100 count for nothing.
+    """Cross-entropy of next tokens: labels are the ids, and those of -100 are left out.
 
     Where sequences are cut into slices, the engine shifts whole ones first (`prepare`), and `prepared` is the loss.
     """
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of (samples, tokens, ids) logits, summed, and how many tokens it is of."""
+        """Return the loss of (samples, tokens, ids) logits, summed, and the number of labels."""
         return token_loss(logits[:, :-1], labels[:, 1:])
 
     def prepare(self, labels: Tensor) -> Tensor:
-        """Return for each token its successor; the last one has none."""
+        """Return the next token of each token; the last one has none."""
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
     def prepared(self, logits: Tensor, successors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss where labels are successors."""
+        """Return the loss where labels are next tokens already."""
         return token_loss(logits, successors)
 
 
@@ -201,11 +201,11 @@ _LOSSES: Mapping[tuple[str, ...], Callable[[Any], Callable[..., Any]]] = {
     ("ForPreTraining", "MTModel"): lambda model: token_loss,
     ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice"): _loss_of_classes,
 }
-"""The losses of models by how the names of their classes end."""
+"""Losses of models, by suffixes of their class names."""
 
 
 def conversions(model: nn.Module) -> tuple[Any, ...]:
-    """Return the rules by which the library changes names of checkpoints as it loads them; none in older versions."""
+    """Return the library's rules that rename tensors of checkpoints as it loads them; none in older versions."""
     try:
         rules_of = import_module("transformers.conversion_mapping").get_model_conversion_mapping
     except (ImportError, AttributeError):

@@ -1,13 +1,13 @@
-"""The same data in every step: what each rank is given leaves a mark, which rides along with the gradient's norm.
+"""Batch digests that detect ranks with different data, in every step: marks piggybacked on the grad-norm all-reduce.
 
-    rank      inputs ─▶ digest of structure, plain values, numbers ─▶ mark h < 2^20      also of targets, of extras
-    step end  1, h, h² per replica, summed with the norm's square over the model's ranks: no message more
-    then      n Σh² = (Σh)² if and only if all n marks are equal (Cauchy and Schwarz), in whole numbers
-    if not    the ranks tell each other their marks, so that the odd one can be named
+    rank      inputs ─▶ digest of structure, plain values, numbers ─▶ mark h < 2^20      also for targets, for extras
+    step end  1, h, h² per replica, summed with the squared norm over the model's ranks: no extra message
+    then      n Σh² = (Σh)² if and only if all n marks are equal (Cauchy-Schwarz), in integers
+    if not    the ranks exchange their marks, so that the deviating rank can be named
 
-It is known before the optimizer steps. What a rank is not given of inputs and targets, and need not be, leaves no mark;
-nor does what only keeps the place of what it does not need: numbers that are all one, tensors on the meta device. Of
-extras every rank is given all, so None and a name that is not there leave a mark as well.
+The result is known before the optimizer steps. Inputs and targets that a rank neither has nor needs leave no mark; nor
+do placeholders for them: tensors whose numbers are all equal, tensors on the meta device. Every rank gets all extras,
+so None and a missing name leave a mark as well.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KINDS = ("inputs", "targets", "extras")
 _WIDTH = 3 * len(KINDS)
 _BITS = 20
 _MOST_SLOTS = 64
-"""So many replicas are compared in one step; where there are more, they take turns."""
+"""Number of replicas that are compared in one step; where there are more, they take turns."""
 _MOST_LETTERS = 300
-"""How much is said of how what a rank was given is built."""
+"""Number of characters of a structure's description in messages."""
 
 ADVICE = (
     "give all ranks of a replica the same samples in the same order, sequences whole, chosen by engine.replica and "
@@ -43,9 +43,9 @@ ADVICE = (
 
 
 class Mark(NamedTuple):
-    """What is told of one kind of data: a number below 2^20, and how it is built, in words.
+    """Mark of one kind of data: a number below 2^20, and the data's structure, in words.
 
-    `is_given` is 1, or 0 where it only keeps a place.
+    `is_given` is 1, or 0 for a placeholder.
     """
 
     number: Number
@@ -57,15 +57,15 @@ _NO_EXTRAS = Mark(0, 1, "nothing")
 
 
 class DataMarks:
-    """The marks of one rank's steps, and what becomes of those of all.
+    """The marks of one rank's steps, and the check of the sums over all ranks.
 
     Args:
-        ranks: those that the sums run over.
-        replica_of: rank → the replica that it belongs to.
-        rank: this one.
-        device: where the sums are found.
-        share: returns the bytes of all these ranks, in their order, of whom each calls it with its own.
-        tell: is given the error before it is raised.
+        ranks: the ranks that the sums run over.
+        replica_of: rank → its replica.
+        rank: this rank.
+        device: where the sums are computed.
+        share: all-gathers bytes over these ranks, in their order.
+        tell: is called with the error before it is raised.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class DataMarks:
         self._equal: Sequence[float] = ()
 
     def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> list[bool]:
-        """Take in what this rank is given for a step, or for one more batch of it.
+        """Record marks of this rank's data for a step, or for one more batch of it.
 
-        `given` and `needed` have "inputs" and "targets": return whether the rank is known to be given something of
-        each, and no place holder.
+        `given` and `needed` have "inputs" and "targets": return whether the rank is known to have real data, not a
+        placeholder, for each.
         """
         if not self._compares:
             return [False, False]
@@ -112,7 +112,7 @@ class DataMarks:
         return [mark is not None and isinstance(mark.is_given, int) for mark in found[:2]]
 
     def take(self) -> Tensor | None:
-        """Return the step's numbers, to be summed over the ranks: float64, one row; None where none are compared."""
+        """Return the step's row, to be summed over the ranks: (n,), float64; None where nothing is compared."""
         marks, self._marks = self._marks, None
         if not self._compares:
             return None
@@ -141,7 +141,7 @@ class DataMarks:
         return table
 
     def require_equal(self, sums: Sequence[float]) -> None:
-        """Raise `MisfitError`, on all ranks that the sums ran over, where ranks of a replica were given other data."""
+        """Raise `MisfitError`, on all ranks that the sums ran over, where ranks of a replica had different data."""
         for at in range(0, len(sums), 3) if sums != self._equal else ():
             count, total, squares = sums[at : at + 3]
             if int(count) * int(squares) != int(total) ** 2:
@@ -150,7 +150,7 @@ class DataMarks:
         self._equal = sums
 
     def _refuse(self, members: Sequence[int], kind: int) -> None:
-        """Raise `MisfitError`, with who is odd; all ranks that the sums ran over come here together."""
+        """Raise `MisfitError` that names the deviating ranks; all ranks that the sums ran over take part."""
         mark = self._taken[kind] if self._taken else None
         told = None if mark is None or not int(mark.is_given) else [int(mark.number), mark.words[:_MOST_LETTERS]]
         all_told = dict(zip(self._ranks, map(json.loads, self._share(json.dumps(told).encode())), strict=False))
@@ -164,7 +164,7 @@ class DataMarks:
 
 
 def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
-    """Return what a tree is, in a number below 2^20; None: a rank that does not need it gives nothing, or a place."""
+    """Return the mark of a tree; None: missing or a placeholder, on a rank that does not need it."""
     if tree is None and not is_needed:
         return None
     built, tensors = flatten(tree)
@@ -183,7 +183,7 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
 
 
 def is_place_holder(tree: Any) -> bool:
-    """Whether a tree only keeps the place of data that a rank does not need: no numbers, or all of a tensor are one."""
+    """Whether a tree is a placeholder for unneeded data: no numbers, or all numbers of a tensor are equal."""
     _, tensors = flatten(tree)
     if None in map(samples_of, tensors):
         return True
@@ -191,9 +191,9 @@ def is_place_holder(tree: Any) -> bool:
 
 
 def who_is_odd(given: Mapping[int, tuple[int, str]]) -> str:
-    """Say which ranks were given something else than most, and how that is built, if that can be told.
+    """Name the ranks that differ from the majority, with the structure of their data, if that can be told.
 
-    `given` has a mark of each rank, and words.
+    `given` has (mark, words) of each rank.
     """
     if len({number for number, _ in given.values()}) < 2:
         return ""

@@ -1,9 +1,9 @@
-"""What a tree of tensors is, in a number of 64 bits: how it is built, its plain values, shapes, types, and its numbers.
+"""Digests of 64 bits of trees of tensors: structure, plain values, shapes, dtypes and numbers.
 
-    up to 256 KiB   all numbers        bits, as whole numbers x_i of 64:  Σ w_i (x_i ^ x_i >> 29)  mod 2^64
-    more            256 scattered ones, and 256 KiB of neighbours, others in each turn
+    up to 256 KiB   all numbers        bits, as 64-bit integers x_i:  Σ w_i (x_i ^ x_i >> 29)  mod 2^64
+    more            256 scattered numbers, and 256 KiB of adjacent ones, others each time
 
-Whole numbers add up to the same in any order, so the same data have the same digest on any device and machine.
+Integer sums do not depend on order, so the same data have the same digest on any device and machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...blocks.trees import Branch, Leaf, Node, Place, Tree
 from ...data.marks import scattered
 
 Number = int | Tensor
-"""An int, or 0-dimensional, int64, on the device of what it is of, which nobody waits for."""
+"""An int, or a 0-dimensional int64 tensor on the data's device, so that the host need not wait for it."""
 
 _WHOLE_BYTES = 2**18
 _SCATTERED = 256
@@ -33,14 +33,14 @@ _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, t
 
 
 def structure_of(tree: Tree, tensors: Sequence[Tensor]) -> str:
-    """Return how a tree is built, with its plain values, and the types and shapes of its tensors, in words."""
+    """Return the structure of a tree, with its plain values, and the dtypes and shapes of its tensors, in words."""
     if tree.root is Place.TENSOR:
         return _tensor_words(tensors[0].shape, tensors[0].dtype)
     return _words(tree.root, iter(tensors))
 
 
 def digest(words: str, samples: Sequence[Tensor]) -> Number:
-    """Return the digest of a structure and of numbers, (n,) each: an int below 2^64, or a tensor of the same bits."""
+    """Return the digest of a structure and of samples, (n,) each: an int below 2^64, or a tensor of the same bits."""
     total: Number = _digest_words(words)
     for numbers in samples:
         found = _digest(numbers)
@@ -56,9 +56,9 @@ def top_bits(number: Number, count: int) -> Number:
 
 
 def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor] | None:
-    """Return all numbers of a small tensor; of a large one some from all over it, and neighbours: each contiguous.
+    """Return all numbers of a small tensor; of a large one scattered and adjacent samples: each contiguous, (n,).
 
-    None: it has no plain memory that can be looked at, as one on the meta device.
+    None: its memory cannot be read, as on the meta device.
     """
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return None
@@ -72,7 +72,7 @@ def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor] | None:
 
 
 def differ(samples: Sequence[Tensor]) -> Number:
-    """Return whether not all numbers of each sample are one: 1 or 0, as a tensor on an accelerator."""
+    """Return whether any sample has unequal numbers: 1 or 0, as a tensor on an accelerator."""
     found = []
     for numbers in samples:
         if numbers.device.type != "cpu":
@@ -103,7 +103,7 @@ def _words(node: Node, tensors: Iterator[Tensor]) -> str:
 
 
 def _leaf_words(leaf: Leaf) -> str:
-    """Return a plain value as all processes write it; of what is not plain its kind."""
+    """Return a plain value in a form that is the same in all processes; the type's name for any other value."""
     value = leaf.value
     if not leaf.is_plain or isinstance(value, torch.device):
         return f"a {type(value).__name__}"
@@ -119,18 +119,18 @@ def _digest_words(words: str) -> int:
 
 
 def _joined_on_device(before: Number, now: Number) -> Number:
-    """Fold two numbers into one, in which their order counts, modulo 2^64."""
+    """Combine two digests into one, order-dependent, modulo 2^64."""
     rotated = before * _signed(_ODD) if isinstance(before, Tensor) else _signed(before * _ODD)
     return rotated + (_signed(now) if isinstance(now, int) else now)
 
 
 def _signed(number: int) -> int:
-    """Return the number of the same 64 bits that int64 has."""
+    """Return the int64 number with the same 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def _scattered(tensor: Tensor) -> Tensor:
-    """Return numbers from all over a tensor: (n,)."""
+    """Return numbers from all parts of a tensor: (n,)."""
     places = _places(tensor.shape, tensor.device, is_flat=tensor.is_contiguous())
     return tensor.view(-1).index_select(0, places[0]) if len(places) == 1 else tensor[places]
 
@@ -143,7 +143,7 @@ def _places(shape: tuple[int, ...], device: torch.device, *, is_flat: bool) -> t
 
 
 def _neighbours(tensor: Tensor, most: int, turn: int) -> Tensor:
-    """Return whole rows of a tensor, at most so many numbers; where one row has more, some of one."""
+    """Return whole adjacent rows of a tensor, at most `most` numbers; where one row has more, a part of one."""
     while tensor.numel() > most:
         rows = min(len(tensor), most * len(tensor) // tensor.numel())
         if rows:
@@ -155,7 +155,7 @@ def _neighbours(tensor: Tensor, most: int, turn: int) -> Tensor:
 
 
 def _digest(numbers: Tensor) -> Number:
-    """Return the sum over the bits of some numbers, (n,), in one piece of memory."""
+    """Return the weighted sum over the bits of contiguous numbers, (n,)."""
     if numbers.device.type != "cpu":
         return digest_on_device(numbers)
     raw = numbers.numpy() if numbers.dtype in _OF_NUMPY else numbers.view(torch.uint8).numpy()
@@ -170,7 +170,7 @@ def _digest(numbers: Tensor) -> Number:
 
 
 def digest_on_device(numbers: Tensor) -> Tensor:
-    """Return the same sum where the numbers are: 0-dimensional, int64."""
+    """Return the same sum, computed on the numbers' device: 0-dimensional, int64."""
     if numbers.storage_offset() * numbers.itemsize % 8:
         numbers = numbers.clone()
     raw = numbers.view(torch.uint8)
@@ -185,7 +185,7 @@ def digest_on_device(numbers: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _weights() -> np.ndarray:
-    """Return what each number of 64 bits weighs: splitmix64's numbers, int64."""
+    """Return the weight of each 64-bit integer: splitmix64's sequence, int64."""
     with np.errstate(over="ignore"):
         state = np.arange(1, _WHOLE_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(_ODD)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,11 +1,11 @@
-"""Cutting what a replica gets of a batch into units: microbatches, or their slices along the sequence.
+"""Cutting of a replica's batch into units: microbatches, or their slices along the sequence.
 
 (samples, sequence, …) ──▶ this rank's chunks of the sequence, where the mesh has cp
-                       ──▶ microbatches, as even as can be ──▶ slices, equal stretches of the sequence
+                       ──▶ microbatches, as even as possible ──▶ slices, equal parts of the sequence
 
-Inputs, targets and extras may be trees (see `blocks.trees`): their tensors are cut, all else goes to every unit as it
-is. A tensor of one row where there are more samples, or of no dimensions, belongs to all of them: every unit gets it
-whole. Targets and extras may have several rows for each sample, as `ids.view(-1)` has. Of fewer samples than
+Inputs, targets and extras may be trees (see `blocks.trees`): their tensors are cut, other values go to every unit
+unchanged. A tensor of one row where there are more samples, or of no dimensions, belongs to all samples: every unit
+gets it whole. Targets and extras may have several rows per sample, as `ids.view(-1)` has. With fewer samples than
 microbatches, the last microbatches have none.
 """
 
@@ -39,16 +39,16 @@ from ..stage_forward import Extras
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank gets of a batch, cut into units (microbatches or their slices); what it does not need is empty.
+    """A rank's share of a batch, cut into units (microbatches or their slices); data it does not need is empty.
 
     Attributes:
         inputs: the tensors of each unit's inputs, in order.
-        targets: each unit's targets, built as they were given.
+        targets: each unit's targets, in their original structure.
         extras: each unit's extras.
-        microbatches: how many there are; a plan of more has no samples for the rest.
-        input_tree: how inputs are built.
-        num_samples: how many samples there are; None where nothing says so that the rank is given.
-        kind: batches of the very same are alike but for their numbers; None: nobody has looked.
+        microbatches: their number; a plan of more has no samples for the rest.
+        input_tree: the structure of inputs.
+        num_samples: number of samples; None where this rank's data does not show it.
+        kind: batches with the identical object here differ in their numbers alone; None: unknown.
     """
 
     inputs: Sequence[Tensors]
@@ -72,7 +72,7 @@ class Batch:
         return tuple([(name, TreeSpec.of(extra)) for name, extra in sorted(self.extras[unit].items())])
 
     def structure(self) -> Hashable | None:
-        """Return what tells it from batches of other shapes; None where nobody can tell."""
+        """Return a key of its structure and shapes; None for a batch with opaque objects."""
         tree, tensors = self._flatten()
         if tree.unknown() is not None or self.input_tree.unknown() is not None:
             return None
@@ -80,11 +80,11 @@ class Batch:
         return tree, self.input_tree, tuple(specs), self.microbatches
 
     def tensors(self) -> Tensors:
-        """Return all tensors of it, in the same order for the same structure."""
+        """Return all of its tensors, in the same order for the same structure."""
         return self._flatten()[1]
 
     def copy(self) -> Batch:
-        """Return a batch of the same numbers in memory of its own."""
+        """Return a copy with tensors in memory of its own."""
         tree, tensors = self._flatten()
         inputs, targets, extras = tree.build([tensor.detach().clone() for tensor in tensors])
         return replace(self, inputs=inputs, targets=targets, extras=extras)
@@ -95,18 +95,18 @@ class Batch:
 
 
 NOTHING = Batch((), (), (), 0)
-"""What a rank keeps of a batch when its step is over."""
+"""The batch between steps: no step's data is kept."""
 
 
 Sizes = tuple[int, ...]
-"""How many samples each microbatch has."""
+"""Number of samples of each microbatch."""
 
 
 @lru_cache
 def sizes_of(samples: int, count: int, planned: int) -> Sizes:
-    """Return how samples are cut into `count` microbatches: as evenly as can be, larger ones first.
+    """Return the sizes of `count` microbatches: as even as possible, larger ones first.
 
-    The others of a plan's have none.
+    The remaining ones, up to `planned`, have none.
     """
     each, rest = divmod(samples, count)
     return tuple([each + (number < rest) for number in range(count)] + [0] * (planned - count))
@@ -114,7 +114,7 @@ def sizes_of(samples: int, count: int, planned: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Division:
-    """How a batch is cut: samples into microbatches of some sizes, each of these into slices."""
+    """Division of a batch: samples into microbatches of some sizes, each of these into slices."""
 
     samples: int | None
     sizes: Sizes
@@ -122,17 +122,17 @@ class Division:
 
     @property
     def num_units(self) -> int:
-        """How many units there are."""
+        """Number of units."""
         return len(self.sizes) * self.slices
 
 
 class _Cut(NamedTuple):
-    """How a batch of plain tensors was cut: the next one of its kind, of the same plan, is cut alike.
+    """Row counts of a cut batch of plain tensors, reused for the next batch of its kind and plan.
 
     Attributes:
-        plan: the plan; `kind`: how many microbatches there were, and the kinds of inputs and targets.
-        inputs, targets: how many rows of them each unit has.
-        num_samples: how many samples there were.
+        plan: the plan; `kind`: the number of microbatches, and the kinds of inputs and targets.
+        inputs, targets: number of rows in each unit.
+        num_samples: number of samples.
     """
 
     plan: Plan
@@ -143,16 +143,16 @@ class _Cut(NamedTuple):
 
 
 class BatchCutter:
-    """Moves what a rank needs of a batch to its device, and cuts it.
+    """Moves the parts of a batch that a rank needs to its device, and cuts them.
 
     Args:
-        device: where the rank computes.
-        dtype: of floating-point inputs; None leaves them.
+        device: the rank's device.
+        dtype: dtype for floating-point inputs; None: unchanged.
         inputs: whether the rank needs inputs.
         targets: whether it needs targets.
         rank: its global rank, for error messages.
-        shard: what of each sequence it gets.
-        replicas: how many replicas divide the batch; where there is one, it needs samples.
+        shard: this rank's part of each sequence.
+        replicas: number of replicas that divide the batch; a single one must have samples.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class BatchCutter:
         *,
         needs_loss: bool = True,
     ) -> Batch:
-        """Return the units of a batch as the plan's schedule has them, or with fewer microbatches.
+        """Return the units of a batch, by the plan's schedule or with fewer microbatches.
 
-        Unless it `needs_loss`, targets may be None.
+        Without `needs_loss`, targets may be None.
 
         Raises:
-            UsageError: something that the rank needs is not given.
-            MisfitError: samples or sequence that cannot be cut.
+            UsageError: data that the rank needs is missing.
+            MisfitError: samples or sequences that cannot be cut.
         """
         spec, count = plan.schedule, microbatches or plan.schedule.microbatches
         if not extras and not self._needs_inputs and not self._needs_targets:
@@ -241,7 +241,7 @@ class BatchCutter:
         )
 
     def _num_samples(self, needed: Mapping[str, Any], extras: Mapping[str, Any]) -> int | None:
-        """Return how many samples the rank is given; None where nothing says so."""
+        """Return the number of samples; None where this rank's data does not show it."""
         for name, given in needed.items():
             if given is None:
                 raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
@@ -256,20 +256,20 @@ class BatchCutter:
             is_alone = name == "inputs" or (isinstance(given, Tensor) and not extras)
             return samples if is_alone else _fewest_rows([given, *extras.values()], samples)
         samples = most_rows(list(extras.values()))
-        return None if samples == 1 else samples  # what has one row may be for all samples alike
+        return None if samples == 1 else samples  # a single row may belong to all samples
 
     def _targets(self, into: Division, targets: Any) -> Sequence[Any]:
         if targets is None:
             return [None] * into.num_units
         if isinstance(targets, Tensor):
-            if targets.dim() == 1 and into.slices == 1:  # one of each sequence, whoever has slices of it
+            if targets.dim() == 1 and into.slices == 1:  # one per sequence, the same for all its slices
                 return self._microbatches(into, "targets", targets)
             return self._units(into, "targets", targets)
         tree, rows = self._rows(into, "targets", targets)
         return [tree.build(row) for row in rows]
 
     def _rows(self, into: Division, name: str, given: Any) -> tuple[Tree, Sequence[Tensors]]:
-        """Return how a tree is built, and the tensors of each of its units."""
+        """Return the structure of a tree, and the tensors of each of its units."""
         if isinstance(given, Tensor):
             return PLAIN, [(unit,) for unit in self._units(into, name, given)]
         tree, tensors = flatten(given)
@@ -294,7 +294,7 @@ class BatchCutter:
         return [tree.build(row) for row in zip(*cuts, strict=True)]
 
     def _tree_units(self, into: Division, name: str, tensor: Tensor, length: int | None) -> Sequence[Tensor]:
-        """One number per sample goes to every slice; all else runs along the sequence, as the inputs do."""
+        """Cut a tensor of a tree into units; one number per sample goes to every slice, the rest along the sequence."""
         cuts = into.slices * self._shard.size
         if cuts == 1 or tensor.dim() > 1:
             if cuts > 1 and length is not None and tensor.shape[1] != length:
@@ -343,7 +343,7 @@ class BatchCutter:
     def _cut(
         self, name: str, tensor: Tensor, sizes: Sequence[int] | None, dtype: torch.dtype | None, shard: SequenceShard
     ) -> Sequence[Tensor]:
-        """Move this rank's shard of sequences to its device, and cut it into so many rows each, or into none."""
+        """Move this rank's shard of sequences to its device, and split it into these row counts, or not at all."""
         mine = shard.cut(name, tensor) if shard.size > 1 and tensor.dim() else tensor
         to = dtype if tensor.is_floating_point() else None
         moved: Tensor = mine.to(self._device, to, non_blocking=tensor.device.type == "cpu")
@@ -351,46 +351,46 @@ class BatchCutter:
 
 
 def _kind(tensor: Any) -> Hashable | None:
-    """Return what tells a plain tensor from those that are cut otherwise; None for what is none."""
+    """Return a key by which plain tensors that are cut alike are equal; None for any other object."""
     if type(tensor) is not Tensor or tensor.__dict__ or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 def without_samples(tree: Any) -> Any:
-    """Return a tree like this one, of no samples."""
+    """Return a tree of the same structure, with zero samples."""
     return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:])) if tensor.dim() else tensor, tree)
 
 
 def most_rows(tree: Any) -> int | None:
-    """Return how many rows the tensor of a tree has that has most; None where no tensor has any dimension."""
+    """Return the largest number of rows of a tree's tensors; None where no tensor has a dimension."""
     if isinstance(tree, Tensor):
         return len(tree) if tree.dim() else None
     return max((len(tensor) for tensor in flatten(tree)[1] if tensor.dim()), default=None)
 
 
 def shape_of(tree: Any) -> tuple[int, int]:
-    """Return how many rows a tree has, and how long its sequences are; 0: nothing says so."""
+    """Return the number of rows of a tree, and the length of its sequences; 0: unknown."""
     if isinstance(tree, Tensor):
         return (tree.shape[0], tree.shape[1] if tree.dim() > 1 else 0) if tree.dim() else (0, 0)
     return (0, 0) if tree is None else (most_rows(tree) or 0, _length(tree) or 0)
 
 
 def _fewest_rows(trees: Sequence[Any], most: int) -> int:
-    """Return how many samples there are where no tree has inputs: a tensor may have several rows of each."""
+    """Return the number of samples where inputs are absent: a tensor may have several rows per sample."""
     rows = (len(tensor) for tensor in flatten(list(trees))[1] if tensor.dim() and len(tensor) > 1)
     return min(rows, default=most)
 
 
 def _length(inputs: Any) -> int | None:
-    """Return how long the sequences of inputs are: dimension 1 of the first tensor that has one."""
+    """Return the sequence length of inputs: dimension 1 of the first tensor that has one."""
     if isinstance(inputs, Tensor):
         return inputs.shape[1] if inputs.dim() > 1 else None
     return next((tensor.shape[1] for tensor in flatten(inputs)[1] if tensor.dim() > 1), None)
 
 
 def _require_as_many_samples(name: str, tree: Tree, tensors: Tensors) -> None:
-    """Raise `MisfitError` unless the tensors of a tree have as many rows, one row, or no dimensions."""
+    """Raise `MisfitError` unless the tensors of a tree have the same number of rows, one row, or no dimensions."""
     rows = {path: len(t) for path, t in zip(tree.paths, tensors, strict=True) if t.dim() and len(t) != 1}
     if len(set(rows.values())) > 1:
         named = ", ".join(f"{name}{path} has {count}" for path, count in rows.items())

@@ -1,11 +1,11 @@
-"""The same data where it must be the same: what the ranks of one replica are given is compared, whole, in some steps.
+"""Comparison of whole batches between the ranks of one replica, in some steps.
 
     replica 0    rank 0 (tp=0): inputs a, targets b ─┐
                  rank 1 (tp=1): inputs a, targets c ─┴▶ one minimum over all ranks ─▶ targets differ, on every rank
 
-Sequences are compared whole, before they are cut over cp. A rank brings all that it is given. What it does not need of
-inputs and targets it may be given or not, or something in its place (see `data_marks`). Steps 0, 1, 2, 4, 8, …
-of each kind are compared so; every step of training by marks (`data_marks`).
+Sequences are compared whole, before they are sharded over cp. Each rank compares all data that it has. Inputs and
+targets that it does not need may be missing, or placeholders (see `data_marks`). Steps 0, 1, 2, 4, 8, … of each mode
+are compared in this way; every training step by marks (`data_marks`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NOTHING = 2**63 - 1
 
 
 class SameData:
-    """Compares what the ranks of one replica are given.
+    """Compares the batches of the ranks of one replica.
 
     Args:
-        replica, num_replicas: which replica the rank belongs to, and of how many.
+        replica, num_replicas: this rank's replica, and the number of replicas.
         world: all ranks.
     """
 
@@ -42,17 +42,17 @@ class SameData:
         self._steps: dict[str, int] = {}
 
     def is_due(self, mode: str) -> bool:
-        """Whether another step of a mode is one that is compared; all ranks ask before each."""
+        """Whether the next step of a mode is compared; all ranks call this before each step."""
         done = self._steps.get(mode, 0)
         self._steps[mode] = done + 1
         return self._world.size > self._num_replicas and not done & (done - 1)
 
     def require(self, given: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-        """Raise `MisfitError`, on every rank, where ranks of one replica were given something else (collective).
+        """Raise `MisfitError`, on every rank, where ranks of one replica have different data (collective).
 
         Args:
-            given: inputs and targets by these names; None: not given, or nothing that others should be given too.
-            extras: what every rank is given besides.
+            given: inputs and targets by these names; None: absent, or a placeholder.
+            extras: data that every rank has.
         """
         names = sorted(extras)
         whole = [given.get("inputs"), given.get("targets"), ", ".join(names) or "nothing"]
@@ -74,7 +74,7 @@ class SameData:
             self._refuse(replica, what[column] if column < len(what) else "extras", mine[column])
 
     def _refuse(self, replica: int, what: str, mine: int) -> None:
-        """Name two ranks that differ; all ranks come here together, and the first of the two says what it is."""
+        """Raise an error that names two ranks that differ; all ranks take part, and the first one names the data."""
         sent = f"{self._replica} {mine} {what}".encode()
         all_said = [said.decode().split(" ", 2) for said in share_bytes(self._world, sent)]
         ranks = [(rank, s) for rank, s in enumerate(all_said) if s[0] == str(replica) and s[1] != str(_NOTHING)]
@@ -87,7 +87,7 @@ class SameData:
 
 
 def fingerprint(tree: Any) -> int:
-    """Return a number of 62 bits that says what a tree is: how it is built, its plain values, and all its numbers."""
+    """Return a fingerprint of 62 bits of a tree: its structure, plain values, and all numbers."""
     built, tensors = flatten(tree)
     found = hashlib.blake2b(structure_of(built, tensors).encode(errors="replace"), digest_size=8)
     for tensor in tensors:

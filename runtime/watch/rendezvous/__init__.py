@@ -1,6 +1,6 @@
-"""How the ranks of a run find each other, and who else could: the store, the attempt, the network interface.
+"""Rendezvous of the ranks of a run, and its exposure to the network: the store, the attempt, the interface.
 
-`store` opens or serves torch's key-value store, and lets the ranks that run now meet, whatever an attempt before has
-left in it; `addresses` says where one listens, which interface the libraries use, and where the first machine is,
-without torch; `parent` lets a rank end with its launcher. Imports nothing of the runtime.
+`store` opens or serves torch's key-value store, and lets the ranks of one attempt meet, whatever earlier attempts have
+left in it; `addresses` chooses listening addresses and interfaces, and resolves the first machine's address, without
+torch; `parent` ends a rank with its launcher. Imports nothing of the runtime.
 """

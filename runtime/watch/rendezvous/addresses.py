@@ -1,18 +1,18 @@
-"""Where a run listens: at one address, and on the interface that it needs, unless the user has said otherwise.
+"""Listening addresses and network interfaces of a run: one address, and the interface needed, unless the user chose.
 
-all ranks on this machine     the loopback interface, for gloo and NCCL: nobody outside reaches a port of the run
-several machines, gloo        the interface that leads to MASTER_ADDR; gloo itself would take that of the host's
-                              name, which on many machines is the loopback interface
+all ranks on this machine     the loopback interface, for gloo and NCCL: no port is reachable from outside
+several machines, gloo        the interface that leads to MASTER_ADDR; gloo's default, that of the host's name, is
+                              on many machines the loopback interface
 several machines, NCCL        NCCL chooses
 
-Which address a run's first machine has: looked up before anything is started, so that what is wrong is said at once.
+Address of a run's first machine, resolved before anything is started, so that errors are raised at once:
 
 10.0.0.1:29500   node0:29500   [fd77::1]:29500
 
-machine 0      has the address, and listens there and nowhere else
-the others     can look it up
-node0 is the loopback interface here (127.0.1.1 in /etc/hosts): no other machine can come there, so that machine 0
-takes its only other address, and says which ones there are if there are several
+machine 0      has the address, and listens there only
+the others     can resolve it
+node0 resolves to loopback here (127.0.1.1 in /etc/hosts), which other machines cannot reach: so machine 0 uses its
+only other address, and raises an error with a list if there are several
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quintsched.errors import UsageError
 LOOPBACK = "127.0.0.1"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 BACKLOG = 4096
-"""As many ranks may knock before they are answered: torch is imported meanwhile."""
+"""Pending connections that are kept: ranks may connect while torch is still imported."""
 
 IPV6 = Path("/proc/net/if_inet6")
 _GET_ADDRESS = 0x8915
@@ -44,7 +44,7 @@ def is_one_machine() -> bool:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Listen at the one address of a host, on a port, any free one if 0.
+    """Listen at a single address of a host, on a port, any free one for 0.
 
     Raises `OSError` where the port is taken, or the address is not this machine's.
     """
@@ -53,7 +53,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def choose_interfaces() -> None:
-    """Put the interfaces into the environment, where gloo and NCCL read them; what is there already stays."""
+    """Set the interfaces of gloo and NCCL in the environment; existing values stay."""
     alone = is_one_machine()
     interface = interface_of(LOOPBACK if alone else address_towards(os.environ["MASTER_ADDR"]))
     if interface is not None:
@@ -63,7 +63,7 @@ def choose_interfaces() -> None:
 
 
 def require_interfaces() -> None:
-    """Raise `UsageError` where the user has named an interface for gloo that this machine does not have."""
+    """Raise `UsageError` where the environment names an interface for gloo that this machine does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get(GLOO, "").split(",")):
         if name not in there:
@@ -73,7 +73,7 @@ def require_interfaces() -> None:
 
 
 def address_towards(host: str) -> str | None:
-    """Return this machine's address, as a host sees it that it sends to; None where no way leads there."""
+    """Return this machine's source address for packets to a host; None where there is no route."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -83,7 +83,7 @@ def address_towards(host: str) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this machine that others may come to, as far as they are known: not the loopback's."""
+    """Return the known addresses of this machine that others may reach: not the loopback's."""
     found = [address for _, name in socket.if_nameindex() if (address := _address_of(name)) is not None]
     found += [address for address, _ in _ipv6()]
     known = {address: ipaddress.ip_address(address) for address in found}
@@ -91,7 +91,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str | None) -> str | None:
-    """Return the name of the interface that has an address; None where that is not known."""
+    """Return the name of the interface with an address; None where it is not known."""
     names = [name for _, name in socket.if_nameindex()]
     if address in (LOOPBACK, "::1"):
         return next((name for name in ("lo", "lo0") if name in names), None)
@@ -133,9 +133,10 @@ def read_master(text: str) -> tuple[str, int]:
 
 
 def own_address(host: str, said: str) -> str:
-    """Return the address of this machine, the first of the run, at which it serves the others.
+    """Return the address at which this machine, the first of the run, serves the others.
 
-    `said` is what the user wrote. Raises `UsageError` where this machine has no such address, or nobody could come.
+    `said` is the user's setting, for errors. Raises `UsageError` for an address that is not this machine's, or that
+        others cannot reach.
     """
     found = _look_up(host, said)
     own = [address for address in found if _is_here(address)]
@@ -156,7 +157,7 @@ def own_address(host: str, said: str) -> str:
 
 
 def require_elsewhere(host: str, said: str) -> None:
-    """Raise `UsageError` where this machine, not the first of the run, does not find the first one by its name."""
+    """Raise `UsageError` where the first machine's name resolves to this machine, which is not the first."""
     found = _look_up(host, said)
     if all(map(_is_loopback, found)) and not _means_loopback(host):
         raise UsageError(
@@ -175,7 +176,7 @@ def _look_up(host: str, said: str) -> list[str]:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address is one of this machine."""
+    """Whether an address belongs to this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
@@ -195,5 +196,5 @@ def _is_loopback(address: str) -> bool:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether somebody who writes this means this machine alone."""
+    """Whether a host name stands for this machine alone."""
     return host == "localhost" or (_is_literal(host) and _is_loopback(host))

@@ -1,7 +1,7 @@
-"""Lets a process end with the one that started it, however that one ends.
+"""End of a process together with its parent, however that ends.
 
-Linux        the kernel kills this process when its parent ends: also while it hangs in a library, or is stopped
-elsewhere    a thread looks whether the parent is still there, and kills the process if not
+Linux        parent death signal: the kernel kills this process, even while it hangs in a library, or is stopped
+elsewhere    a thread polls whether the parent still exists, and kills the process if not
 
     python -m quintsched.runtime.watch.rendezvous.parent PID MODULE ARGUMENT …      runs a module in such a process
 """
@@ -17,7 +17,7 @@ import threading
 from time import sleep
 
 ORPHANED = 4
-"""The exit code where the parent was gone from the start: that of a run whose peer died."""
+"""Exit code where the parent is gone from the start: that of a run whose peer died."""
 
 LOOK_S = 1.0
 _SET_DEATH_SIGNAL = 1
@@ -25,7 +25,7 @@ _SET_DEATH_SIGNAL = 1
 
 
 def end_with(parent: int) -> None:
-    """Let this process end with its parent, a process id; at once if that is its parent no more."""
+    """End this process with its parent, a process id; at once if it is not its parent any more."""
     if not _asks_kernel():
         threading.Thread(target=_look_after, args=(parent,), daemon=True).start()
     if os.getppid() != parent:
@@ -33,7 +33,7 @@ def end_with(parent: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """Let this process end with the launcher that started it as a rank, as torchrun's agent; does nothing elsewhere."""
+    """End this process with the launcher that started it as a rank, such as torchrun's agent; else do nothing."""
     if has_launcher():
         end_with(os.getppid())
 

@@ -1,20 +1,20 @@
-"""The key-value store in which ranks find each other: where it is, who serves it, and at which address it listens.
+"""Key-value store for the ranks' rendezvous: its server, its address, and the meeting of one attempt's ranks.
 
     torchrun, quintsched run    the launcher serves it, every rank is a client       TORCHELASTIC_USE_AGENT_STORE=True
     srun, mpirun, by hand       rank 0 serves it at MASTER_ADDR:MASTER_PORT
 
-Torch's own way of serving it listens at every address of the machine. Here it listens at one: that of the loopback
-interface where all ranks are on this machine, else that of MASTER_ADDR. What is in the store
-is text that no reader resolves to anything, and torch refuses keys and values of more than 8 MB.
+Torch's own server listens at every address of the machine. Here it listens at one: loopback where all ranks are on this
+machine, else that of MASTER_ADDR. The store contains text that no reader evaluates, and torch refuses keys and values
+of more than 8 MB.
 
-How the ranks of one attempt meet in a store that still holds what attempts before have left.
+Meeting of the ranks of one attempt, in a store that still has keys of earlier attempts:
 
     rank r    hello/r = nonce ─────────▶ rank 0 reads, answers     welcome/r/nonce = 3
-    rank r    here/r in attempt 3 ─────▶ rank 0 goes on when all are here
+    rank r    here/r in attempt 3 ─────▶ rank 0 continues when all are here
 
-A restarted run finds the same store, where the addresses of dead ranks are. So everything lies under the number of the
-attempt, which rank 0 draws; the others learn it in answer to a number that nobody has used before. What torchrun counts
-as restarts is of no use here: it differs from machine to machine.
+A restarted run finds the same store, with the addresses of dead ranks. So all keys are prefixed with the number of the
+attempt, which rank 0 draws; the others get it in reply to a nonce. torchrun's restart count cannot be used: it differs
+between machines.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from quintsched.errors import StallError, UsageError, listed_ranks
 from .addresses import LOOPBACK, is_one_machine, listen, own_address, require_elsewhere
 
 KNOCK_S, ANSWER_S = 0.1, 1.0
-"""How long who waits for the store sleeps between two looks, and how long an answer may take."""
+"""Seconds between two attempts to connect to the store, and timeout of one attempt."""
 
 HUB = "hub"
-"""The launchers' key for where the run's watch listens, and its secret."""
+"""Key, for launchers, of the address and secret of the run's hub."""
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def require_addresses() -> None:
-    """Raise `UsageError` where the environment does not say where the other ranks are."""
+    """Raise `UsageError` where environment variables of the rendezvous are missing."""
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         raise UsageError(f"{', '.join(missing)} not in the environment; start the ranks with torchrun")
@@ -52,8 +52,8 @@ def require_addresses() -> None:
 def open_store(timeout_s: float) -> Store:
     """Return the store that the environment names; rank 0 serves it unless the launcher does.
 
-    Raises `RuntimeError`, as torch does, where nobody answers within the timeout, `UsageError` for an address that is
-    not to be found, or is not rank 0's.
+    Raises `RuntimeError`, as torch does, where there is no answer within the timeout, `UsageError` for an address that
+    cannot be resolved, or is not rank 0's.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if has_launchers_store():
@@ -73,12 +73,12 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def has_launchers_store() -> bool:
-    """Whether the launcher serves the store; then it outlives the ranks, and what they leave in it."""
+    """Whether the launcher serves the store; then it outlives the ranks and their keys."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def serve(listener: socket.socket, timeout_s: float) -> Store:
-    """Serve a store to whoever connects to a listening socket, which it takes over."""
+    """Serve a store on a listening socket, and take ownership of the socket."""
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host,
@@ -91,19 +91,19 @@ def serve(listener: socket.socket, timeout_s: float) -> Store:
 
 
 def launchers_keys(attempt: int | str) -> str:
-    """Return how the keys begin that launchers, and rank 0 for them, write in an attempt, counted by restarts."""
+    """Return the prefix of keys of launchers, and of rank 0 for them, in an attempt, counted by restarts."""
     return f"quintsched/launchers/{attempt}"
 
 
 def connect_to(host: str, port: int, timeout_s: float) -> Store:
-    """Connect to the store that another process serves; raises `RuntimeError` where it does not answer in time."""
+    """Connect to the store of another process; raises `RuntimeError` where it does not answer in time."""
     _await_answer(host, port, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _await_answer(host: str, port: int, timeout_s: float) -> None:
-    """Wait until somebody listens at a port; torch would say a screen full of what it tries meanwhile."""
+    """Wait until a port accepts connections; torch would log its attempts at length meanwhile."""
     left_s, why = timeout_s, "no time was left"
     while left_s > 0:
         try:
@@ -129,8 +129,8 @@ class Attempt:
 
     Attributes:
         number: 1 is the first with this store.
-        store: what its ranks alone use.
-        goes_on: whether an attempt before had begun the run, so that this one goes on with it; the same on all ranks.
+        store: the store of this attempt's ranks.
+        goes_on: whether an earlier attempt had begun the run, so that this one resumes it; the same on all ranks.
     """
 
     number: int
@@ -139,14 +139,14 @@ class Attempt:
     _run: Store
 
     def begin(self) -> None:
-        """Note that the run has begun: its folder is its own. Attempts after this one go on with it."""
+        """Record that the run has begun: its folder exists. Later attempts resume it."""
         self._run.set(_BEGUN, "1")
 
 
 def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
-    """Return the attempt that this rank is part of, once rank 0 knows of all; every rank calls this.
+    """Return the attempt that this rank belongs to, once rank 0 has seen all ranks; every rank calls this.
 
-    Raises `StallError` that says who has not come within the timeout.
+    Raises `StallError` that names the ranks that have not come within the timeout.
     """
     if rank == 0:
         return _gather(store, world_size, timeout_s)
@@ -162,7 +162,7 @@ def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
 
 
 def meet_alone(timeout_s: float) -> Attempt | None:
-    """Return the attempt of a run whose ranks are all in this process; None: nothing outlives it to start it again.
+    """Return the attempt of a run with all ranks in this process; None: no launcher could restart it.
 
     Raises `StallError` where the launcher's store does not answer within the timeout.
     """
@@ -194,7 +194,7 @@ def _attempt(store: Store, number: int) -> Attempt:
 
 
 def _answer(store: Store, rank: int, number: int, answered: dict[int, bytes]) -> None:
-    """Tell a rank the attempt's number, if it has said hello, or once more: what was there may have been another's."""
+    """Reply to a rank's hello with the attempt's number; again for a new nonce: the last may be an old attempt's."""
     if not store.check([f"{ROOM}/hello/{rank}"]):
         return
     nonce = store.get(f"{ROOM}/hello/{rank}")

@@ -1,4 +1,4 @@
-"""Marks that are followed beside numbers through calls: of whose features they are made, and of what.
+"""Marks that are propagated with tensor elements through operators: owners (ranks) and labels (value numbers).
 
 Imports no other files of `proof`.
 """

@@ -1,15 +1,15 @@
-"""Labels of what each number is made of: a place among features that are cut is another feature on each rank.
+"""Labels: value numbering (as in compilers) of tensor elements, to detect code that treats features by position.
 
-    whole    a b a b ─▶ gelu ─▶ c d c d ─▶ row        features are labelled by their places on their rank,
-    cut      a b     ─▶ gelu ─▶ c d     ─▶ row        so that ranks, and whole and cut, have the same
-    whole    a b a b ─▶ [..., :1] * g ─▶ e b a b      no pair: to what is not the first feature on its rank
-             a b     ─▶               ─▶ e b
+    whole    a b a b ─▶ gelu ─▶ c d c d ─▶ row        features are labelled by their positions on their rank,
+    cut      a b     ─▶ gelu ─▶ c d     ─▶ row        so labels agree between ranks, and between whole and cut
+    whole    a b a b ─▶ [..., :1] * g ─▶ e b a b      no pair: only one rank's first feature is changed
+    cut      a b     ─▶               ─▶ e b
 
-Two numbers have the same label where the same functions made them of numbers with the same labels, so that nothing is
-hidden by the numbers that are there: a factor that is 1 today has a label of its own. What fills a tensor by one number
-has one label, and what functions that nobody follows give to features has other labels at each place.
+Two elements have the same label if the same operators computed them from elements of the same labels. So actual values
+hide no difference: a factor that is 1 today has a label of its own. A fill by one number has one label everywhere;
+results of operators that are not tracked have a different label at each position.
 
-A mark for each number of memories, in memories of their own: views share a memory, and so the marks.
+`Shadows` stores one mark per element of a storage in shadow memory: views share the storage, and so the marks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ...draws import FACTORIES, IN_PLACE
 from .owner_rules import LABEL, MOVING, Joined, blended, is_pointwise, mixed, name_of, owners_of_results, require_one
 
 DRAWN = {name.removesuffix("_") for name in FACTORIES | IN_PLACE}
-"""Functions that draw each number by itself."""
+"""Operators that draw each element independently."""
 FILLED = {"zeros", "ones", "full", "empty", "empty_strided", "zero", "fill"}
-"""Functions that make all numbers alike."""
+"""Operators that fill a tensor with one number."""
 
 
 class Labels:
-    """Follows labels through the calls of one run.
+    """Propagation of labels through the operators of one run.
 
     Args:
-        block: what is run; its weights and buffers are known by their order.
-        trusts: functions that nobody knows are taken to do the same for all features.
+        block: the module that is run; its weights and buffers are labelled by their order.
+        trusts: unknown operators are taken to treat all features alike.
     """
 
     def __init__(self, block: nn.Module, *, trusts: bool) -> None:
@@ -47,10 +47,10 @@ class Labels:
         }
         self._last = len(self._starts)
         self.whole_numbers: list[Tensor] = []
-        """Integers that no function was seen to make, in this order."""
+        """Integer tensors that no tracked operator made, in order of first use."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the labels of a tensor's numbers."""
+        """Return the labels of a tensor's elements, of its shape."""
         if key_of(tensor) not in self._shadows:
             self._begin(tensor)
         labels = self._shadows.of(tensor)
@@ -58,7 +58,7 @@ class Labels:
         return labels
 
     def _begin(self, tensor: Tensor) -> None:
-        """Label the memory of a tensor that nobody has labelled, by its places."""
+        """Label the storage of a new tensor by positions."""
         start = self._starts.get(key_of(tensor))
         if start is None and not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
             self.whole_numbers.append(tensor.detach().clone())
@@ -68,13 +68,13 @@ class Labels:
     def follow(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, of_features: bool
     ) -> None:
-        """Note the labels of what a function gave or changed, of features or not."""
+        """Propagate labels through a call, to its results and mutated arguments; `of_features`: some are features."""
         name = name_of(func)
         base = name.removeprefix("new_").removesuffix("_like")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         beside = given[1:] if func._schema.is_mutable or base != name else given
         if base.startswith("empty") and not result.is_floating_point():
-            return  # it may be filled by what nobody sees, with sizes
+            return  # untracked code may fill it, with sizes
         if base in FILLED:
             word = repr(kwargs.get("fill_value", args[-1])) if base in ("full", "fill") and not beside else base
             label = torch.full((), crc32(word.encode()) >> 2, dtype=LABEL, device=result.device)
@@ -105,13 +105,13 @@ class Labels:
                 self.note(leaf, torch.full((), start_of(self._next()), dtype=LABEL, device=leaf.device))
 
     def note(self, tensor: Tensor, labels: Tensor) -> None:
-        """Note the labels of a tensor's numbers."""
+        """Set the labels of a tensor's elements."""
         if key_of(tensor) not in self._shadows and tensor.numel() < memory_of(tensor):
             self._begin(tensor)
         self._shadows.note(tensor, labels)
 
     def place(self, result: Any, owners: Tensor | None = None) -> None:
-        """Label numbers by their places, features by those on their rank."""
+        """Label elements by their positions; features, given their `owners`, by positions on their rank."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 labels = torch.full(leaf.shape, start_of(self._next()), dtype=LABEL, device=leaf.device)
@@ -123,11 +123,11 @@ class Labels:
                 self.note(leaf, labels)
 
     def _lose(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
-        """Label what a function gave of which nobody knows what it makes of what."""
+        """Label the results of an unknown operator."""
         self._renew(results)
 
     def _renew(self, result: Any) -> None:
-        """Let numbers have labels that nothing else has."""
+        """Assign fresh labels to elements."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and key_of(leaf) in self._shadows:
                 self._shadows.note(leaf, mixed(self.of(leaf) + start_of(self._next())))
@@ -138,19 +138,19 @@ class Labels:
 
 
 def start_of(number: object) -> int:
-    """Return where labels begin of what has this number."""
+    """Return the base label for a number or name."""
     return crc32(str(number).encode()) >> 2
 
 
 def are_alike(labels: Tensor, whole: Tensor) -> bool:
-    """Whether each rank's features, which are cut in order, have these labels where `whole` ones are not cut."""
+    """Whether each rank's contiguous chunk of the `whole` labels, along the last dimension, equals `labels`."""
     if labels.shape[:-1] != whole.shape[:-1] or whole.shape[-1] % labels.shape[-1]:
         return False
     return bool((whole.unflatten(-1, (-1, labels.shape[-1])) == labels.unsqueeze(-2)).all())
 
 
 def _places_on_ranks(owners: Tensor, dim: int) -> Tensor:
-    """Return the places of numbers along a dimension, counted on each rank."""
+    """Return positions along a dimension, counted separately for each owner."""
     along = owners.movedim(dim, -1).flatten(0, -2)[0] if owners.dim() > 1 else owners
     places = torch.arange(len(along), device=owners.device)
     if bool((along != along[:1]).any()):
@@ -160,7 +160,7 @@ def _places_on_ranks(owners: Tensor, dim: int) -> Tensor:
 
 
 class Shadows:
-    """Marks of this type, by memories, which are kept as long."""
+    """Shadow memory: marks of one dtype for each storage, which is kept alive meanwhile."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -170,7 +170,7 @@ class Shadows:
         return key in self._found
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return the marks of a tensor's numbers, of its shape; None: its memory has none."""
+        """Return the marks of a tensor's elements, of its shape; None: its storage has none."""
         if (found := self._found.get(key_of(tensor))) is None:
             return None
         _, unit, shadow = found
@@ -178,7 +178,7 @@ class Shadows:
         return require_one(places, [places.dim() - 1], keeps=False) if tensor.is_complex() else places.clone()
 
     def note(self, tensor: Tensor, marks: Tensor) -> None:
-        """Note the marks of a tensor's numbers; those of others in a new memory are 0."""
+        """Set the marks of a tensor's elements; other elements of a new storage get 0."""
         if key_of(tensor) not in self._found:
             self.add(tensor, torch.zeros(memory_of(tensor), dtype=self._dtype, device=tensor.device))
         _, unit, shadow = self._found[key_of(tensor)]
@@ -186,21 +186,21 @@ class Shadows:
         places.copy_((marks[..., None] if tensor.is_complex() else marks).expand_as(places))
 
     def add(self, tensor: Tensor, shadow: Tensor) -> None:
-        """Take marks for the whole memory of a tensor."""
+        """Set the marks of the whole storage of a tensor."""
         self._found[key_of(tensor)] = tensor.untyped_storage(), _unit(tensor), shadow
 
     def forget(self, tensor: Tensor) -> None:
-        """Let a tensor's memory have no marks."""
+        """Remove the marks of a tensor's storage."""
         self._found.pop(key_of(tensor), None)
 
 
 def key_of(tensor: Tensor) -> int:
-    """Return what a tensor's memory is known by."""
+    """Return the key of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return how many numbers a tensor's memory has, two for a complex one."""
+    """Return the number of elements of a tensor's storage; a complex element counts as two."""
     return max(tensor.untyped_storage().nbytes() // _unit(tensor), 1)
 
 
@@ -209,7 +209,7 @@ def _unit(tensor: Tensor) -> int:
 
 
 def _places(tensor: Tensor, unit: int, shadow: Tensor) -> Tensor:
-    """Return the places of a tensor's numbers in a shadow; of complex ones two each, in a last dimension."""
+    """Return a tensor's view of a shadow: same shape and strides; complex tensors get a last dimension of 2."""
     if _unit(tensor) != unit:
         raise Joined("reads the bytes of features as another type")
     if not tensor.is_complex():

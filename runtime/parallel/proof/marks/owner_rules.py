@@ -1,12 +1,12 @@
-"""Of whose features the results of torch's functions are made, by that of their arguments; what is not here joins them.
+"""Propagation rules: owners of an operator's results from those of its arguments; unknown operators raise `Unknown`.
 
-pointwise      add, gelu, where, clamp, …        each number of those at its place
-moving         cat, index, gather, roll, …       moved as the numbers are
-reducing       sum, norm, amax, argmax, …        one owner along the dimensions that go
-normalising    softmax, sort, layer norm, …      one owner along the dimensions that meet
-products       mm, bmm, attention                one owner along what is summed up
+pointwise      add, gelu, where, clamp, …        each element from those at its position
+moving         cat, index, gather, roll, …       marks are moved as the elements
+reducing       sum, norm, amax, argmax, …        one owner along the reduced dimensions
+normalising    softmax, sort, layer norm, …      one owner along the normalised dimensions
+products       mm, bmm, attention                one owner along the contracted dimension
 
-Labels (`labels`) are followed by the same rules: of type `LABEL`, they are blended where owners have to be one.
+Labels (`labels`), of dtype `LABEL`, follow the same rules: they are hashed together where owners must be one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 Owners = Callable[[Tensor], Tensor]
 LABEL = torch.int32
-"""The type of labels, by which rules tell them from owners."""
+"""Dtype of labels, which distinguishes them from owners (int8)."""
 
 COUNTS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
-"""Functions by which Python sees how many numbers there are of a kind."""
+"""Operators whose output size shows Python a count that depends on data."""
 
 _POINTWISE = {
     "_to_copy", "rsub", "hardswish", "hardsigmoid", "native_dropout", "prelu", "_prelu_kernel", "polar", "complex",
@@ -50,19 +50,19 @@ _CONSTANT = {"zero", "fill", "normal", "uniform", "exponential", "random"}
 
 
 class Joined(Exception):
-    """Features of several ranks meet."""
+    """Raised where features of several ranks meet in one element, or may; the message says where."""
 
 
 class Unknown(Joined):
-    """A function is called of which it is not known whether features meet in it."""
+    """Raised for an operator without a rule: it is unknown whether features meet in it."""
 
 
 def owners_of_results(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, of: Owners
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return the tensors that a function gave or changed, with the owners of their numbers.
+    """Return an operator's result tensors and mutated arguments, with the owners of their elements.
 
-    Raises `Joined` where features of several ranks meet, or may: in what is not known.
+    Raises `Joined` if features of several ranks meet, and `Unknown` if there is no rule.
     """
     name, is_changing = name_of(func), func._schema.is_mutable
     given = _by_name(func, args, kwargs)
@@ -85,20 +85,20 @@ def owners_of_results(
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a function of torch, which one that changes its argument shares with that which does not."""
+    """Return the name of an operator, without the underscore of its in-place variant."""
     name: str = func._schema.name.removeprefix("aten::")
     return name[:-1] if func._schema.is_mutable and name.endswith("_") and not name.endswith("__") else name
 
 
 def tells_numbers(func: Any) -> bool:
-    """Whether a function gives Python what numbers are, or whether they are so: `item`, `equal`, `allclose`, …"""
+    """Whether an operator returns numbers or conditions on numbers to Python: `item`, `equal`, `allclose`, …"""
     return torch.Tag.data_dependent_output in func.tags
 
 
 def goes_by_data(func: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether a function gives as many numbers as data decide: where some are not 0, those at places that are true.
+    """Whether the output shape of an operator depends on data: `nonzero`, or indexing by a boolean mask.
 
-    `tensors` are those that it is given; of a tensor at places, these follow it.
+    `tensors` are its tensor arguments; for indexing, the indices follow the indexed tensor.
     """
     is_index = "index" in func._schema.name
     return torch.Tag.dynamic_output_shape in func.tags and (
@@ -109,7 +109,7 @@ def goes_by_data(func: Any, tensors: Sequence[Tensor]) -> bool:
 def _first_owners(
     name: str, func: Any, given: Mapping[str, Any], results: Sequence[Tensor], of: Owners
 ) -> Tensor | list[Tensor]:
-    """Return the owners of a function's first result, or of all."""
+    """Return the owners of an operator's first result (a tensor), or of all (a list)."""
     tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
     if name in MOVING:
         return _moved(func, name, given, of)
@@ -134,7 +134,7 @@ def _first_owners(
 
 
 def joined(name: str, *owners: Tensor) -> Tensor:
-    """Return the owners of numbers that are made of several, each of the one at its place; raises `Joined`."""
+    """Combine the marks of several tensors elementwise, with broadcasting; raises `Joined` for different owners."""
     if owners[0].dtype is LABEL:
         return blended(name, *owners)
     shape = torch.broadcast_shapes(*(of_one.shape for of_one in owners))
@@ -147,7 +147,7 @@ def joined(name: str, *owners: Tensor) -> Tensor:
 
 
 def blended(name: str, *labels: Tensor) -> Tensor:
-    """Return the labels of what a function of this name makes of numbers, of those of these at its place."""
+    """Return the labels of an elementwise operator's results: a hash of its name and its arguments' labels."""
     total = labels[0] * _FACTORS[0]
     for label in labels[1:]:
         total = (total * _FACTORS[1]) + label
@@ -155,7 +155,7 @@ def blended(name: str, *labels: Tensor) -> Tensor:
 
 
 def mixed(labels: Tensor) -> Tensor:
-    """Return labels none of which is a sum, or a multiple, of others."""
+    """Return labels scrambled by a hash finaliser, so that they have no linear relations."""
     labels = labels ^ (labels >> 15)
     labels *= _FACTORS[2]
     return labels.bitwise_xor_(labels >> 13)
@@ -165,7 +165,7 @@ _FACTORS = 0x2545F491, 0x1B873593, 0x2C1B3C6D
 
 
 def _blended_along(labels: Tensor, dims: Sequence[int], *, keeps: bool) -> Tensor:
-    """Return the labels of what is made of all numbers along dimensions, in this order."""
+    """Reduce labels along dimensions by an order-dependent hash."""
     for dim in dims:
         size = labels.shape[dim]
         places = torch.arange(1, size + 1, dtype=LABEL, device=labels.device).mul_(_FACTORS[0]).bitwise_or_(1)
@@ -176,7 +176,7 @@ def _blended_along(labels: Tensor, dims: Sequence[int], *, keeps: bool) -> Tenso
 
 
 def require_one(owners: Tensor, dims: Sequence[int], *, keeps: bool) -> Tensor:
-    """Return the owner along dimensions; raises `Joined` where there are several."""
+    """Reduce owners along dimensions to the only one there (or 0); raises `Joined` if there are several."""
     if not owners.dim() or not dims:
         return owners
     if owners.dtype is LABEL:
@@ -189,7 +189,7 @@ def require_one(owners: Tensor, dims: Sequence[int], *, keeps: bool) -> Tensor:
 
 
 def is_one(owners: Tensor, dims: Sequence[int]) -> bool:
-    """Whether there is one owner along dimensions, or none."""
+    """Whether there is at most one owner along dimensions, everywhere."""
     if not owners.numel():
         return True
     most, least = owners.amax(tuple(dims)), owners.masked_fill(owners == 0, 127).amin(tuple(dims))
@@ -205,7 +205,7 @@ def _one(name: str, owners: Tensor, dims: int | Sequence[int] | None, *, keeps: 
 
 
 def _moved(func: Any, name: str, given: Mapping[str, Any], of: Owners) -> Tensor:
-    """Move owners as a function moves numbers; by indices that are nobody's features, or beside those of their own."""
+    """Apply a moving operator to owners; indices must not be features, except `gather` within the same owner."""
     indices = [leaf for key in ("index", "indices", "mask") for leaf in tree_leaves(given.get(key))]
     indices = [leaf for leaf in indices if isinstance(leaf, Tensor)]
     of_indices = [of(index) for index in indices]
@@ -241,7 +241,7 @@ def _product(name: str, *owners: Tensor) -> Tensor:
 
 
 def identity(labels: Tensor) -> Tensor:
-    """Return the label of a whole tensor of numbers that have these."""
+    """Return one label for a whole tensor: a hash of its labels, 0-dimensional."""
     return _blended_along(labels.reshape(-1), [0], keeps=False)
 
 
@@ -250,7 +250,7 @@ def _normalised(name: str, given: Mapping[str, Any], of: Owners) -> Tensor:
     if owners.dtype is LABEL:
         beside = [leaf for key, leaf in given.items() if key != "input" and isinstance(leaf, Tensor)]
         owners = joined(name, owners, *(identity(of(leaf)) for leaf in beside))
-    if given.get("training") is False:  # by statistics that it has
+    if given.get("training") is False:  # by running statistics
         return owners
     if "normalized_shape" in given:
         dims = list(range(owners.dim() - len(given["normalized_shape"]), owners.dim()))
@@ -274,7 +274,7 @@ def _attended(name: str, given: Mapping[str, Any], result: Tensor, of: Owners) -
 
 
 def is_pointwise(name: str, func: Any) -> bool:
-    """Whether a function of this name makes each number of those at its place."""
+    """Whether an operator is pointwise."""
     if name in _POINTWISE or torch.Tag.pointwise in func.tags:
         return True
     packet = getattr(torch.ops.aten, name, None)

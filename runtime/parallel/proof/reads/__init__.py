@@ -1,4 +1,4 @@
-"""Reads and draws of a block: weights that it takes itself, sizes that are cut, random numbers, what steers its code.
+"""Reads and draws of a block: direct uses of weights, cut sizes, random numbers.
 
-Imports `feature_owners` of `proof`, for the line that runs, with its rules, and `twins`.
+Imports `feature_owners` of `proof`, for the current line of user code, with its rules, and `twins`.
 """

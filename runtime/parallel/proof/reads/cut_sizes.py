@@ -1,12 +1,12 @@
-"""Compared call by call: a block whole, and as a rank has it. A size that is cut steers nothing but shapes.
+"""Comparison, operator by operator, of a block whole and cut: a cut size may affect shapes, but no numbers.
 
-    whole    view(2, 6, 4, 8)    mul(h, 0.25)    zeros(2, 6, 16)    arange(16)
-    cut      view(2, 6, 2, 8)    mul(h, 0.35)    zeros(2, 6, 8)     arange(8)
-             a shape             a number: none  all alike          places, of the first rank alone: none
+    whole    view(2, 6, 4, 8)    mul(h, 0.25)     zeros(2, 6, 16)    arange(16)
+    cut      view(2, 6, 2, 8)    mul(h, 0.35)     zeros(2, 6, 8)     arange(8)
+             a shape: allowed    a number: not    a fill: allowed    positions of the first rank only: not
 
-Where features are apart (`feature_owners`) and calls are the same, each rank computes what the whole does, whatever the
-numbers in tensors are, in training and where it draws. What a row gives is what it gave to the whole, so that all else
-is the same, too; nothing is sent.
+If features are apart (`feature_owners`) and calls are equal, each rank computes the same as the whole block, whatever
+the numbers in tensors are, in training and with draws. In the cut run the results of row layers are replaced by those
+of the whole run, so that all other numbers agree too, without communication.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from ..marks.owner_rules import MOVING, Joined, blended, is_one, is_pointwise, n
 
 _KEPT_VIEWS = {"slice", "select", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "lift_fresh"}
 _COPIES = {"clone", "_unsafe_view", "_reshape_alias", "_reshape_copy", "view_copy", "expand_copy", "lift_fresh_copy"}
-"""Whether there is one depends on how numbers lie in memory."""
+"""Copies that are made or not depending on strides, and so are not compared."""
 _SIZES = {"size", "stride", "normalized_shape", "repeats", "N", "C", "HxW", "group", "groups"}
 _ALONG = {"start", "end", "split_size", "split_sizes"}
-"""Arguments that may go by a size that is cut: those of shapes, and of a dimension that is cut."""
+"""Arguments that may depend on a cut size: those of shapes (`_SIZES`), and of a cut dimension (`_ALONG`)."""
 _OURS = "quintsched.runtime.parallel."
 
 Argument = tuple[str, Any]
 
 
 class OtherCalls(Joined):
-    """A block that is cut calls other functions than the whole, which had to find out something first, or for good."""
+    """Raised if a cut block calls other operators than the whole; a second attempt shows whether that persists."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a function: its arguments by name, leaf by leaf, and what came of it."""
+    """Record of an operator call: its arguments by name, as flat leaves, and its result."""
 
     name: str
     given: Sequence[Argument]
     owners: Sequence[Tensor | None]
-    """Of the arguments, where features are among them."""
+    """Owners of each argument's elements; None for those without features."""
     shapes: Sequence[torch.Size]
     result: Any
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A module that knows how it is cut; of features it is given, or makes, those of each rank of pairs lie in order.
+    """A module that is aware of its cut; its features are contiguous by rank.
 
     Attributes:
-        takes: how many features a row, or a norm of the whole width, takes.
-        gives: whether what it gives are features: of a column, or of such a norm.
+        takes: number of input features of a row, or of a norm of the whole width; None for others.
+        gives: whether its output consists of features: of a column, or of such a norm.
         is_row: whether it is the row of a pair.
     """
 
@@ -74,7 +74,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class _Taken:
-    """The labels of features that a row, or a norm, of this class was given, and by which line."""
+    """Labels of the input of a row or norm, with its class name and the line of user code that called it."""
 
     labels: Tensor
     name: str
@@ -82,7 +82,7 @@ class _Taken:
 
 
 class _Calls(TorchDispatchMode):
-    """Hears what is called outside of layers that are cut, and of what of this package is told how it is cut."""
+    """Dispatch mode that processes operators outside of cut layers and of this package's cut-aware modules."""
 
     def __init__(self, *, trusts: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class _Calls(TorchDispatchMode):
         raise NotImplementedError
 
     def _has_features(self, x: Tensor, width: int) -> bool:
-        """Whether there are features that are cut among what a module is given that takes so many."""
+        """Whether the input of a module that takes `width` features is sharded."""
         return x.shape[-1] != width
 
     def _give(self, result: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class _Calls(TorchDispatchMode):
 
     @contextmanager
     def around(self, twin: nn.Module, apart: Mapping[str, Apart]) -> Iterator[None]:
-        """A context in which what is called in modules of these names is their own business."""
+        """Context for a run of a twin, in which calls within the modules of `apart`, by name, are skipped."""
         modules = dict(twin.named_modules())
         self._labels = Labels(twin, trusts=self._trusts)
         with ExitStack() as hooks:
@@ -165,7 +165,7 @@ class _Calls(TorchDispatchMode):
 
 
 class WholeCalls(_Calls):
-    """Notes what a block calls whose features are followed."""
+    """Recorder of the calls of a whole block, whose features are tracked by `owners`."""
 
     def __init__(self, owners: FeatureOwners, *, trusts: bool) -> None:
         super().__init__(trusts=trusts)
@@ -196,7 +196,7 @@ class WholeCalls(_Calls):
 
     @property
     def whole_numbers(self) -> Sequence[Tensor]:
-        """Those that no function was seen to make."""
+        """Integer tensors that no tracked operator made."""
         return self._labels.whole_numbers
 
     def _owners_of(self, result: Tensor) -> Tensor | None:
@@ -211,7 +211,7 @@ class WholeCalls(_Calls):
 
 
 class CutCalls(_Calls):
-    """Raises `Joined` where a block that is cut calls something else than the whole did."""
+    """Checker of the calls of a cut block: raises `Joined` if they differ from those of the whole."""
 
     def __init__(self, whole: WholeCalls, *, trusts: bool) -> None:
         super().__init__(trusts=trusts)
@@ -258,7 +258,7 @@ class CutCalls(_Calls):
         return result + (whole - result.detach())
 
     def require_all(self) -> None:
-        """Raise `Joined` where the whole called more."""
+        """Raise `Joined` if the whole block made more calls, or its rows took features of other labels."""
         if (more := next(self._left, None)) is not None:
             raise OtherCalls(f"calls {more.name} where it is whole alone, by a size that is cut")
         here, there = self._labels.whole_numbers, self._whole.whole_numbers
@@ -275,7 +275,7 @@ class CutCalls(_Calls):
 
 
 def apart_in(twin: nn.Module, cuts: Iterable[Cut]) -> dict[str, Apart]:
-    """Return the names of modules of a twin that know how they are cut."""
+    """Return the modules of a twin that are aware of their cut, by name."""
     cuts, known = list(cuts), dict[int, Apart]()
     for cut in cuts:
         is_row, is_column = (cut.is_paired and cut.split is split for split in (TensorSplit.ROW, TensorSplit.COLUMN))
@@ -290,7 +290,7 @@ def apart_in(twin: nn.Module, cuts: Iterable[Cut]) -> dict[str, Apart]:
 
 
 def _unlike(now: Argument, was: Argument, given: Sequence[Argument], before: Sequence[Argument]) -> str:
-    """Return what is another argument than it was, in words; empty: it is the same, or part of a shape."""
+    """Return, in words, how an argument differs from the whole run's; empty: it is equal, or an allowed size."""
     (name, leaf), (_, its) = now, was
     if isinstance(leaf, Tensor):
         is_same = isinstance(its, torch.Size) or (isinstance(its, Tensor) and torch.equal(leaf, its))
@@ -303,17 +303,17 @@ def _unlike(now: Argument, was: Argument, given: Sequence[Argument], before: Seq
 
 
 def _is_along_cut(given: Sequence[Argument], before: Sequence[Argument]) -> bool:
-    """Whether a function goes along a dimension that is cut."""
+    """Whether an operator works along a cut dimension."""
     dim = next((leaf for name, leaf in given if name == "dim"), 0)
     (_, tensor), (_, shape) = given[0], before[0]
     return isinstance(tensor, Tensor) and bool(tensor.shape[dim] != shape[dim])
 
 
 def _why_unowned(is_each: bool, now: Argument, was: Argument, owners: Tensor | None) -> str:
-    """Return along which dimension ranks have other features than it says, in words; empty: none.
+    """Return, in words, why a cut argument is not this rank's part of the whole one; empty: it is.
 
-    One along which several ranks have features is that of a rank where they are cut, and no other is, but for
-    functions that make each number by itself (`is_each`).
+    A dimension along which elements have several owners must be cut, and no other may be, except in pointwise and
+    moving operators (`is_each`).
     """
     (_, tensor), (_, shape) = now, was
     if not isinstance(tensor, Tensor) or not isinstance(shape, torch.Size) or tensor.dim() != len(shape):

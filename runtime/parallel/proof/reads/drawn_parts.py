@@ -1,7 +1,7 @@
-"""Draws of a block that is proved: whole and cut alike, and the training's generators stay as they are.
+"""Random draws in trial runs: equal for whole and cut blocks, without disturbing the generators of the training.
 
-Without dropout few blocks draw at all. A run's draws are those of generators that are seeded before it, and as they
-were behind it; ranks that are threads share them, so nobody else draws meanwhile.
+Without dropout few blocks draw at all. Generators are seeded before a run and restored after it. Ranks that are threads
+share them, so the generators are locked meanwhile.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ..trial import outputs_of
 from ..twins import SEED
 
 Drawn = tuple[tuple[int, ...], bool]
-"""A shape that is drawn, and whether that is between columns and rows."""
+"""Shape of a mask, and whether it is drawn between columns and rows."""
 
 Shapes = Mapping[str, Sequence[Drawn]]
-"""What is drawn, by sites."""
+"""Shapes of the masks drawn, by site, in order of the calls."""
 
 
 @contextmanager
 def undisturbed(device: torch.device, seed: int = SEED) -> Iterator[None]:
-    """A context for one run of a block, which records gradients; by other seeds it draws other numbers."""
+    """Context for one run of a block with grad mode on, and generators seeded by `seed`; restores them."""
     with torch.enable_grad(), SeededGenerators(seed, device):
         yield
 
 
 class NotedMasks(Masks):
-    """Notes of which shapes dropouts draw, at which sites; they drop nothing."""
+    """Masks that record the shapes drawn at each site, and drop nothing."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(SEED, device)
@@ -46,16 +46,16 @@ class NotedMasks(Masks):
     def words_of_part(
         self, site: str, draw: Callable[..., Tensor], shape: Sequence[int], cut: Group | None, sliced: Group | None
     ) -> Tensor:
-        """Note a shape, and return words by which all numbers stay."""
+        """Record a shape, and return words that keep all elements."""
         self.found.setdefault(site, []).append((tuple(shape), cut is not None))
         return torch.full(tuple(shape), WORD, device=self.device)
 
 
 def note_draws(twin: nn.Module, number: int, arrival: Arrival, masks: NotedMasks, sliced: Group | None) -> Shapes:
-    """Run the twin of block `number` in training, and return which shapes its dropouts draw, which `masks` note.
+    """Run the twin of block `number` in training mode, and return the shapes of its dropout masks, by `masks`.
 
-    `sliced` are the ranks over which it is given slices of the tokens. Raises `MisfitError` for other draws that ranks
-    may not do where they have a part of what one process has.
+    `sliced` is the group over which its input tokens are sliced. Raises `MisfitError` for other draws that a rank must
+    not make for its part of a tensor.
     """
     draws = BlockDraws(masks, {number: twin.train()}, lambda number: sliced)
     with torch.no_grad(), masks.of(Unit(0, range(arrival.samples))), draws.running(number):
@@ -64,11 +64,11 @@ def note_draws(twin: nn.Module, number: int, arrival: Arrival, masks: NotedMasks
 
 
 def unusual_parts(whole: Shapes, of_one: Shapes, cut: Shapes, size: int, rows: int) -> dict[CutSite, int | None]:
-    """Return the sites where a rank of `size` draws for a part of what one process draws that is none of the usual.
+    """Return the sites where a rank of `size` draws for a tensor cut along an unusual dimension, to that dimension.
 
-    To the dimension along which it is a part, or `BY_SAMPLES`, or None where it is not. Usual are, between columns and
-    rows, features in the last dimension, or heads in the second of four; elsewhere tokens in the second, or, with
-    samples, as one of `rows` in the first. `of_one` is drawn for the first sample alone. Raises `MisfitError` where
+    The dimension is `BY_SAMPLES` for heads fused with samples, None for an uncut tensor. Usual are, between columns and
+    rows, features in the last dimension, or heads in the second of four; elsewhere tokens in the second dimension, or
+    fused with samples (`rows`) in the first. `of_one` is drawn for the first sample alone. Raises `MisfitError` if
     calls of one site differ.
     """
     found: dict[CutSite, set[int | None]] = {}

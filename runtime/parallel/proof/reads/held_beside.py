@@ -1,8 +1,8 @@
-"""Where a block holds its own layers and weights beside its modules: there a copy, or a rank's shard, would be missed.
+"""Search for references to layers and weights outside of the module tree, which a cut or deep copy would not update.
 
-self.fc1                                    a module: it is copied, and cut in its place
-self.tied = [self.fc1.weight]               the whole weight, which is trained no more once the layer is cut
-self.run = lambda x: self.fc2(self.fc1(x))  a closure: no copy of the block has one of its own
+self.fc1                                    a submodule: copied, and cut in its place
+self.tied = [self.fc1.weight]               refers to the whole weight, which is not trained once the layer is cut
+self.run = lambda x: self.fc2(self.fc1(x))  a closure, which deep copies of the block share
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ....objects.spaces import HOOKS, OF_TORCH, Cells, attributes_of, defaults_o
 from ....objects.user_code import PLAIN, is_of_library
 
 _MOST = 10_000
-"""So many things are looked at."""
+"""Maximum number of objects visited."""
 
 
 def require_held_once(block: nn.Module, layers: Collection[nn.Module]) -> None:
-    """Raise `MisfitError` where a block holds layers of it that are cut, or their weights, in other places too."""
+    """Raise `MisfitError` if a block refers to `layers` that are cut, or to their weights, in other places too."""
     walk = _Walk(block, layers)
     if not layers:
         return
@@ -36,7 +36,7 @@ def require_held_once(block: nn.Module, layers: Collection[nn.Module]) -> None:
 
 
 class _Walk:
-    """Looks through what modules hold, but for modules themselves."""
+    """Search through the attributes of modules, not descending into modules."""
 
     def __init__(self, block: nn.Module, layers: Collection[nn.Module]) -> None:
         self._modules = {id(module): path or "the block" for path, module in block.named_modules()}
@@ -46,7 +46,7 @@ class _Walk:
         self._seen: dict[tuple[int, bool], Any] = {}
 
     def find(self, thing: Any, *, is_shared: bool) -> str:
-        """Return which layer or weight a thing holds; `is_shared`: copies of the block have the same thing."""
+        """Return the name of a layer or weight that an object refers to, or ""; `is_shared`: deep copies share it."""
         key = id(thing), is_shared
         if isinstance(thing, PLAIN) or key in self._seen or len(self._seen) > _MOST:
             return ""

@@ -1,4 +1,4 @@
-"""Whether a block does with tokens what it does where sequences are cut over cp, or into slices: at all numbers.
+"""Soundness of cut sequences for all inputs: over cp, in slices, or with tokens sliced over tp.
 
-Imports the files of `proof` that follow owners and run twins.
+Imports the files of `proof` that track owners and run twins.
 """

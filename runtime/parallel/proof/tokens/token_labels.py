@@ -1,12 +1,12 @@
-"""Labels of what each number is made of, where sequences are cut: tokens are labelled by their places in whole ones.
+"""Labels (value numbering) for cut sequences: tokens are labelled by their positions in the whole sequence.
 
-    whole    a b c d ─▶ [:, :1] * g ─▶ e b c d       a part's tokens have the labels that they have in the whole,
-    part         c d ─▶             ─▶     f d       or a block goes by their places among those that are there
+    whole    a b c d ─▶ [:, :1] * g ─▶ e b c d       labels of a part's tokens must equal those of the whole run;
+    part         c d ─▶             ─▶     f d       here they differ: code depends on positions within the part
 
-What whole numbers that code makes come to is known by their values, `context.positions` and masks made of them too: by
-these tokens are chosen as they are in the whole, or are not.
+Integer tensors that code makes are labelled by value, as are `context.positions` and masks made of these: so a choice
+of tokens by them has the same labels in part and whole, or is detected.
 
-Marks of what is looked up by tokens, or put where tokens say, as mixtures of experts do: owners and labels alike.
+Also here: marks (owners and labels) through lookups and scatters by token indices, as in mixtures of experts.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..marks.owner_rules import LABEL, Joined, Owners, blended, identity, joined
 
 
 class TokenLabels(Labels):
-    """Follows labels through the calls of one run, of whole sequences or a part of their tokens.
+    """Propagation of labels through one run, on whole sequences or on a part of their tokens.
 
     Args:
-        block: what is run.
+        block: the module that is run.
     """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block, trusts=False)
         self._plain: set[int] = set()
-        """Memories of whole numbers that are known by their values."""
+        """Storages of integer tensors that are labelled by value."""
         self._lost: dict[int, torch.UntypedStorage] = {}
-        """Memories of what is made of keys that slices have so far, of which later ones have more."""
+        """Storages without labels: computed from the keys so far, of which later slices have more."""
 
     def _begin(self, tensor: Tensor) -> None:
         if key_of(tensor) in self._starts or tensor.is_complex():
@@ -43,14 +43,14 @@ class TokenLabels(Labels):
             return
         memory = tensor.detach().as_strided((memory_of(tensor),), (1,), 0)
         labels = _by_values(memory)
-        if tensor.is_floating_point():  # what the loop may have made: each place has its own
+        if tensor.is_floating_point():  # the training loop may have made it: one label per position
             labels = mixed(labels + placed(memory, line()))
         else:
             self._plain.add(key_of(tensor))
         self._shadows.add(tensor, labels)
 
     def hear(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, *, is_owned: bool) -> None:
-        """Note the labels of what a function gave or changed; of tokens, if it `is_owned`."""
+        """Propagate labels through a call, to its results and mutated arguments; `is_owned`: some are of tokens."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if func.is_view or not found:
@@ -71,7 +71,7 @@ class TokenLabels(Labels):
         name = name_of(func)
         if name == "arange":
             self.note(result, _by_values(result))
-        elif name == "nonzero" and is_owned:  # what is chosen by them is moved by their values
+        elif name == "nonzero" and is_owned:  # lookups by them go by their values
             self.note(result, torch.zeros_like(result, dtype=LABEL))
         elif name == "nonzero":
             self.note(result, self.of(args[0])[args[0] != 0][:, None])
@@ -84,15 +84,15 @@ class TokenLabels(Labels):
             self.follow(func, args, kwargs, result, of_features=True)
 
     def lose(self, *made: Tensor) -> None:
-        """Note that numbers have no labels from here on."""
+        """Mark tensors as having no labels from here on."""
         self._lost |= {key_of(tensor): tensor.untyped_storage() for tensor in made}
 
     def is_lost(self, tensor: Tensor) -> bool:
-        """Whether numbers have no labels."""
+        """Whether a tensor has no labels."""
         return key_of(tensor) in self._lost
 
     def note_attention(self, query: Tensor, result: Tensor) -> None:
-        """Note that each query looks at what it may, by rules that labels do not follow."""
+        """Label an attention's result by its queries alone: labels do not track which keys they see."""
         if not self.is_lost(query):
             self._lost.pop(key_of(result), None)
             self.note(result, require_one(self.of(query), [query.dim() - 1], keeps=True).expand(result.shape))
@@ -111,13 +111,13 @@ class TokenLabels(Labels):
 
 
 def placed(tensor: Tensor, what: str) -> Tensor:
-    """Return labels of a tensor's numbers by what it is and their places."""
+    """Return labels for a tensor's elements by its name and their positions."""
     places = torch.arange(tensor.numel(), dtype=LABEL, device=tensor.device)
     return mixed(places + start_of(what)).view(tensor.shape)
 
 
 def _by_values(tensor: Tensor) -> Tensor:
-    """Return labels that equal numbers have in common."""
+    """Return labels by value: equal numbers have equal labels."""
     bits = tensor.detach().double().view(torch.int64) if tensor.is_floating_point() else tensor.long()
     return mixed((bits ^ (bits >> 32)).to(LABEL) + 1)
 
@@ -128,7 +128,7 @@ _SCATTERING = {"index_put", "index_add", "scatter_add", "index_copy", "scatter"}
 def looked_up(
     func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any, of: Owners, of_index: Owners
 ) -> Tensor | None:
-    """Return the marks of a result that is looked up by marked numbers, or put where they say; None: it is no such."""
+    """Return the marks of the result of a lookup or scatter by marked indices; None for other operators."""
     name = name_of(func)
     if name == "embedding":
         marks = joined(name, require_one(of(args[0]), [0, 1], keeps=False), of(args[1]))
@@ -143,7 +143,7 @@ def looked_up(
 
 
 def _of_places(name: str, args: Sequence[Any], result: Tensor, of: Owners) -> Tensor:
-    """Return the marks of the indices by which each number of a result is looked up."""
+    """Return the marks of the indices by which each element of a result is looked up."""
     of_places = joined(name, *(_of_chosen(index, of) for index in _indices(name, args)))
     if name == "gather":
         return of_places
@@ -154,7 +154,7 @@ def _of_places(name: str, args: Sequence[Any], result: Tensor, of: Owners) -> Te
 
 
 def _scattered(name: str, args: Sequence[Any], of: Owners, of_index: Owners) -> Tensor:
-    """Follow numbers to where they are put; by which owners a place is met is counted, labels are added up."""
+    """Return the marks of a scatter's result: owners are combined at each target, labels are summed and hashed."""
     at = 2 if name == "index_put" else 3
     base, places = of(args[0]), _of_targets(name, args, of_index)
     values = joined(name, of(args[at]) if isinstance(args[at], Tensor) else torch.zeros_like(places), places)
@@ -169,7 +169,7 @@ def _scattered(name: str, args: Sequence[Any], of: Owners, of_index: Owners) -> 
 
 
 def _put(name: str, args: Sequence[Any], base: Tensor, values: Tensor) -> Tensor:
-    """Return the sums of values, int32, at the places where a function puts them."""
+    """Return the sums of values, int32, at the target positions of a scatter."""
     hit = torch.zeros(base.shape, dtype=torch.int32, device=base.device)
     if name == "index_put":
         return hit.index_put_(args[1], values, accumulate=True)

@@ -1,10 +1,10 @@
-"""Followed through a run of a whole block: of which rank's tokens each number is made; slices are as ranks here.
+"""Taint tracking of tokens in a run of a whole block: the owner (rank, or slice) of each element.
 
-    x ─▶ 1 1 2 2 ─▶ linear, norm ─▶ 1 1 2 2 ─▶ context.attend ─▶ 1 1 2 2      apart: the owner of a query stays it
-                                               amax(1)        ─▶ 3            joined: it may not reach an output
+    x ─▶ 1 1 2 2 ─▶ linear, norm ─▶ 1 1 2 2 ─▶ context.attend ─▶ 1 1 2 2      apart: the query's owner
+                                               amax(1)        ─▶ `MANY`       joined: must not reach an output
 
-What joins tokens and is not used for outputs, such as a loss that balances experts, does not matter. `context.whole`
-and keys that `past.extend` gave are everybody's.
+Elements that join tokens, but do not reach an output, such as a balancing loss, are allowed. Results of `context.whole`
+and keys from `past.extend` are common to all ranks: they have no owner.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from ..marks.owner_rules import MOVING, Joined, goes_by_data, name_of, require_o
 from .token_labels import TokenLabels, looked_up, placed
 
 MANY = 127
-"""The owner of numbers that are made of several ranks' tokens."""
+"""Owner of elements computed from tokens of several ranks."""
 
 Marked = tuple[Tensor, Tensor | None]
-"""Numbers and their labels, where these are followed."""
+"""A tensor and its labels; None: it has none."""
 
 _BOUNDS = {"low", "high", "from", "to", "n"}
-"""Whole numbers that are bounds of draws, and no sizes."""
+"""Integer arguments that are bounds of draws, not sizes."""
 _READS = {"tolist", "numpy", "__array__", "__dlpack__"}
 
 
 class TokenOwners(FeatureOwners):
-    """Within it, tokens are followed.
+    """Dispatch mode that tracks the owners and labels of tokens.
 
     Args:
-        flipped: as `FeatureOwners` has it.
-        to_draw: the shapes that a run with all tokens has drawn; one with a part of them has to draw the same.
+        flipped: see `FeatureOwners`.
+        to_draw: shapes drawn by the run with all tokens; a run with a part of them must draw the same.
 
     Attributes:
-        drawn: the shapes of what was drawn, in this order, but for masks of dropouts, which are keyed.
-        reasons: where tokens of several ranks met, by the function and line, in this order.
-        calls: what was done to tokens, by the function and its numbers, with the line where that first was.
-        is_routed: whether Python was given places or counts of tokens, by which it may choose what is done to which.
-        seen: what of tokens it gave, or had gathered, with its labels, by name.
+        drawn: shapes of random draws, in order, except keyed dropout masks.
+        reasons: operators and lines where tokens of several ranks met, in order.
+        calls: operators on tokens with their numeric arguments, to the line of the first call.
+        is_routed: whether Python read positions or counts of tokens, by which it may route them.
+        seen: tensors at points of comparison (outputs, attention, gathers), with labels, by name.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class TokenOwners(FeatureOwners):
         self.calls: dict[str, str] = {}
         self.is_routed = False
         self._places: dict[int, torch.UntypedStorage] = {}
-        """Memories of what `nonzero` gave, and of comparisons of this: places, which Python may be given."""
+        """Storages of results of `nonzero` and comparisons of these: positions, which Python may read."""
 
     def begin(self, labels: TokenLabels) -> None:
-        """Begin another run, with these labels."""
+        """Start another run, with these labels."""
         self.labels = labels
         self.drawn.clear()
         self.seen.clear()
@@ -78,7 +78,7 @@ class TokenOwners(FeatureOwners):
             self.labels.hear(func, args, given, result, is_owned=is_owned)
 
     def show(self, what: str, tensor: Tensor) -> None:
-        """Note tokens that have to be those of the whole, where some of them are here."""
+        """Record a tensor for comparison between the run on whole sequences and runs on parts."""
         self.seen[f"{what} {len(self.seen)}"] = self.marked(tensor)
 
     def marked(self, tensor: Tensor) -> Marked:
@@ -96,7 +96,7 @@ class TokenOwners(FeatureOwners):
 
     def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
         if _has_meta((args, given, result)):
-            return  # there are shapes alone
+            return  # meta tensors: shapes only
         is_moving = func.is_view or func._schema.name.removeprefix("aten::") in MOVING
         if not self._are_places(func, args, result) and not is_moving:
             self.calls.setdefault(_word(func, args, given), line())
@@ -121,7 +121,7 @@ class TokenOwners(FeatureOwners):
             self.labels.note(tensor, placed(tensor, f"draw {number}"))
 
     def _are_places(self, func: Any, args: Any, result: Any) -> bool:
-        """Whether a function gives places, or compares these with what is the same for all tokens."""
+        """Whether an operator returns positions of tokens, or compares these with untracked numbers."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         self.is_routed |= goes_by_data(func, tensors)
         others = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._places]
@@ -133,7 +133,7 @@ class TokenOwners(FeatureOwners):
         return True
 
     def _meet(self, func: Any, given: Any, result: Any, why: str) -> None:
-        """Note that a function makes numbers of all that it is given, be it of one owner or many."""
+        """Set the owner of all of an operator's results to that of its arguments: one, or `MANY`."""
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         most = [int(of.max()) for of in map(self.of, tensors) if of.numel()]
         least = [int(of[of > 0].min()) for of in map(self.of, tensors) if bool((of > 0).any())]
@@ -150,12 +150,12 @@ class TokenOwners(FeatureOwners):
                 self.note(found, torch.full(found.shape, owner, dtype=torch.int8, device=found.device))
 
     def _looked_up(self, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> bool:
-        """Follow what is looked up by tokens, or where: as mixtures of experts do; return whether it is such."""
+        """Propagate owners through lookups and routing by tokens, as in mixtures of experts; False for other calls."""
         name = name_of(func)
-        if name == "nonzero":  # where there are such: places, and no numbers
+        if name == "nonzero":  # positions, not numbers of tokens
             owners = self.of(args[0])[args[0] != 0]
             self.note(result, owners.masked_fill(owners == MANY, 0)[:, None].expand(result.shape))
-        elif name == "sort" and args[0].dim() == 1 and not args[0].is_floating_point():  # by which experts tokens go to
+        elif name == "sort" and args[0].dim() == 1 and not args[0].is_floating_point():  # routing to experts
             self._meet(func, args, result, "sort")
             self.note(result[1], self.of(args[0])[result[1]])
         elif (found := looked_up(func, args, given, result, self.of, self.of)) is not None:
@@ -165,12 +165,12 @@ class TokenOwners(FeatureOwners):
         return True
 
     def require_apart(self, outputs: Mapping[str, Tensor]) -> None:
-        """Raise `Joined` where what tokens of several ranks were made into reaches an output."""
+        """Raise `Joined` if an output has elements computed from tokens of several ranks."""
         if any(bool((self.of(output) == MANY).any()) for output in outputs.values()):
             raise Joined(next(iter(self.reasons), "lets tokens of several ranks meet"))
 
     def note_common(self, given: Tensor, common: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Note that every rank has a tensor whole that was made of a given one, with these labels."""
+        """Mark a tensor that all ranks have (gathered from `given`) as without owner, with these labels; return it."""
         if labels is not None:
             self.labels.note(common, labels)
         if bool((self.of(given) == MANY).any()):
@@ -181,13 +181,13 @@ class TokenOwners(FeatureOwners):
 
 
 class FollowedContext(Context):
-    """A context through which tokens are followed; nothing is sent.
+    """A `Context` that tracks tokens, without communication.
 
     Args:
-        owners: follow them.
+        owners: the mode that tracks them.
         length: tokens of a whole sequence.
-        shard: which of them are here.
-        told: what a run with all tokens was given, of which this one gets its slice; that run itself notes it there.
+        shard: this part of the sequence.
+        told: results for the run on whole sequences, which appends them; runs on parts take their slices from it.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class FollowedContext(Context):
         return mixed
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return all tokens of what has those here."""
+        """Return the whole sequence of a tensor of local tokens; other tensors unchanged."""
         if tensor.dim() < 2 or tensor.shape[1] != len(self.positions):
             return tensor
         with self._owners.unfollowed():
@@ -229,14 +229,14 @@ class FollowedContext(Context):
 
 
 class FollowedPast(Past):
-    """A past through which tokens are followed."""
+    """A `Past` (KV cache) that tracks tokens."""
 
     def __init__(self, owners: TokenOwners, store: Store, number: int, slices: int, length: int) -> None:
         super().__init__(store, number, slices, length)
         self._owners = owners
 
     def extend(self, site: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values so far, which are everybody's."""
+        """Return all keys and values so far, which have no owner."""
         with self._owners.unfollowed():
             self._owners.show("keys", keys)
             self._owners.show("values", values)
@@ -257,7 +257,7 @@ def _has_meta(leaves: Any) -> bool:
 
 
 def _word(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
-    """Return a function with the numbers that it is called with, but for sizes and places."""
+    """Return an operator's name with its numeric arguments, except sizes and positions."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(given)
     sized = {argument.name for argument in func._schema.arguments if "int" in str(argument.type).lower()} - _BOUNDS
     leaves = [leaf for name, value in named.items() if name not in sized for leaf in tree_leaves(value)]
@@ -267,7 +267,7 @@ def _word(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
 
 
 class TokenReads(TorchFunctionMode):
-    """Within it, `Joined` is raised where Python is given the numbers of tokens, but counts and places."""
+    """Torch function mode that raises `Joined` if Python reads floating-point numbers of tokens."""
 
     def __init__(self, owners: TokenOwners) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Whether a block keeps tokens of several ranks apart but for what it is given to look at them: see `token_owners`.
+"""Soundness of cut sequences: a block keeps tokens of several ranks apart, except through its context (`token_owners`).
 
-in training, twice ─▶ tokens followed; in evaluation, without gradients, too
-if x.max() > 60: …  ─▶ once more, as if it were otherwise: other outputs?
+in training, twice  ─▶ tokens tracked; also in evaluation, without gradients
+if x.max() > 60: …  ─▶ once more with the condition negated: other outputs?
 
-Followed where `sequence_parallel` slices tokens over tp: pairs are given all, and give slices of what they make.
+With `sequence_parallel`, which slices tokens over tp, pairs take gathered tokens, and return slices of their results.
 
 x, sliced ─▶ norm ─▶ (all) column … row (sliced) ─▶ + x
 """
@@ -38,11 +38,11 @@ from .token_owners import MANY, FollowedContext, FollowedPast, Marked, TokenOwne
 
 @dataclass(frozen=True)
 class Gathered:
-    """Where tokens are gathered and sliced again.
+    """Gathers and scatters of tokens around the pairs of a block under sequence parallelism.
 
     Attributes:
         cuts_of: finds the cuts of a twin.
-        gathers_before: whether tokens are gathered where they enter the module of a pair's columns.
+        gathers_before: whether tokens are gathered at the input of the module of a pair's columns.
     """
 
     cuts_of: Callable[[nn.Module], Sequence[Cut]]
@@ -50,8 +50,10 @@ class Gathered:
 
     @contextmanager
     def around(self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Marked]) -> Iterator[None]:
-        """A context in which a twin's pairs do so; what is gathered is noted in `told`, or taken from it by a part."""
-        is_part, cuts = bool((vector == 0).any()), self.cuts_of(twin)  # before hooks: what has some is not cut
+        """Context with hooks that simulate these for a twin; the whole run appends gathered tokens to `told`, a run on
+        a part takes them from it.
+        """
+        is_part, cuts = bool((vector == 0).any()), self.cuts_of(twin)  # before hooks, with which layers are not cut
 
         def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
             name = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -86,7 +88,7 @@ class Gathered:
             yield
 
     def _entries(self, twin: nn.Module, cuts: Sequence[Cut]) -> list[nn.Module]:
-        """Return the modules before which tokens are gathered."""
+        """Return the modules at whose input tokens are gathered."""
         entries: dict[int, nn.Module] = {}
         for pair in pairs_of(cuts):
             owner = pair[0].owners[0] if pair[0].is_paired else twin
@@ -103,10 +105,10 @@ _BY_PLACES = "does to some tokens by their places what it does not do to others,
 def why_tokens_meet(
     blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, gathered: Gathered | None = None
 ) -> str:
-    """Return why a block may give other numbers where sequences are cut so, in words; empty: it keeps tokens apart.
+    """Return why a block may compute other numbers for cut sequences, in words; empty: it keeps tokens apart.
 
-    `gathered` says that tokens are sliced over tp, as into slices, but for its pairs. Nothing is sent, and the
-    generators are left as they were.
+    `gathered`: tokens are sliced over tp, and whole within pairs. There is no communication, and the random generators
+    are restored.
     """
     try:
         for trains in (True, False):
@@ -122,14 +124,14 @@ def why_tokens_meet(
 
 @dataclass(frozen=True)
 class _Run:
-    """Who followed a block, and what it was told by its context."""
+    """Record of a run: the mode that tracked it, and results of its context."""
 
     owners: TokenOwners
     told: list[Marked]
 
 
 class _Follower:
-    """Runs a block in a mode, given whole sequences with a context or a past; or parts of them, one by one."""
+    """Runner of a block in training or evaluation, on whole sequences with a context or past, or on parts in turn."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class _Follower:
         self._device, self._trains, self._length = device, trains, _length(arrival)
 
     def run(self, flipped: Set[Place] = frozenset()) -> _Run:
-        """Run it on whole sequences; raises `Joined` where tokens of several ranks reach an output."""
+        """Run the block on whole sequences; raises `Joined` if tokens of several ranks meet in an output."""
         owners, told = TokenOwners(flipped), list[Marked]()
         vector = _owners_of(self._length, self._setting).to(self._device)
         twin = self._twin()
@@ -158,7 +160,7 @@ class _Follower:
         return _Run(owners, told)
 
     def _twin(self) -> nn.Module:
-        """Return a copy without dropout, and whose batch norms average over nothing: `stage.buffers` judges these."""
+        """Return a twin with dropouts and batch norms in evaluation mode; `stage.buffers` checks the latter."""
         twin = self._blueprint.draw(self._device, trains=self._trains)
         for module in twin.modules():
             if isinstance(module, (_BatchNorm, _DropoutNd, KeyedDropout)):
@@ -174,7 +176,7 @@ class _Follower:
     def _outputs(
         self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Marked], beside: Mapping[str, Any]
     ) -> Tensors:
-        """Run a block on the tokens of these owners; 0 is nobody, whose tokens are not there."""
+        """Run a block on the tokens of these owners, `vector` (tokens,); those of owner 0 are left out."""
         owners.begin(TokenLabels(twin))
         arrival = _owned(owners, self._arrival, vector)
         pairs = self._gathered.around(twin, owners, vector, told) if self._gathered is not None else nullcontext()
@@ -197,12 +199,12 @@ class _Follower:
         return {"context": context}
 
     def require_same(self, whole: _Run, condition: Place) -> None:
-        """Raise `Joined` where a block gives something else if a condition on numbers of tokens is otherwise."""
+        """Raise `Joined` if a block's outputs change when a condition on numbers of tokens is negated."""
         try:
             other = self.run(frozenset([condition])).owners.seen
         except Joined:
             raise
-        except Exception:  # what no numbers lead to, or is refused by the block itself
+        except Exception:  # an unreachable branch, or a check of the block itself
             return
         seen = whole.owners.seen
         same = seen.keys() == other.keys() and all(_is_same(seen[name][0], other[name][0]) for name in seen)
@@ -211,7 +213,7 @@ class _Follower:
             raise Joined(f"asks for numbers of tokens{where}, and does something else where they are otherwise")
 
     def require_same_of_parts(self, whole: _Run) -> None:
-        """Raise `Joined` where parts of sequences are treated otherwise than whole ones, as they are shorter."""
+        """Raise `Joined` if runs on parts of sequences differ from the run on whole ones, as in code by length."""
         vector, store = _owners_of(self._length, self._setting).to(self._device), Store()
         num_parts, parts = int(vector.max()), list[_Run]()
         for number in range(num_parts):
@@ -228,7 +230,7 @@ class _Follower:
                     twin = self._twin()
                 self._outputs(twin, owners, mine, told, beside)
             parts.append(_Run(owners, told))
-        if any(part.owners.is_routed for part in parts):  # what one part has no tokens for, another may have
+        if any(part.owners.is_routed for part in parts):  # a part may have no tokens for some expert
             _require_same_calls(whole.owners.calls, {k: v for part in parts for k, v in part.owners.calls.items()})
         for number, part in enumerate(parts):
             if not part.owners.is_routed:
@@ -258,7 +260,7 @@ def _require_same_calls(whole: Mapping[str, str], part: Mapping[str, str]) -> No
 
 
 def _places(mine: Tensor, size: int) -> Tensor:
-    """Return the places of tokens along a dimension that has several, or parts, of each."""
+    """Return the indices of local tokens along a dimension of length `size`, with several entries per token."""
     return mine.repeat_interleave(max(size // len(mine), 1)).nonzero()[:, 0]
 
 
@@ -267,13 +269,13 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def _length(arrival: Arrival) -> int:
-    """Return how many tokens a sequence has."""
+    """Return the number of tokens of a sequence."""
     given = [*arrival.activation.parts, *arrival.riders.values()]
     return next(part.tensor.shape[part.tokens] for part in given if part.tokens is not None)
 
 
 def _owners_of(length: int, setting: Setting) -> Tensor:
-    """Return the rank, or slice, that has each token."""
+    """Return the owner of each token, 1 + its rank or slice: int8 (tokens,)."""
     owners = torch.zeros(length, dtype=torch.int8)
     if setting.context is None:
         return (torch.arange(length) * setting.slices // length + 1).to(torch.int8)
@@ -283,7 +285,7 @@ def _owners_of(length: int, setting: Setting) -> Tensor:
 
 
 def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
-    """Return copies of what a block is given, whose tokens have owners; those of nobody are left out."""
+    """Return copies of the inputs with owners and labels set; tokens of owner 0 are left out."""
     numbers = count()
 
     def own(given: Given) -> Given:
