@@ -161,7 +161,7 @@ class TrainConfig(_section("train")):  # type: ignore[misc]
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()
-    """How the learning rate changes."""
+    """Schedule of the learning rate."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the z-loss, log(sum(exp(logits)))² per target, beside the cross-entropy (PaLM, section 5)."""
     patience: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)

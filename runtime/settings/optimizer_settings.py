@@ -29,7 +29,7 @@ OPTIMIZERS = (
 """The classes of torch.optim by their names in small letters, without those that need a closure or sparse gradients."""
 
 SHAPES = ("constant", "linear", "cosine", "polynomial", "exponential", "inverse_sqrt", "wsd")
-"""How a learning rate falls behind its warm-up."""
+"""Shapes of a learning rate's decay."""
 
 _OWN = {"betas": ("adam", "adamw", "adamax", "nadam", "radam"), "momentum": ("sgd", "rmsprop", "muon")}
 """Settings that only some classes have; others take `options`."""

@@ -65,14 +65,12 @@ def feed_of(
     share, together = _replica(plan, transport.rank), ControlGroup(transport.world_group()).together
 
     def find() -> Loaders:
-        given = train(*share) if _is_function(train) else train
+        given = train(*share) if _is_function(train) else _loader_of(train, "train", settings, share, shuffles=True)
         if isinstance(given, Loaders):
             return given
-        of_validation = validation(*share) if _is_function(validation) else validation
-        training = _loader_of(given, "train", settings, share, shuffles=True)
-        return Loaders(
-            training, _loader_of(of_validation, "validation", settings, share, shuffles=False), batches=batches
-        )
+        if _is_function(validation):
+            return Loaders(given, validation(*share), batches=batches)
+        return Loaders(given, _loader_of(validation, "validation", settings, share, shuffles=False), batches=batches)
 
     return UserFeed(together(find), transport.world_group())
 
@@ -91,8 +89,8 @@ def _loader_of(given: Any, name: str, settings: TrainConfig, share: tuple[int, i
             given, num_replicas, replica, shuffle=shuffles, seed=settings.seed % 2**32
         )
         return DataLoader(given, settings.batch_size // num_replicas, sampler=sampler, drop_last=shuffles)
-    is_whole = isinstance(given, DataLoader) and isinstance(given.sampler, RandomSampler | SequentialSampler)
-    if num_replicas > 1 and is_whole:
+    sampled = getattr(getattr(given, "batch_sampler", None), "sampler", getattr(given, "sampler", None))
+    if num_replicas > 1 and isinstance(sampled, RandomSampler | SequentialSampler):
         raise UsageError(
             f"{name}: this DataLoader gives all {num_replicas} replicas the same samples; give the data set itself, or "
             f"a function: {name}=lambda replica, replicas: DataLoader(data, batch_size, "

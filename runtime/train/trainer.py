@@ -51,7 +51,7 @@ Config = JobConfig | Mapping[str, Any] | str | Path | None
 
 @dataclass(frozen=True)
 class _Parts:
-    """The objects that are trained; `settings` are recorded beside those of the job."""
+    """The objects that are trained; `instead` are engine settings in place of the job's."""
 
     blocks: Blocks
     feed: Feed
@@ -60,6 +60,7 @@ class _Parts:
     optimizer: Any
     metrics: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     block_costs: Sequence[float] | None = None
+    instead: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Trainer:
@@ -130,6 +131,7 @@ class Trainer:
             loss,
             optimizer,
             metrics or {},
+            instead={} if "precision" in job.runtime.model_fields_set else {"dtype": None},
         )
         self._build(parts, wants_stop)
 
@@ -201,7 +203,7 @@ class Trainer:
             trace_steps=traced_steps(job.runtime),
             wants_stop=lambda: self._loop.must_stop(),
             spike_dir=job.folder,
-            **{**dict(job.run), "tied": parts.tied},
+            **{**dict(job.run), "tied": parts.tied, **parts.instead},
             transport=self._transport,
         )
         if parts.optimizer is not None:
@@ -221,7 +223,7 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """How far the training has come."""
+        """Progress of the training: steps, epochs, the best validation loss, the history."""
         return self._loop.progress
 
     @property

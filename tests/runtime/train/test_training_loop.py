@@ -1,4 +1,4 @@
-"""Lengths and intervals of a training: max_steps, evaluations between, records and checkpoints by steps, tokens, time."""
+"""Lengths and intervals of a training: max_steps, evaluations within epochs, intervals in steps, tokens and time."""
 
 from __future__ import annotations
 
@@ -122,5 +122,5 @@ def test_intervals_are_read(written: int | str, expected: tuple[float, str]) -> 
 
 @pytest.mark.parametrize("written", ["", "often", "0 s", "1.5 steps", "-3 s", "5 apples"])
 def test_other_words_are_no_interval(written: str) -> None:
-    with pytest.raises(ValueError, match="no interval|no whole number"):
+    with pytest.raises(ValueError, match=r"no interval|no whole number"):
         Interval.read(written)

@@ -1,0 +1,151 @@
+"""A trainer of one's own objects: equal to a loop by hand, resumed, and refused where something is missing."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import quintsched as qs
+from quintsched.runtime import Trainer, run_local, split
+from quintsched.runtime.train.reporter import Reporter
+
+EPOCHS, BATCH, RATE = 2, 8, 1e-2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def data(samples: int = 32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (samples,), generator=generator))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batches(replica: int, replicas: int) -> DataLoader[Any]:
+    """Return a replica's share of batches in the order of the samples."""
+    sampler: DistributedSampler[Any] = DistributedSampler(data(), replicas, replica, shuffle=False)
+    return DataLoader(data(), BATCH // replicas, sampler=sampler)
+
+
+def by_hand() -> tuple[list[float], dict[str, Tensor]]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses = []
+    for _ in range(EPOCHS):
+        for inputs, targets in batches(0, 1):
+            loss = F.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: Any) -> tuple[Any, Any, list[str]]:
+    config = {
+        "parallel": {"mesh": mesh, "microbatches": 2},
+        "train": {"epochs": EPOCHS, **train},
+        "log": {"every": 1},
+        "checkpoint": {"dir": None if directory is None else str(directory), "every": 3},
+    }
+    lines: list[str] = []
+    records: list[dict[str, Any]] = []
+
+    model = net()  # of a generator that threads have in common
+
+    def run(transport: Any) -> dict[str, Tensor]:
+        reporter = Reporter(None, lines.append if transport.rank == 0 else lambda line: None)
+        trainer = Trainer(
+            split(copy.deepcopy(model)),
+            batches,
+            batches,
+            config,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=RATE),
+            transport=transport,
+            reporter=reporter,
+            sinks=[lambda figures, *, step: records.append({"step": step, **figures})],
+        )
+        trainer.fit(start)
+        return trainer.engine.full_weights()
+
+    found = run_local(qs.compile("1f1b", mesh=mesh, microbatches=2).mesh.size, run)
+    return found[0], records, lines
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "dp=2,pp=2"])
+def test_it_trains_as_a_loop_by_hand(mesh: str) -> None:
+    losses, weights = by_hand()
+    found, records, lines = fit(mesh)
+    seen = [record["train/loss"] for record in records if "train/loss" in record]
+    assert seen == pytest.approx(losses, abs=1e-12)
+    found = {name.partition(".")[2]: weight for name, weight in found.items()}
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-12, rtol=0)
+    assert lines[0].startswith("step 1/8  loss ")
+
+
+def test_it_resumes_on_another_mesh(tmp_path: Path) -> None:
+    losses, _ = by_hand()
+    fit("dp=2", tmp_path, max_steps=5)
+    _, records, _ = fit("pp=2", tmp_path, "resume", max_steps=8)
+    seen = [record["train/loss"] for record in records if "train/loss" in record]
+    assert seen == pytest.approx(losses[5:], abs=1e-12)
+
+
+def test_a_schedule_multiplies_the_rates_of_an_own_optimizer() -> None:
+    _, records, _ = fit("pp=2", lr_schedule={"name": "linear"})
+    assert [r["train/lr"] for r in records if "train/lr" in r] == pytest.approx([RATE * (8 - k) / 8 for k in range(8)])
+
+
+def test_a_data_set_is_divided_over_the_replicas() -> None:
+    def run(transport: Any) -> int:
+        trainer = Trainer(
+            split(net()), data(), None, {"parallel": {"mesh": "dp=2"}, "train": {"batch_size": 8}}, transport=transport
+        )
+        trainer.fit()
+        return trainer.progress.step
+
+    assert run_local(2, run) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("config", "train", "words"),
+    [
+        ({"model": {"name": "gpt"}}, batches, "model is given as an object here"),
+        ({"data": {"name": "text"}}, batches, "data is given as an object here"),
+        ({"parallel": {"mesh": "dp=2"}}, DataLoader(data(), 4), "gives all 2 replicas the same samples"),
+        ({"trian": {}}, batches, "did you mean 'train'"),
+        ({"parallel": {"auto": {}}}, batches, "are for job files"),
+    ],
+)
+def test_what_is_missing_is_said(config: dict[str, Any], train: Any, words: str) -> None:
+    ranks = 2 if "mesh" in config.get("parallel", {}) else 1
+    with pytest.raises(qs.UsageError, match=words):
+        run_local(ranks, lambda transport: Trainer(split(net()), train, None, config, transport=transport))
+
+
+def test_a_job_goes_through_of_job() -> None:
+    from quintsched.runtime import JobConfig
+
+    with pytest.raises(qs.UsageError, match=r"Trainer\.of_job"):
+        Trainer(JobConfig(), None)  # type: ignore[arg-type]
