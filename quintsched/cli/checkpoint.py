@@ -1,7 +1,7 @@
-"""`quintsched checkpoint show | verify | reshard | export | import`: what a run has saved, without running it.
+"""`quintsched checkpoint show | verify | reshard | export | import`: checkpoints of a run, without running it.
 
-quintsched checkpoint show out               steps, run, mesh, sizes, whole or not
-quintsched checkpoint verify out             every byte; exit code 1 with the file that is damaged
+quintsched checkpoint show out               steps, run, mesh, sizes, whether they are complete
+quintsched checkpoint verify out             read every byte; exit code 1 with the name of a damaged file
 quintsched checkpoint reshard out --mesh pp=4 -o out4        for another mesh, in one process
 quintsched checkpoint export out -o model.safetensors        weights under the model's own names
 quintsched checkpoint import model.safetensors -o begin      a checkpoint to begin from
@@ -92,7 +92,7 @@ def import_(
 
 
 def _call(command: str, path: Path, as_json: bool, **given: object) -> None:
-    """Do it in a process of its own, and exit with its code."""
+    """Run the command in a process of its own, and exit with its code."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError("checkpoints need torch; pip install 'quintsched[runtime]'")
     arguments = json.dumps({"path": str(path), "json": as_json, **given})
