@@ -67,7 +67,7 @@ class Case:
 
     @property
     def ideal(self) -> int:
-        """What each rank computes."""
+        """Time of each rank's computations."""
         return self.M * (self.F if self.name == "inference" else self.F + self.I + self.W)
 
     def idle(self) -> tuple[Fraction, Fraction]:
