@@ -121,7 +121,7 @@ def _placed(schedule: Schedule, request: CompileRequest) -> tuple[int, ...]:
 
 
 def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Shape:
-    """Return the shape of the schedule's own stages (before uneven stages are merged), with their costs."""
+    """Return the shape of the schedule's own stages (which `runs` expand to the plan's), with their costs."""
     pp, costs = Mesh.parse(request.mesh).pp, request.costs
     if schedule.searches:
         costs = _searched(schedule, request, placed, runs)

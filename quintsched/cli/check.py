@@ -32,7 +32,7 @@ def check(
 ) -> None:
     """Prove a plan sound, or show the counter-example.
 
-    For a schedule of your own, every shape of the ranges is compiled and proved; without --chunks with the fewest that
+    For a user-defined schedule, every shape of the ranges is compiled and proved; without --chunks with the fewest that
     it takes, and the next two.
     """
     from quintsched.graph.profiles import find_profile

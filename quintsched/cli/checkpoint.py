@@ -30,7 +30,7 @@ def show(
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the checkpoints of a run: steps, meshes, sizes, and whether they are whole."""
+    """Show the checkpoints of a run: steps, meshes, sizes, and whether they are complete."""
     _call("show", directory, as_json, step=step)
 
 
@@ -39,7 +39,7 @@ def verify(
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a run's checkpoints; exit code 1 where a file is not what its manifest says."""
+    """Read every byte of a run's checkpoints; exit code 1 if a file does not match its manifest."""
     _call("verify", directory, as_json, step=step)
 
 
@@ -54,9 +54,9 @@ def reshard(
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cut a checkpoint anew for another mesh, in one process and bounded memory.
+    """Reshard a checkpoint for another mesh, in one process and bounded memory.
 
-    `quintsched run --resume` goes on from a checkpoint of any mesh without it; this makes each rank's reading local.
+    `quintsched run --resume` can resume a checkpoint on any mesh without it; this makes each rank's reads local.
     """
     given = {"schedule": schedule, "zero": zero, "microbatches": microbatches, "chunks": chunks}
     _call("reshard", directory, as_json, step=step, mesh=mesh, output=str(output), **given)
@@ -87,7 +87,7 @@ def import_(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder of a new run.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of step 0 of a model's weights, from which `quintsched run --resume` begins on any mesh."""
+    """Make a checkpoint of step 0 from a model's weights, from which `quintsched run --resume` starts on any mesh."""
     _call("import", source, as_json, output=str(output))
 
 

@@ -58,9 +58,9 @@ def render(
 ) -> None:
     """Draw a plan over time, and the activations on each rank.
 
-    With --trace, draw what a run measured (the step with the median makespan) under the plan, on one time axis; the
-    plan then is timed by costs from the trace, unless --costs gives others. With --stall, draw where the ranks of a
-    report stand; it has the plan, and the picture is beside it unless -o says where.
+    With --trace, draw the measured step with the median makespan below the plan, on one time axis; the plan is then
+    timed by costs from the trace, unless --costs gives others. With --stall, draw the positions of ranks in a stall
+    report, which contains the plan; the picture is written beside it unless -o is given.
     """
     if stall is not None:
         _draw_stall(stall, output, (plan, costs, trace, collective), as_json=as_json)

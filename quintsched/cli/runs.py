@@ -85,10 +85,10 @@ def verify(
 ) -> None:
     """Run a job on its mesh and in one process, and compare them.
 
-    Some steps are run from the same weights, and the first layer that differs is named.
+    Runs some steps from the same weights on both, and names the first layer that differs.
 
-    Compared are outputs of blocks, gradients, weights, losses, each within what rounding does in one process, found by
-    running it in float64 as well. Exit code 1 where something differs.
+    Compares outputs of blocks, gradients, weights and losses, with the rounding error of one process as tolerance
+    (found by a run in float64). Exit code 1 if they differ.
     """
     plan, job = plan_and_job(files)
     _require_torch()
@@ -103,10 +103,10 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it machine-readable.")] = False,
 ) -> None:
-    """Say what a job's blocks take, give, change and draw.
+    """Report the inputs, outputs, side effects and random draws of a job's blocks.
 
-    One step runs, of ranks that are threads of one process on the CPU; nothing is saved. What cannot be trained so is
-    refused, as `run` would.
+    Runs one step with ranks as threads of one process on the CPU; saves nothing. Refuses jobs that cannot be trained,
+    as `run` does.
     """
     plan, job = plan_and_job(files)
     _require_torch()

@@ -16,7 +16,7 @@ MEANS: tuple[Means, ...] = get_args(Means)
 
 
 MOST = 1e100
-"""Upper bound in seconds, and in bytes per second, so that sums of message times stay finite."""
+"""Upper bound on seconds, bytes, and bytes per second of a message, so that sums of their times stay finite."""
 
 
 def find_means(name: str) -> Means:

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     KEYS_GRAD = 13
     """Gradient of these, from the next slice's backward."""
     CHECKPOINT = 14
-    """Input that a forward keeps of a stage that is recomputed, instead of its activations."""
+    """Tensors that a forward keeps of a stage that is recomputed, such as its input, in place of `SAVED`."""
     PARAMS = 15
     """Full weights of a stage whose replicas hold shards; the number counts gatherings."""
     STEPPED = 16

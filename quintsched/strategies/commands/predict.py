@@ -50,8 +50,7 @@ def predict(
 ) -> None:
     """Predict a strategy's step time and memory, term by term.
 
-    By flags, from a job file (and its plan), or many at once from a file of rows, for which flags are what a row
-    leaves out.
+    By flags, from a job file (and its plan), or many at once from a file of rows, for which flags give the defaults.
     """
     if rows is not None and files:
         raise UsageError("--rows takes the place of a job file; leave out one of them")

@@ -72,7 +72,7 @@ def tune(
 ) -> None:
     """Find the fastest strategies that fit a model and a cluster.
 
-    Every flag of a strategy that is left out is free. Where nothing fits, the exit code is 3.
+    Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
     for name in ("gpus", "batch"):
         if name not in flags:

@@ -51,7 +51,7 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
 """Tiles that one processor computes at a time, with their fraction of the largest ones' rate: the smaller a tile, the
 more often each operand is read."""
 KERNEL_S = 5e-6
-"""Seconds of a kernel of negligible size, when launched back to back; an assumption, not measured."""
+"""Seconds of a kernel of negligible size, when launched back to back; not measured here."""
 BACKWARD_FLOPS = 2.5
 """FLOP of fused attention's backward per FLOP of the forward: five products to two."""
 

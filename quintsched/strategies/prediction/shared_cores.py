@@ -28,7 +28,7 @@ from quintsched.strategies.prediction.stages import Kinds, PerMicrobatch
 ACCUMULATED = 12.0
 """Bytes read and written per parameter by gradient accumulation of a microbatch, in 32 bits."""
 LARGE_BYTES = 2.0**22
-"""Typical size of a gradient bucket."""
+"""Bytes of a gradient bucket, as assumed for its reduction."""
 STEP_SUMS = 2
 """All-reduces over all ranks per step: the metrics, and the gradient norm."""
 
