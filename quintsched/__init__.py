@@ -1,4 +1,4 @@
-"""quintsched: pipeline-parallel training as a plan that people can read.
+"""quintsched: pipeline-parallel training from an explicit, readable plan.
 
     import quintsched as qs
 
@@ -6,8 +6,8 @@
     plan.save("plan.json")
     print(plan.simulate().bubble)
 
-The planner is here; `quintsched.runtime` (torch) runs plans and `quintsched.viz` (matplotlib) draws them.
-Names are loaded when they are first used, so that `import quintsched` stays quick.
+The planner is in this package; `quintsched.runtime` (torch) runs plans and `quintsched.viz` (matplotlib) draws them.
+Public names are imported on first use, so that `import quintsched` stays quick.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile mesh size, microbatches and a schedule into a plan, and prove it.
+"""Compiler from a schedule, a mesh and a number of microbatches to a plan that is proved sound.
 
 request ─▶ schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
 """
@@ -36,10 +36,10 @@ from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults
 
 ORDER = "order"
-"""What the plan is called that no pass has touched, where plans are named by the pass before them."""
+"""Name of the plan before any pass, as `after` receives it; later plans are named after the pass that made them."""
 
 MOST_ASKED_AGAIN = 2**17
-"""The longest order, in computations, that a user's schedule is asked for a second time."""
+"""Maximum number of computations for which the order of a user's schedule is generated twice and compared."""
 
 Asked = ParamSpec("Asked")
 
@@ -47,7 +47,7 @@ Asked = ParamSpec("Asked")
 def _taking(
     request: Callable[Asked, CompileRequest],
 ) -> Callable[[Callable[[CompileRequest], Plan]], Callable[Asked, Plan]]:
-    """Give a function of a request the signature of the request's class, and its settings' words as `Args`."""
+    """Give a function of a request the signature of the request class, and list the settings in its `Args`."""
 
     def decorate(function: Callable[[CompileRequest], Plan]) -> Callable[Asked, Plan]:
         @wraps(function)
@@ -62,7 +62,7 @@ def _taking(
 
 
 def _documented() -> Iterator[str]:
-    """Yield what `help(compile)` says of each setting, a line or more for each."""
+    """Yield the line or lines of documentation of each setting, for `help(compile)`."""
     for name, setting in settings():
         yield from wrap(f"{name}: {setting.doc}", 112, subsequent_indent="    ")
 
@@ -74,22 +74,22 @@ def compile(request: CompileRequest) -> Plan:
     Args:
         {settings}
         after: called with "order" and the bare order of computation, then with each pass's name and the plan after
-            it; each pass then has to keep the points that hold by then, not only the last one.
+            it; every pass is then checked for the points that have to hold after it, not only the last one.
 
     Raises:
         UsageError: an unknown name, or sizes that the schedule does not take (it names the nearest that work).
-        UnsoundError: a schedule of your own that fails, or whose order cannot run; the message is the
-            counter-example. If it is a pass that breaks a point, the message names it.
+        UnsoundError: a user-defined schedule that fails, or whose order cannot run; the message is the
+            counter-example. If a pass breaks a point, the message names the pass.
     """
     return compile_request(request)
 
 
 Room = Callable[[int, int], None]
-"""Gets how many instructions a plan has at least, and how many bytes its file; raises what it likes."""
+"""Callback that gets the least number of instructions of the plan and of bytes of its file; may raise anything."""
 
 
 def compile_request(request: CompileRequest, room: Room | None = None) -> Plan:
-    """Compile what is asked for, as `compile` does; `room` is asked before the work."""
+    """Compile a request, as `compile` does; `room` is called before the work starts and may refuse it."""
     schedule, mesh = load_schedule(request.schedule), Mesh.parse(request.mesh)
     own, placed = schedule.placed(mesh.pp, request.chunks), _placed(schedule, request)
     runs = find_runs(schedule, own, placed)
@@ -102,12 +102,12 @@ def compile_request(request: CompileRequest, room: Room | None = None) -> Plan:
 
 
 def stages_of(request: CompileRequest) -> tuple[int, ...]:
-    """Return where the stages of the plan lie that is asked for; raises `UsageError`."""
+    """Return the placement of a request's plan, the pipeline rank of each stage; raises `UsageError`."""
     return _placed(load_schedule(request.schedule), request)
 
 
 def _placed(schedule: Schedule, request: CompileRequest) -> tuple[int, ...]:
-    """Return where the stages lie: where the user wants them, or the schedule; raises `UsageError` for no such rank."""
+    """Return the placement that the user gives, or else the schedule's own; raises `UsageError` for no such rank."""
     pp = Mesh.parse(request.mesh).pp
     own, wanted = schedule.placed(pp, request.chunks), request.stage_to_pp
     if wanted is None:
@@ -121,7 +121,7 @@ def _placed(schedule: Schedule, request: CompileRequest) -> tuple[int, ...]:
 
 
 def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Shape:
-    """Return the shape of the schedule's own stages, with the costs of those."""
+    """Return the shape of the schedule's own stages (which `runs` expand to the plan's), with their costs."""
     pp, costs = Mesh.parse(request.mesh).pp, request.costs
     if schedule.searches:
         costs = _searched(schedule, request, placed, runs)
@@ -132,7 +132,7 @@ def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...],
 
 
 def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Costs | None:
-    """Return the costs of the schedule's own stages, by the blocks of the plan's stages where these are known."""
+    """Return the costs that a searching schedule plans with, scaled by the blocks per stage where these are known."""
     pp, costs, blocks, slices = Mesh.parse(request.mesh).pp, request.costs, request.stages, max(request.slices, 1)
     if runs is None and len(placed) != len(schedule.placed(pp, request.chunks)):
         return costs
@@ -150,7 +150,7 @@ def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ..
 
 
 def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest, runs: Runs | None) -> PlanData:
-    """Return the complete order of computation, and with it what it is lowered with."""
+    """Return the checked order of computation, with all settings that the passes read."""
     order = order_of_computation(schedule, shape, mesh, request.buckets_per_stage, runs)
     _require_one_order(schedule, shape, order, runs)
     order = _with_blocks(order, request.stages)
@@ -174,14 +174,14 @@ def _proved(order: PlanData, request: CompileRequest) -> Plan:
     plan = spell_out(placed, request.communication, request.wire)
     verdict = check(plan, profile="blocking", memory_cap=None if request.costs else request.offload)
     if not verdict.sound:
-        lower(order, passes, verify=True)  # slow, and names the pass that is to blame
+        lower(order, passes, verify=True)  # slow; raises with the name of the pass that broke the plan
     verdict.raise_if_unsound()
     return Plan.of(plan)
 
 
 @contextmanager
 def _placement_at_fault(schedule: Schedule, own: tuple[int, ...], placed: tuple[int, ...]) -> Iterator[None]:
-    """Say as a `UsageError` what is not sound where the user has placed the stages otherwise than the schedule does."""
+    """Turn an `UnsoundError` into a `UsageError` that blames `stage_to_pp`, unless that is the schedule's own."""
     try:
         yield
     except UnsoundError as error:
@@ -195,12 +195,12 @@ def _placement_at_fault(schedule: Schedule, own: tuple[int, ...], placed: tuple[
 
 
 def _shown(stage_to_pp: Sequence[int]) -> str:
-    """Return a placement in words that are not too many."""
+    """Return a placement as short text."""
     return f"[{listed(stage_to_pp).replace(',', ', ')}]"
 
 
 def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: Runs | None) -> None:
-    """Raise `UnsoundError` where a schedule of one's own gives another order when it is asked again."""
+    """Raise `UnsoundError` if a user-defined schedule is not deterministic: called again, it yields another order."""
     if schedule.built_in or order.num_instructions > MOST_ASKED_AGAIN:
         return
     again = order_of_computation(schedule, shape, order.mesh, order.buckets_per_stage, runs)
@@ -216,9 +216,9 @@ def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: 
 
 
 def evaluation_of(plan: Plan) -> Plan:
-    """Return the plan that runs forward, only, what `plan` trains: of the same shape, with weights shared out alike.
+    """Return the forward-only plan for evaluating a model that `plan` trains: same stages, placement and sharding.
 
-    It is compiled and proved once for each plan, however many ranks of a process ask for it.
+    It is compiled and proved once per plan, even where several ranks share one process.
     """
     return plan.remember("evaluation", lambda: _evaluation_of(plan))
 
@@ -241,7 +241,7 @@ def _evaluation_of(plan: Plan) -> Plan:
 
 
 def _inference_along(plan: Plan) -> Schedule:
-    """Return the schedule of an evaluation along a plan's first route; the others get no microbatches."""
+    """Return an inference schedule along a plan's first route; its other routes get no microbatches."""
     first, others = plan.routes[0].stages, plan.routes[1:]
 
     def order(rank: int, shape: Shape) -> Iterator[Fwd]:
@@ -255,13 +255,13 @@ def _inference_along(plan: Plan) -> Schedule:
 
 
 def compiled_again(plan: Plan, **changes: object) -> Plan | None:
-    """Return the plan that the same request gives with some of its settings changed (microbatches=6, tied={…}).
+    """Return the plan of the same request with some settings changed (microbatches=6, tied={…}).
 
-    None where the plan is not what its own settings compile to: it was imported, edited by hand, compiled with costs
-    that it does not say, or from a schedule in a file, whose name is never resolved to code.
+    Return None if the plan does not compile again to itself: it was imported, edited by hand, compiled with costs
+    (which no plan stores), or from a schedule in a file, whose name is never resolved to code.
 
     Raises:
-        UsageError: the schedule does not take what was changed.
+        UsageError: the schedule does not take the changed settings.
     """
     if names_file(plan.schedule.name):
         return None
@@ -275,13 +275,13 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
 
 
 def _request_of(plan: Plan) -> CompileRequest:
-    """Return what a plan says of the settings that it was compiled from."""
+    """Return the request that a plan was compiled from, as far as the plan stores it."""
     said = {name: setting.in_plan(plan) for name, setting in settings() if setting.in_plan is not None}
     return CompileRequest(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape) -> tuple[int, ...]:
-    """Return how each stage is recomputed, () for no stage at all; raises `UsageError`."""
+    """Return the recompute setting of each stage, () if no stage recomputes; raises `UsageError`."""
     num_stages = len(shape.stage_to_pp)
     asked = tuple(recompute) if isinstance(recompute, Sequence) else (recompute,) * num_stages
     for fault in recompute_faults(asked, num_stages, schedule.mode):
@@ -290,7 +290,7 @@ def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape)
 
 
 def _with_blocks(order: PlanData, blocks: Sequence[int] | None) -> PlanData:
-    """Return the order with stages of so many blocks; raises `UsageError`."""
+    """Return the order with this number of blocks per stage; raises `UsageError`."""
     if blocks is None:
         return order
     plan = replace(order, blocks_per_stage=tuple(blocks))
@@ -328,7 +328,7 @@ def _with_losses(order: PlanData, losses: Sequence[int]) -> PlanData:
 
 
 def _zero(stage: int, every: int, order: PlanData) -> Zero:
-    """Return what replicas share out; raises `UsageError`."""
+    """Return the ZeRO setting, checked against the mesh; raises `UsageError`."""
     zero = Zero(stage, every)
     for fault in zero_faults(zero, order.mesh, order.mode):
         raise UsageError(f"{order.schedule.name}: {fault}")

@@ -1,13 +1,13 @@
-"""Every error that quintsched raises on purpose.
+"""Exception classes of quintsched, with their exit codes, and helpers for the text of messages.
 
     QuintschedError               exit code
-    ├── UsageError                2   what was asked for is wrong: a name, a number, a setting, a path
+    ├── UsageError                2   a wrong request: an unknown name, a number, a setting, a path
     │   └── WriteError            1   a file could not be written, and may be at another time: a full disk, a quota
     ├── InputError                1   a file that was read is broken: a plan, a costs file, a data file
     │   └── UnsoundError          1   a plan that is not sound; carries the findings
     ├── MisfitError               3   the run does not fit the plan: world size, shapes, divisibility
-    │   └── CodeError             1   a block, loss function or metric of the user's raised an error as it ran
-    ├── NotFiniteError            1   gradients of several steps in a row were not finite; says where that arose
+    │   └── CodeError             1   user code (a block, loss function or metric) raised an error
+    ├── NotFiniteError            1   gradients of several steps in a row were not finite; names the first source
     └── StallError                4   a run stalled or a peer died
 
 Each message says what is wrong, where, and what to do. The command line prints it on standard error and
@@ -21,10 +21,10 @@ from collections.abc import Iterable
 
 
 class QuintschedError(Exception):
-    """Root of all errors raised on purpose.
+    """Base class of all errors raised on purpose.
 
-    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; False: every rank
-    has this error, or is told of it; None where it is not known.
+    `was_told` is true if a process that outlives the ranks has already reported the cause to the user; false if every
+    rank has this error or gets it reported; None if that is not known.
     """
 
     exit_code = 1
@@ -32,19 +32,19 @@ class QuintschedError(Exception):
 
 
 class UsageError(QuintschedError):
-    """What was asked for is wrong: an unknown name, a size out of range, a setting, a path."""
+    """A wrong request: an unknown name, a size out of range, a setting, a path."""
 
     exit_code = 2
 
 
 class WriteError(UsageError):
-    """A file could not be written for a reason that may pass: a full disk, a quota, a device that fails."""
+    """A file that could not be written for a reason that may pass: a full disk, a quota, a failing device."""
 
     exit_code = 1
 
 
 class InputError(QuintschedError):
-    """A file that was read is broken; the message holds the place."""
+    """A broken input file; the message names the place in it."""
 
     exit_code = 1
 
@@ -54,35 +54,35 @@ class UnsoundError(InputError):
 
 
 class MisfitError(QuintschedError):
-    """The run does not fit the plan: world size, shapes, sizes that do not divide."""
+    """A run that does not fit its plan: world size, shapes, sizes that do not divide."""
 
     exit_code = 3
 
 
 class CodeError(MisfitError):
-    """A block, a loss function or a metric of the user's raised an error as it ran; the cause is that error."""
+    """An error raised by user code (a block, a loss function or a metric), which is the `__cause__`."""
 
     exit_code = 1
 
 
 class NotFiniteError(QuintschedError):
-    """Gradients of several steps in a row were not finite; the message says where the first such value arose."""
+    """Non-finite gradients in several steps in a row; the message names the place where the first one arose."""
 
     exit_code = 1
 
 
 class StallError(QuintschedError):
-    """A run stalled, or a peer died."""
+    """A stalled run, or a peer that died."""
 
     exit_code = 4
 
 
 SURE = (UsageError.exit_code, MisfitError.exit_code)
-"""Exit codes that a run would end with again: a wrong setting, a misfit."""
+"""Exit codes that a restart of the run would repeat: a wrong setting, a misfit."""
 
 
 def listed_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in words: "rank 2", "ranks 0, 1 and 3", "ranks 0 to 63", "9 ranks (0, 2, 4, 6, 8, 10, …)"."""
+    """Return ranks as text: "rank 2", "ranks 0, 1 and 3", "ranks 0 to 63", "9 ranks (0, 2, 4, 6, 8, 10, …)"."""
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -94,11 +94,11 @@ def listed_ranks(ranks: Iterable[int]) -> str:
 
 
 MOST_QUOTED = 120
-"""How many letters of what was given a message repeats."""
+"""Maximum number of characters of a quoted value in a message."""
 
 
 def quoted(value: object) -> str:
-    """Return what was given as Python writes it, short enough for a message."""
+    """Return the `repr` of a value, cut to a length fit for a message."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, a number of too many digits
@@ -107,14 +107,14 @@ def quoted(value: object) -> str:
 
 
 MOST_PRINTED = 4000
-"""How many letters of what somebody else wrote are printed."""
+"""Maximum number of characters printed of text from outside: another process, a file, user code."""
 
 
 def printable(text: str, most: int = MOST_PRINTED, *, lines: bool = False) -> str:
-    """Return what another process, a file or somebody's code said, fit for a terminal and a file: cut, on one line.
+    """Return text from another process, a file or user code, made safe for a terminal: cut, and on one line.
 
-    Control characters, lone surrogates and what turns the direction of writing are spelled as Python does. With
-    `lines`, line breaks and tabs stay.
+    Control characters, lone surrogates and characters that change the writing direction are escaped as Python does.
+    With `lines`, line breaks and tabs stay.
     """
     cut = text[:most] + (" … (cut)" if len(text) > most else "")
     shown = cut if lines else " ".join(cut.split())
@@ -131,6 +131,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the known name nearest to `name`, or the list of what there is."""
+    """Return "; did you mean 'x'?" for the known name nearest to `name`, or else the list of known names."""
     known = list(known)
     return nearest(name, known) or (f"; there is: {', '.join(known)}" if known else "")

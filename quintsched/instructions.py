@@ -1,4 +1,4 @@
-"""The instructions of a program, for people who write schedules or read plans: see `quintsched.ir.instructions`."""
+"""Public names of `quintsched.ir.instructions`: the instructions of a program, to write schedules and read plans."""
 
 from quintsched.ir.instructions import (
     ALL,

@@ -5,8 +5,8 @@ plan.save("plan.json")          plan.check().raise_if_unsound()
 plan.program(rank=5)            plan.simulate().bubble
 plan.graph()                    the dependency graph, as a networkx DiGraph
 
-This is what people hold: the data of `quintsched.ir.plan_data`, plus verbs, each of which calls a room of its own. The
-rooms know the data only.
+`Plan` is the public class: the data of `quintsched.ir.plan_data`, plus methods that each call one package (proof,
+simulator, file formats). Those packages know the data class only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanData):
-    """A plan: see `PlanData` for what it holds. `compile` and `load` give only well-formed ones."""
+    """A plan with its methods; see `PlanData` for its fields. `compile` and `load` return only well-formed plans."""
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
-        """Return the plan with this data; what is known of the data is known of the plan."""
+        """Return the plan with this data, and with the results already cached for it."""
         from quintsched.collectives import CollectivePlan
 
         values = {field.name: getattr(data, field.name) for field in fields(data)}
@@ -45,7 +45,7 @@ class Plan(PlanData):
         return plan
 
     def program(self, rank: int) -> tuple[Instruction, ...]:
-        """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""
+        """Return the program of one global rank, with global ranks as peers; raises `UsageError` outside the mesh."""
         coordinates = self.mesh.coordinates(rank)
         program = self.programs[self.mesh.pp_rank(rank)]
         peers = {k: self.mesh.rank(coordinates | {"pp": k}) for k in range(self.mesh.pp)}
@@ -54,21 +54,21 @@ class Plan(PlanData):
     def check(self, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
         """Prove the plan sound (complete, data flow, channels, deadlock, collectives, memory).
 
-        `profile` is the transport profile under which it has to be free of deadlock; `memory_cap` the most
-        activations that a rank may hold, in microbatches of a whole rank.
+        `profile` is the transport profile under which the plan must be free of deadlock; `memory_cap` is the
+        maximum of activations that a rank may hold, in microbatches of a whole rank.
         """
         from quintsched.verify.soundness import check
 
         return check(self, profile=profile, memory_cap=memory_cap)
 
     def capture_obstacles(self) -> list[str]:
-        """Return why a step cannot be captured in a CUDA graph (`Engine(cuda_graph=True)`); nothing where it can."""
+        """Return reasons why a step cannot be captured in a CUDA graph (`Engine(cuda_graph=True)`); [] if it can be."""
         from quintsched.verify.capture import capture_obstacles
 
         return capture_obstacles(self)
 
     def simulate(self, costs: Costs | None = None) -> Simulation:
-        """Time the plan under a cost model (default: unit costs); raises `UnsoundError` if it cannot finish."""
+        """Simulate the plan's timing under `costs` (default: unit costs); raises `UnsoundError` if it cannot finish."""
         return simulate(self, costs)
 
     def graph(self) -> networkx.DiGraph[int]:
@@ -78,22 +78,22 @@ class Plan(PlanData):
         return to_networkx(self)
 
     def to_json(self) -> str:
-        """Return the plan file's text; the same plan always gives the same bytes."""
+        """Return the text of the plan file; equal plans give identical bytes."""
         from quintsched.formats.plan_json import dumps
 
         return dumps(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Read a plan file's text; raises `InputError` with a JSON pointer to what is wrong."""
+        """Parse the text of a plan file; raises `InputError` with a JSON pointer to the fault."""
         from quintsched.formats.plan_json import loads
 
         return cls.of(loads(text))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan file: JSON, or under a name with `.qplan` compressed columns, for millions of instructions.
+        """Write the plan file: JSON, or compressed columns (for millions of instructions) if the name ends in `.qplan`.
 
-        Raises `UsageError` where that cannot be done.
+        Raises `UsageError` if it cannot be written.
         """
         from quintsched.formats.plan_file import save
 
@@ -108,7 +108,7 @@ class Plan(PlanData):
 
 
 def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
-    """Run a plan under `costs` (default: unit costs).
+    """Simulate a plan under `costs` (default: unit costs).
 
     Raises `UnsoundError` for a plan that is malformed or cannot finish, `InputError` for costs that do not fit it.
     """

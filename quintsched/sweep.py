@@ -1,4 +1,4 @@
-"""Prove a schedule over many shapes: which are sound, which it refuses itself, and the smallest that fails.
+"""Proof of a schedule over many shapes: those that are sound, those it refuses, and the smallest that fails.
 
 pp 1..4 × chunks 1 × microbatches 1..8 ──compile and check each──▶ an outcome per shape, smallest first
 """
@@ -20,17 +20,17 @@ MAX_SHAPES = 100_000
 
 
 class Status(StrEnum):
-    """What became of a shape."""
+    """Result of proving one shape."""
 
     SOUND = "sound"
     REFUSED = "refused"
-    """By the schedule's own limits and constraint."""
+    """Refused by the schedule's own limits or constraint."""
     UNSOUND = "unsound"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One shape and what became of it; `reason` is why it is refused, or the counter-example."""
+    """One shape with its result; `reason` says why it is refused, or holds the counter-example."""
 
     pp: int
     chunks: int
@@ -47,10 +47,10 @@ def prove(
     chunks: Sequence[int] | None = None,
     memory_cap: float | None = None,
 ) -> Iterator[Outcome]:
-    """Yield the outcome of every shape, those with the fewest computations first.
+    """Yield the outcome of every shape, in ascending number of computations.
 
-    `chunks` None takes the fewest that the schedule allows, and the next two; `memory_cap` is that of `check`. A
-    schedule with `overlaps=True` is proved with its pairs side by side as well, one that takes slices with two of them.
+    `chunks=None` tries the fewest that the schedule allows, and the next two; `memory_cap` is that of `check`. A
+    schedule with `overlaps=True` is also proved with overlapped pairs, one that takes slices also with two slices.
     Raises `UsageError` for more than `MAX_SHAPES` shapes.
     """
     chunks = schedule.several_chunks if chunks is None else chunks
@@ -73,7 +73,7 @@ def _outcome(schedule: Schedule, pp: int, chunks: int, microbatches: int, memory
         if schedule.overlaps:
             prove_with(overlap=True)
         if schedule.max_slices > 1:
-            with suppress(UsageError):  # it may take no two slices, and still the shape
+            with suppress(UsageError):  # a schedule may refuse two slices and still take the shape
                 prove_with(slices=2)
     except UsageError as refusal:
         return Outcome(pp, chunks, microbatches, Status.REFUSED, str(refusal))

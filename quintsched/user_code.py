@@ -1,6 +1,6 @@
-"""Objects from a user's own file, named "path/to/my_file.py:name".
+"""Import of objects from a user's own file, named "path/to/my_file.py:name".
 
-Only command lines, Python code and job files name code in this way; plans never do.
+Command lines, Python code and job files may name code in this way; plan files never do.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from quintsched.schedules import Schedule
 
 _IMPORTING = threading.RLock()
-"""Held while a user's file is imported: ranks may be threads, and none may see half a module."""
+"""Lock held while a user's file is imported: ranks may be threads, and none may see a half-imported module."""
 
 
 def is_user_object(name: str) -> bool:
-    """Return whether `name` names an object of a user's file: "my_file.py:name"."""
+    """Return whether `name` has the form of an object in a user's file: "my_file.py:name"."""
     return ".py:" in name
 
 
 def names_file(name: str) -> bool:
-    """Return whether `name` was meant for a user's file, the object's name forgotten or not."""
+    """Return whether `name` refers to a user's file, even if the object's name is missing."""
     return is_user_object(name) or name.endswith(".py")
 
 
 def file_of(name: str) -> str:
-    """Return the path of the file that "my_file.py:name" lies in; other names as they are."""
+    """Return the path of the file in "my_file.py:name"; other names unchanged."""
     return name.rpartition(":")[0] if is_user_object(name) else name
 
 
 def require_file(path: Path) -> None:
-    """Raise `UsageError`, which says where it was looked for, unless a user's file is there."""
+    """Raise `UsageError`, with the folder that was searched, unless the user's file exists."""
     if not os.path.isfile(path):
         siblings = (str(sibling) for sibling in sorted(path.parent.glob("*.py")))
         folder = "" if path.is_absolute() else f" in {printable(os.getcwd())}"
@@ -49,11 +49,11 @@ def require_file(path: Path) -> None:
 
 
 def load_object(name: str) -> Any:
-    """Return the object that "my_file.py:name" names; the path is relative to the current directory.
+    """Return the object named by "my_file.py:name"; the path is relative to the current directory.
 
-    A file is imported once per process. Its directory goes to the end of `sys.path`, so that it can import its
-    siblings but never hides an installed package.
-    Raises `UsageError` where there is no such file or name, and where the import fails.
+    Each file is imported once per process. Its directory is appended to `sys.path`, so that it can import its
+    siblings but never shadows an installed package.
+    Raises `UsageError` for a missing file or name, and if the import fails.
     """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
@@ -69,9 +69,9 @@ def load_object(name: str) -> Any:
 
 
 def load_schedule(name: str | Schedule) -> Schedule:
-    """Return the schedule of this name: a registered one, or "my_file.py:name" for one of your own.
+    """Return the schedule of this name: a registered one, or "my_file.py:name" for a user-defined one.
 
-    A schedule is taken as it is. Raises `UsageError` for an unknown name, and for an object that is no schedule.
+    A `Schedule` object is returned unchanged. Raises `UsageError` for an unknown name, and for any other object.
     """
     from quintsched.schedules import Schedule, find_schedule
 
@@ -87,9 +87,9 @@ def load_schedule(name: str | Schedule) -> Schedule:
 
 
 def call_object(name: str, *args: Any, **options: Any) -> Any:
-    """Call the function that "my_file.py:name" names, and return what it returns.
+    """Call the function named by "my_file.py:name", and return its result.
 
-    Raises `UsageError` where it is not a function or does not take these arguments; what it raises itself passes.
+    Raises `UsageError` if it is not callable or does not take these arguments; its own exceptions pass through.
     """
     function = load_object(name)
     if not callable(function):
@@ -102,7 +102,7 @@ def call_object(name: str, *args: Any, **options: Any) -> Any:
 
 
 def _own_names(module: ModuleType) -> list[str]:
-    """Return the public names of a module but for the modules, classes and functions that it imports."""
+    """Return the public names that a module defines itself, without imported modules, classes and functions."""
     return [name for name, thing in vars(module).items() if not name.startswith("_") and _is_own(thing, module)]
 
 
@@ -127,7 +127,7 @@ def _execute(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path}: is not a Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # first: dataclasses look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # before it runs: dataclasses look it up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -140,7 +140,7 @@ def _execute(name: str, path: Path) -> ModuleType:
 
 
 def _place(path: Path, error: BaseException) -> str:
-    """Return the path with the line of `path` that the error came through, where one is known."""
+    """Return the path, with the last line of it in the error's traceback where one is known."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)

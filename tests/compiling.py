@@ -1,4 +1,4 @@
-"""What tests need in which torch.compile compiles."""
+"""Requirements of tests with torch.compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 COMPILER = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-"""The one that torch looks for."""
+"""Compiler that torch looks for."""
 TORCH_COMPILES = [
     pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"torch.compile needs {COMPILER}, which is not there"),
     # what torch's own compiler warns of:

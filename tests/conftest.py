@@ -1,4 +1,4 @@
-"""What all tests share: how hard hypothesis tries, and which cases run every day.
+"""Shared settings of all tests: hypothesis profiles, and the selection of cases that run every day.
 
 `pytest --hypothesis-profile=thorough` tries harder. Of the cases of a test that is `sampled(k)`, every 3k-th runs every
 day, and all of them with the slow ones; which of them is another for each test, so that a schedule or a mesh which one
@@ -22,9 +22,9 @@ settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")
 
 SAMPLED_EVERY = 3
-"""How many times fewer cases of sampled tests run every day than they say."""
+"""Factor by which fewer cases of sampled tests run every day than their mark says."""
 EXAMPLES_EVERY = 2
-"""How many times fewer of hypothesis' examples are tried every day, if there are many."""
+"""Factor by which fewer of hypothesis' examples are tried every day, if there are many."""
 MANY_EXAMPLES = 24
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -60,7 +60,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: it need not be looked through whenever garbage is collected."""
+    """Freeze imported objects, so that garbage collections need not scan them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

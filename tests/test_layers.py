@@ -1,4 +1,4 @@
-"""Who may import whom, read from the imports: the planner stands alone, runtime and viz stand on it, apart.
+"""Import rules of layers and rooms, read from the imports: the planner stands alone, runtime and viz depend on it only.
 
 quintsched ◀── runtime      within each: rooms in an order, from the top (entry points) to the bottom; a room imports
     ▲                       only those after it, imports for type checkers included, and no files import each other
@@ -29,7 +29,7 @@ LAYERS = {
 }
 DRAWING = {ROOT / "quintsched" / name for name in ("cli/pictures.py", "cli/timing.py", "strategies/commands/tune.py")}
 NAMING = {ROOT / "quintsched" / "__init__.py", ROOT / "quintsched" / "cli" / "__init__.py"}
-"""Who lists what there is, strategies included: nobody else beside that package knows it."""
+"""Modules that list all commands and names, strategies included: no others beside that package know it."""
 
 ORDER: dict[str, tuple[str, ...]] = {
     "quintsched.runtime": (
@@ -291,7 +291,7 @@ def test_every_room_says_what_lives_there_and_what_it_may_import(layer):
 FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_locals", "f_globals"}
 MODES = {"TorchFunctionMode", "TorchDispatchMode", "BaseTorchFunctionMode"}
 LOOKING = ("examine", "objects", "parallel/proof")
-"""Who looks at users' code: `examine`, the walks of `objects` below it, and the proofs of cuts beside whole blocks."""
+"""Rooms that inspect user code: `examine`, the walks of `objects` below it, and the proofs of cuts of whole blocks."""
 
 LOOK_ELSEWHERE = {
     "blocks/blame.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
@@ -316,9 +316,9 @@ LOOK_ELSEWHERE = {
     "optim/given.py": ({"vars"}, "makes an optimizer anew over other parameters"),
     "settings/run_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
 }
-"""Who else looks, how, and at what."""
+"""Other files that inspect code or objects: their means, and their purpose."""
 OURS = re.compile(r"self(\._at)?|torch|recording|made|parser\..*")
-"""Whose attributes are no user's: objects of this package's classes, and torch itself."""
+"""Objects whose attributes may be read, as they are not a user's: this package's classes, and torch itself."""
 
 
 def looks(tree: ast.Module) -> Iterator[str]:
@@ -357,7 +357,7 @@ NAMED_ELSEWHERE = {
     "verification/bad_steps.py": "a batch whose gradients were not finite, for people to read",
     "watch/start.py": "the report of a run that stands still, for people to read",
 }
-"""Who else names files, and which."""
+"""Other files that name files, and which."""
 
 
 def test_only_saving_knows_the_names_of_stored_files():
@@ -403,7 +403,7 @@ UNIX = {
     "signal": {"SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGSTOP", "SIGCONT", "SIGPIPE", "SIGALRM"},
     "socket": {"AF_UNIX", "SO_REUSEPORT"},
 }
-"""What other systems lack of modules that they have."""
+"""Names that modules of other systems lack."""
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:

@@ -1,4 +1,4 @@
-"""What is shipped: the archives' contents, and that an installation from them plans without torch and runs with it.
+"""Shipped archives: their contents, and that an installation from them plans without torch and runs with it.
 
 checkout ─▶ sdist (no symbolic links) ─▶ wheel ─▶ clean virtual environment ─▶ plan, prove, time; with torch: run
 """

@@ -51,7 +51,7 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "zero": (2, 2, ["2"]),
     "zero_every": (3, 3, ["3"]),
 }
-"""What all three can say of each entry: Python, a job file, the command line."""
+"""Equal values of each entry in all three forms: Python, a job file, the command line."""
 
 
 OTHER: dict[str, Any] = {
@@ -66,7 +66,7 @@ OTHER: dict[str, Any] = {
     "skip": {"v": [0, 1]},
     "losses": [1],
 }
-"""What is not the same, where twice as much is no answer."""
+"""Other values, for entries where doubling gives no valid one."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,14 @@
-"""Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step under it,
-`compare` stacks several plans on one time axis, `render_collective` draws a spelled-out collective, `render_tuning`
-what a search for strategies found, `render_stall` where ranks stand, and `save_events` writes what Perfetto and Chrome
-show.
+"""Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step below,
+`compare` several plans on one time axis, `render_collective` a spelled-out collective, `render_tuning` the result of a
+search for strategies, `render_stall` the positions of ranks in a stall; `save_events` writes trace events for Perfetto
+and Chrome.
 
     from quintsched.viz import compare, render
 
     render(plan.simulate(), Path("plan.png"))
 
-matplotlib is loaded when the first picture is asked for, not when this package is imported. Imports the planner, and
-neither torch nor the runtime.
+matplotlib is imported by the first picture, not with this package. Imports the planner, and neither torch nor the
+runtime.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The memory panel: what each rank keeps for its backwards over time.
+"""Memory panel: activations that each rank holds over time.
 
-Few ranks are step lines, named at the right with their peaks; many ranks are the rows of a heat map.
+Few ranks are drawn as step lines, labelled at the right with their peaks; many ranks as the rows of a heat map.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def held_height(ranks: int, font: float) -> float:
 
 
 def held_key(held: Sequence[Held], size: float) -> Key:
-    """Return the panel's heading; for a heat map it begins with the scale of its colours."""
+    """Return the panel's heading; for a heat map it begins with the colour scale."""
     what = "activations held, in microbatches of a whole rank"
     if len(held) <= MOST_LINES:
         return Key(what, 0.0, lambda axes, x, y: None)
@@ -49,7 +49,7 @@ def held_key(held: Sequence[Held], size: float) -> Key:
 
 
 def draw_held(axes: Axes, held: Sequence[Held], until: float, font: float, height_points: float) -> None:
-    """Draw what each rank holds from time 0 to `until`; `height_points` is the height of the axes."""
+    """Draw the activations of each rank from time 0 to `until`; `height_points` is the height of the axes."""
     if len(held) <= MOST_LINES:
         _draw_lines(axes, held, until, font, height_points)
     else:
@@ -104,7 +104,7 @@ def _draw_heat(axes: Axes, held: Sequence[Held], until: float, font: float, heig
 
 
 def _write(axes: Axes, text: str, y_points: float, size: float, colour: ColorType) -> None:
-    """Write at the right of the axes, `y_points` above its lower edge."""
+    """Write at the right of the axes, `y_points` above their lower edge."""
     axes.annotate(
         text,
         (1, 0),

@@ -1,6 +1,6 @@
-"""What a picture of a spelled-out collective shows: a box on a rank's row while a chunk arrives there.
+"""Scene of a spelled-out collective: one box on a rank's row for each chunk that arrives there.
 
-rank 0   [2][1][0][2]       the number is the chunk's; the colour says whether it is added to what is there, or stored
+rank 0   [2][1][0][2]       the number is the chunk's; the colour tells whether it is added to the local one or stored
 rank 1   [0][2][1][0]
 """
 
@@ -16,16 +16,16 @@ from .scene import Box, Scene
 
 @dataclass(frozen=True, slots=True)
 class Added(Compute):
-    """A chunk (`microbatch`) arrives from a rank (`stage`) and is added to what is there."""
+    """Arrival of a chunk (`microbatch`) from a rank (`stage`), which is added to the local one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored(Compute):
-    """A chunk (`microbatch`) arrives from a rank (`stage`) and takes the place of what is there."""
+    """Arrival of a chunk (`microbatch`) from a rank (`stage`), which replaces the local one."""
 
 
 def chunk_scene(run: CollectiveRun) -> Scene:
-    """Sort the messages of a collective into what is drawn."""
+    """Return the scene of a collective's messages."""
     boxes = tuple(
         Box(to.rank, start, end, (Added if to.reduce else Stored)(to.peer, to.chunk), 0)
         for (_, to), start, end in zip(run.plan.messages, run.start, run.end, strict=True)

@@ -1,4 +1,4 @@
-"""SVG as a page that needs no other file."""
+"""HTML page around an SVG picture, without external files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ svg {{ display: block; margin: 0 auto; min-width: 800px; width: 100%; max-width:
 
 
 def page_around(svg: bytes, title: str) -> bytes:
-    """Return an HTML page that holds an SVG picture, which scales with the window."""
+    """Return an HTML page with an SVG picture that scales with the window."""
     text = svg.decode("utf-8")
     picture = text[text.index("<svg") :].strip()
     return PAGE.format(title=html.escape(title), svg=picture).encode("utf-8")

@@ -1,6 +1,6 @@
-"""What a search for strategies found: time against memory, the front, and the best by name.
+"""Picture of a search for strategies: time against memory, the Pareto front, and the best strategies by name.
 
-memory │ ●──┐                     front: faster than all that hold as little
+memory │ ●──┐                     front: faster than all with no more memory
        │    ●───┐   2             numbers: the best, named below
        │  1     ●──────┐
        └───────────────────▶ time of a step
@@ -24,17 +24,17 @@ WIDTH, HEIGHT = 9.0, 4.6
 TEXT, TITLE, SMALL = 9.0, 13.0, 8.5
 FRONT, BEST = "#0072B2", "#D55E00"
 NAMED = 10
-"""How many of the best are named."""
+"""Number of the best strategies that are named."""
 SLOWEST = 2.0
-"""The front is drawn up to so many times the best time, or the last one that is named."""
+"""Upper end of the drawn front, relative to the best time; or the last named strategy, if that is slower."""
 NEAR_UP, NEAR_ACROSS, NUMBER_WIDE = 0.05, 0.02, 0.03
-"""Numbers of points that are nearer than these parts of the picture are written side by side; each takes its width."""
+"""Points closer than these fractions of the picture get their numbers side by side; the last is a number's width."""
 
 
 def render_tuning(tuning: Tuning, path: Path) -> None:
-    """Draw what a search found into a `.png`, `.svg` or `.html` file; the same search always gives the same bytes.
+    """Draw a search's result into a `.png`, `.svg` or `.html` file; equal results give identical bytes.
 
-    Raises `UsageError` for another suffix, for a path that cannot be written, and for a search that found nothing.
+    Raises `UsageError` for another suffix, a path that cannot be written, and a search without result.
     """
     check_suffix(path)
     if not tuning.best:
@@ -44,7 +44,7 @@ def render_tuning(tuning: Tuning, path: Path) -> None:
 
 
 def draw_tuning(tuning: Tuning) -> Sheet:
-    """Return a drawing of what a search found, in the style that is set."""
+    """Return a drawing of a search's result, in the current style."""
     sheet = Sheet(width=WIDTH, left=0.75, right=0.45)
     space = tuning.space
     where = f"{tuning.model.name} on {space.gpus} {tuning.hardware.name}, {space.batch} samples of {space.seq} tokens"
@@ -74,7 +74,7 @@ def _draw_points(axes: Axes, front: Sequence[Candidate], best: Sequence[Candidat
 
 
 def _draw_numbers(axes: Axes, best: Sequence[Candidate]) -> None:
-    """Write the numbers of the best beside their points; those that would lie on each other, side by side."""
+    """Write the numbers of the best beside their points; numbers that would overlap, side by side."""
     (left, right), (_, top) = axes.get_xlim(), axes.get_ylim()
     groups: list[tuple[float, float, list[int]]] = []
     for number, found in enumerate(best):
@@ -97,7 +97,7 @@ def _places(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
 
 
 def _draw_limits(axes: Axes, tuning: Tuning, shown: Sequence[Candidate]) -> None:
-    """Draw the axes, from no memory to what a GPU has."""
+    """Set up the axes, from 0 to the memory of a GPU and beyond, with a line for that memory."""
     capacity = tuning.hardware.memory_gb
     times = [found.step_s for found in shown]
     room = (max(times) - min(times)) * 0.05 or max(times) * 0.1

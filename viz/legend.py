@@ -1,4 +1,4 @@
-"""The legend: one key for every kind of thing that a picture shows."""
+"""Legend: one key for every class of object in a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_SWATCHES = 8
 
 
 def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[Key]:
-    """Return the keys of what the scenes show; `size` is the size of the legend's text."""
+    """Return the keys for the scenes; `size` is the size of the legend's text."""
     computations = _in_order({type(box.instruction) for scene in scenes for box in scene.boxes})
     marks = _in_order({mark.what for scene in scenes for mark in scene.marks})
     copies = _in_order({strip.what for scene in scenes for strip in scene.strips})
@@ -52,7 +52,7 @@ def _in_order(classes: Iterable[type[Instruction]]) -> list[type[Instruction]]:
 
 
 def _box_key(look: Look, chunks: int, size: float) -> Key:
-    """Show a swatch per chunk, with its number; of many chunks, only some."""
+    """Return a key with one numbered swatch per chunk; for many chunks, only some."""
     shown = range(chunks) if chunks <= MOST_SWATCHES else [k * (chunks - 1) // 3 for k in range(4)]
     side = size * (1.6 if chunks <= 10 else 0.65 * len(str(chunks)) + 0.6)
 

@@ -1,9 +1,9 @@
-"""A simulation, and a measured step beside it, as trace events: what Perfetto and chrome://tracing open.
+"""Trace events of a simulation, and of a measured step beside it, for Perfetto and chrome://tracing.
 
     process 0 "planned"    thread per pp rank   [F0][F1]…         complete events ("X"), microseconds
     process 1 "measured"   thread per pp rank   [wait|F0][F1&B0]…    a wait lies within its instruction
-                           and one for its copies to the host's memory and back, if there are any
-                                 ╲▶                               a flow ("s", "f") from each send to its taker
+                           and one for its copies to host memory and back, if there are any
+                                 ╲▶                               a flow ("s", "f") from each send to its consumer
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 No matplotlib here.
@@ -30,11 +30,11 @@ from .scene import flows_of_ranks
 Event: TypeAlias = dict[str, object]
 
 FORWARD_US = 1000.0
-"""How long a forward is drawn where that is the unit of time."""
+"""Microseconds of a forward, if that is the unit of time."""
 
 
 def save_events(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None:
-    """Write a `.json` file of trace events; raises `UsageError` where that cannot be done."""
+    """Write a `.json` file of trace events; raises `UsageError` on failure."""
     events = [*_events_of(simulation, 0, "planned")]
     if step is not None:
         events += _events_of(step, 1, f"measured, step {step.number}")
@@ -70,7 +70,7 @@ def _events_of(run: Simulation | MeasuredStep, pid: int, name: str) -> Iterator[
 
 def _slices(span: Span, place: Event, scale: float, several: bool) -> Iterator[Event]:
     i = span.instruction
-    # The send of a simulated plan lasts as long as its message; on the rank it takes no time.
+    # A simulated send lasts as long as its message, but takes no time on the rank.
     length = 0.0 if isinstance(i, Send) and not isinstance(span, MeasuredSpan) else span.end - span.start
     event = {"ph": "X", "cat": i.op, **place, "ts": span.start * scale}
     arguments = {field.name: getattr(i, field.name) for field in fields(i)}
@@ -85,11 +85,11 @@ _CARGO = {
     Kind.SKIP: "skip",
     Kind.SKIP_GRAD: "gradient of a skip",
 }
-"""What arrows are called."""
+"""Names of flows."""
 
 
 def _flows(run: Simulation | MeasuredStep, pid: int, scale: float) -> Iterator[Event]:
-    """Yield an arrow from each send to the computation that takes its message."""
+    """Yield a flow from each send to the computation that consumes its message."""
     numbers, flows, takers = count(pid, 2), flows_of_ranks(run), _takers(run)
     for rank, row in enumerate(run.timeline):
         for span, used in zip(row, flows[rank], strict=True):
@@ -103,7 +103,7 @@ def _flows(run: Simulation | MeasuredStep, pid: int, scale: float) -> Iterator[E
 
 
 def _takers(run: Simulation | MeasuredStep) -> dict[tuple[int, Value], float]:
-    """Return when the computation that takes a value on a rank runs."""
+    """Return, per rank and value, the time at which the computation that consumes it starts."""
     return {
         (rank, value): span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
         for rank, (row, flows) in enumerate(zip(run.timeline, flows_of_ranks(run), strict=True))

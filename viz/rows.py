@@ -1,7 +1,7 @@
-"""The rows of a pipeline on an axes: boxes over idle time, messages between the rows, marks on top.
+"""Rows of a pipeline in axes: boxes over idle time, messages between the rows, marks on top.
 
-Row r takes y from r to r + 1 (downwards); its band, where boxes lie, leaves a gutter for the messages, and for
-copies to the host's memory (below) and back (above). What runs side by side shares the height of the band.
+Row r covers y from r to r + 1 (downwards); its band, which holds the boxes, leaves a gutter for messages, and for
+copies to host memory (below) and back (above). Boxes side by side share the height of the band.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .style import (
 )
 
 GUTTER = 0.14
-"""The fraction of a row that stays free above and below its band."""
+"""Fraction of a row that stays free above and below its band."""
 
 MARK_POINTS = 6.0
 MARK_STEP = 1.15 * MARK_POINTS
 MESSAGES_PER_INCH = 26.0
-"""More messages than this between two rows would be clutter: then none is drawn."""
+"""Maximum density of messages between two rows; beyond it, none is drawn, to avoid clutter."""
 
 SMALLEST_TEXT, LARGEST_TEXT = 4.6, 9.5
 TEXT_PADDING = 1.2
@@ -49,7 +49,7 @@ TEXT_PADDING = 1.2
 
 @dataclass(frozen=True)
 class Scale:
-    """How large time and ranks are on paper: `tail` points after the makespan are kept free for marks."""
+    """Scale of time and rows on paper; `tail` points after the makespan are kept free for marks."""
 
     points_per_time: float
     row_points: float
@@ -58,17 +58,17 @@ class Scale:
 
     @property
     def band_points(self) -> float:
-        """The height of a box."""
+        """Height of a box, in points."""
         return self.row_points * (1 - 2 * GUTTER)
 
 
 def tail_points(scenes: Iterable[Scene]) -> float:
-    """Return the room that marks at the end of the time axis need, in points."""
+    """Return the room for marks at the end of the time axis, in points."""
     return MARK_STEP * (0.5 + len({mark.what for scene in scenes for mark in scene.marks}))
 
 
 def draw_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
-    """Draw a pipeline; `font` is the size of the ranks' names."""
+    """Draw a pipeline; `font` is the size of the row labels."""
     _draw_idle(axes, scene)
     if messages_shown(scene, scale):
         _draw_arrows(axes, scene, scale)
@@ -82,7 +82,7 @@ def draw_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
 
 
 def set_time_axis(axes: Axes, until: float, scale: Scale) -> None:
-    """Let the axes show the time from 0 to `until`."""
+    """Set the time axis from 0 to `until`."""
     axes.set_xlim(0, until + scale.tail / scale.points_per_time)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     for side in ("top", "right", "left"):
@@ -90,7 +90,7 @@ def set_time_axis(axes: Axes, until: float, scale: Scale) -> None:
 
 
 def messages_shown(scene: Scene, scale: Scale) -> bool:
-    """Whether there are few enough messages to be seen one by one, and room between the rows."""
+    """Return whether messages are few enough to be told apart, and rows high enough."""
     return bool(scene.arrows) and _crowding(scene, scale) <= MESSAGES_PER_INCH and scale.row_points >= 12
 
 
@@ -105,12 +105,12 @@ def rectangle(x0: float, x1: float, y0: float, y1: float) -> list[tuple[float, f
 
 
 def band(rank: int) -> tuple[float, float]:
-    """Return from where to where boxes lie in a row."""
+    """Return the upper and lower end of a row's band."""
     return rank + GUTTER, rank + 1 - GUTTER
 
 
 def _lane(box: Box) -> tuple[float, float]:
-    """Return where a box lies."""
+    """Return the upper and lower end of a box."""
     top, bottom = band(box.rank)
     height = (bottom - top) / box.lanes
     return top + box.lane * height, top + (box.lane + 1) * height
@@ -159,7 +159,7 @@ def _draw_strips(axes: Axes, scene: Scene) -> None:
 
 
 def _gutter(rank: int, *, below: bool) -> tuple[float, float]:
-    """Return where the half of a gutter lies that is next to a row's band."""
+    """Return the upper and lower end of the half of a gutter next to a row's band."""
     top, bottom = band(rank)
     return (bottom, bottom + 0.6 * GUTTER) if below else (top - 0.6 * GUTTER, top)
 
@@ -179,7 +179,7 @@ def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:
 def _draw_numbers(axes: Axes, boxes: Sequence[Box], scale: Scale) -> None:
     """Write the microbatch into every box that is wide enough, all in one size.
 
-    A class of computations of which most boxes are too narrow stays without numbers.
+    A class of computations gets no numbers if most of its boxes are too narrow.
     """
     sizes = np.array([_size_that_fits(box, scale) for box in boxes])
     classes = np.array([look_of(type(box.instruction)).label for box in boxes])
@@ -199,7 +199,7 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Box], scale: Scale) -> None:
 
 
 def _size_that_fits(box: Box, scale: Scale) -> float:
-    """Return the largest size of text in which the number of the microbatch fits into its box."""
+    """Return the largest text size in which the microbatch's number fits into its box."""
     digits = len(str(box.instruction.microbatch))
     room = (box.end - box.start) * scale.points_per_time - TEXT_PADDING
     height = min(0.62, 0.8 / box.lanes) * scale.band_points
@@ -211,7 +211,7 @@ def _colour(box: Box, scale: Scale) -> Rgb:
 
 
 def _draw_arrows(axes: Axes, scene: Scene, scale: Scale) -> None:
-    """Draw messages behind the boxes; those that go down are a little left of those that go up at the same time."""
+    """Draw messages behind the boxes; downward ones are shifted a little to the left of upward ones."""
     crowding = _crowding(scene, scale) / MESSAGES_PER_INCH
     width, alpha = 1.0 - 0.5 * crowding, 0.95 - 0.5 * crowding
     ways: dict[bool, list[Arrow]] = defaultdict(list)
@@ -265,7 +265,7 @@ def _draw_marks(axes: Axes, marks: Sequence[Mark], scale: Scale) -> None:
 
 
 def _spread(marks: Sequence[Mark], step: float) -> Iterator[tuple[Mark, float]]:
-    """Yield each mark with its x: its time, or a little later where it would hide a mark of another class."""
+    """Yield each mark with its x: its time, or a little later if it would hide a mark of another class."""
     rank, x, what = -1, 0.0, None
     for mark in sorted(marks, key=lambda mark: (mark.rank, mark.time)):
         crowded = mark.rank == rank and mark.what is not what
@@ -275,7 +275,7 @@ def _spread(marks: Sequence[Mark], step: float) -> Iterator[tuple[Mark, float]]:
 
 
 def _name_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
-    """Name the rows at the left; say at the right how much of the time each computes, or what else is said of it."""
+    """Label the rows at the left; at the right, write their notes or the fraction of time that each computes."""
     axes.set_ylim(scene.ranks, 0)
     every = max(1, round(font * 1.25 / scale.row_points + 0.49))
     ranks = range(0, scene.ranks, every)

@@ -1,13 +1,13 @@
-"""What a picture shows, as plain data: a simulation or a measured step, sorted into what is drawn.
+"""Scene of a picture, as data: the spans of a simulation or a measured step, converted to objects to draw.
 
     rank 0   [F0][F1] . . [ B0 ]        Box: a computation
-               ╲          ╱             Arrow: a message, from the sender's row to the receiver's taker
-    rank 1   .  [F0][ B0 ] ~~[▮]◆       Wait: for another rank, where that was measured
-             [F1/B0]                     two that run side by side are a box each, above each other
-               └F0┘                     Strip: a copy to the host's memory or back, beside the computations
-                                        Mark: anything else, at its time; Bar: that, where it takes time
+               ╲          ╱             Arrow: a message, from the sender's row to the receiver's consumer
+    rank 1   .  [F0][ B0 ] ~~[▮]◆       Wait: for another rank, if it was measured
+             [F1/B0]                     an overlapped pair is two boxes, one above the other
+               └F0┘                     Strip: a copy to host memory or back, beside the computations
+                                        Mark: any other instruction, at its time; Bar: its duration, if not 0
 
-No matplotlib here, and no coordinate but rank and time.
+No matplotlib here, and no coordinates but rank and time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured import MeasuredSpan, MeasuredStep
 
 ROUNDING = 1e-9
-"""Times closer than this fraction of the makespan are the same, but for the rounding of sums."""
+"""Fraction of the makespan within which times count as equal, because of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A computation; `chunk` counts the stages of its rank from 0.
+    """Computation; `chunk` counts the stages of its rank from 0.
 
-    It takes the row's whole height, or where several run side by side, the `lane`-th from above of as many parts.
+    It fills the row's height, or, in an overlap, the `lane`-th from above of `lanes` equal parts.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A message; `kind` is that of the value it carries."""
+    """Message; `kind` is that of the value it carries."""
 
     source: int
     target: int
@@ -65,7 +65,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The time that a marked instruction takes."""
+    """Duration of a marked instruction."""
 
     rank: int
     start: float
@@ -75,7 +75,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A copy of activations between a rank's memory and its host's, which runs beside its computations."""
+    """Copy of activations between device and host memory, beside computation."""
 
     rank: int
     start: float
@@ -85,7 +85,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The time that an instruction waits for another rank before it runs."""
+    """Time that an instruction waits for another rank before it runs."""
 
     rank: int
     start: float
@@ -94,10 +94,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Scene:
-    """All that is drawn of one pipeline.
+    """All objects of one pipeline.
 
-    `names` are those of the rows, and `notes` what is said of each at its right end; () for numbers, and for how much
-    of the time each computes.
+    `names` label the rows at the left, and `notes` at the right; () for rank numbers, and for the fraction of time that
+    each rank computes.
     """
 
     ranks: int
@@ -114,12 +114,12 @@ class Scene:
 
     @property
     def chunks(self) -> int:
-        """The most stages that a rank computes."""
+        """Maximum number of stages per rank."""
         return max((box.chunk for box in self.boxes), default=0) + 1
 
 
 def stage_scene(run: Simulation | MeasuredStep) -> Scene:
-    """Sort the spans of a simulation or a measured step into what is drawn."""
+    """Return the scene of a simulation or a measured step."""
     layout, flows = run.plan.layout, flows_of_ranks(run)
     chunk_of = {stage: c for rank in range(len(run.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
     arrivals = _arrivals(run)
@@ -158,7 +158,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
 
 
 def _arrivals(run: Simulation | MeasuredStep) -> dict[Value, float]:
-    """Return when each message was there, or, where that was measured, when its taker had it."""
+    """Return the time at which each message arrived, or, if measured, at which its consumer had it."""
     return {
         used.produces[0]: span.end
         for row, flows in zip(run.timeline, flows_of_ranks(run), strict=True)
@@ -168,14 +168,14 @@ def _arrivals(run: Simulation | MeasuredStep) -> dict[Value, float]:
 
 
 def flows_of_ranks(run: Simulation | MeasuredStep) -> list[list[Flow]]:
-    """Return what each span's instruction takes and makes."""
+    """Return the data flow of each span's instruction."""
     plan = run.plan
     return [plan.flows.of_rows(plan.columns.rows_of(rank)) for rank in range(plan.columns.num_ranks)]
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank keeps for its backwards: `amounts[i]` microbatches of a whole rank from `times[i]` on."""
+    """Activations that one rank holds over time: `amounts[i]`, in microbatches of a whole rank, from `times[i]` on."""
 
     times: tuple[float, ...]
     amounts: tuple[float, ...]
@@ -183,7 +183,7 @@ class Held:
 
 
 def held_activations(simulation: Simulation) -> tuple[Held, ...]:
-    """Return what each rank holds over time: from a forward's start to its backward's end; () if nothing is kept."""
+    """Return the activations of each rank, from the start of a forward to the end of its backward; () if none."""
     plan, changes = simulation.plan, list[list[tuple[float, float]]]()
     shape = (len(plan.stage_to_pp), plan.schedule.num_units)
     stages, units = np.indices(shape).reshape(2, -1)
@@ -198,7 +198,7 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
         for span, used in zip(row, flows, strict=True):
             of_rank += [(span.end, -amount(value)) for value in used.consumes if value.kind in HELD]
             for value in used.produces:
-                if value.kind in HELD:  # what a backward leaves takes the place of what it takes
+                if value.kind in HELD:  # the remains of an input half replace its inputs at its end
                     of_rank.append((span.end if value.kind is Kind.PENDING else span.start, amount(value)))
         changes.append(sorted(of_rank, key=lambda change: change[0]))
     if not any(changes):
@@ -207,7 +207,7 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
 
 
 def _add_up(changes: Sequence[tuple[float, float]], units: int, instant: float) -> Held:
-    """Add up changes in the order of time; those less than `instant` apart are one step."""
+    """Return the running sum of changes; changes less than `instant` apart are merged into one step."""
     at, now, peak = 0.0, 0.0, 0.0
     after = {at: now}
     for time, change in changes:

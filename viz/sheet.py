@@ -1,11 +1,11 @@
-"""A sheet of paper: blocks below each other, measured in inches, then saved as PNG, as SVG or as a page around that.
+"""Sheet of paper: blocks below each other, sized in inches, saved as PNG, SVG or an HTML page with that.
 
     sheet = Sheet(width=9.0, left=0.6, right=0.8)
     sheet.line(…)           text across the sheet
     axes = sheet.block(2.0) axes between the margins
     sheet.save(path)
 
-Sizes are said, never found out by the layout, so that nothing overlaps and the same input gives the same bytes.
+Sizes are explicit, never computed by a layout engine, so that nothing overlaps and equal inputs give identical bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PNG_DPI = 144
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of the legend; `draw(axes, x, y)` draws it `width` points wide from x on, y being its middle."""
+    """Entry of the legend; `draw(axes, x, y)` draws it `width` points wide from x on, vertically centred at y."""
 
     label: str
     width: float
@@ -41,7 +41,7 @@ class Key:
 
 
 class Sheet:
-    """A figure that grows downwards."""
+    """Figure that grows downwards."""
 
     def __init__(self, width: float, left: float, right: float, font_scale: float = 1.0) -> None:
         self.width, self.left, self.right, self.font_scale = width, left, right, font_scale
@@ -51,12 +51,12 @@ class Sheet:
 
     @property
     def inner_width(self) -> float:
-        """The width between the margins, in points."""
+        """Width between the margins, in points."""
         return (self.width - self.left - self.right) * POINTS
 
     @property
     def _text_width(self) -> float:
-        """The width that text may take: most of the right margin too, in points."""
+        """Width available for text, which includes most of the right margin, in points."""
         return self.inner_width + self.right * POINTS * 0.85
 
     def space(self, height: float) -> None:
@@ -71,7 +71,7 @@ class Sheet:
         return axes
 
     def paper(self, height_points: float) -> Axes:
-        """Return a block to write on: its coordinates are points from its left and upper edge."""
+        """Return a block to write on, with coordinates in points from its left and upper edge."""
         axes = self.block(height_points / POINTS)
         axes.set_axis_off()
         axes.set_xlim(0, self.inner_width)
@@ -79,19 +79,19 @@ class Sheet:
         return axes
 
     def fit(self, text: str, size: float, *, bold: bool = False) -> float:
-        """Return the size of a line of text: `size` at the sheet's scale, less where it would not fit."""
+        """Return the size of a line of text: `size` at the sheet's scale, or smaller to fit."""
         size *= self.font_scale
         return min(size, size * self._text_width / text_width(text, size, bold=bold))
 
     def line(self, text: str, size: float, *, bold: bool = False, colour: str = INK) -> None:
-        """Write one line of text from the left margin on, smaller where it would not fit."""
+        """Write one line of text from the left margin, smaller if it would not fit."""
         size = self.fit(text, size, bold=bold)
         paper = self.paper(size * 1.5)
         weight = "bold" if bold else "normal"
         paper.text(0, size * 1.1, text, fontsize=size, fontweight=weight, color=colour, va="baseline")
 
     def legend(self, keys: Sequence[Key], size: float) -> None:
-        """List the keys from left to right, in as many lines as they need."""
+        """Write the keys from left to right, in as many lines as needed."""
         size *= self.font_scale
         gaps = [size * 0.6 if key.width else 0.0 for key in keys]
         widths = [key.width + gap + text_width(key.label, size) for key, gap in zip(keys, gaps, strict=True)]
@@ -106,7 +106,7 @@ class Sheet:
             artist.set_clip_on(False)
 
     def arrange(self) -> None:
-        """Give the figure its height and the blocks their places."""
+        """Set the height of the figure and the positions of the blocks."""
         self.figure.set_size_inches(self.width, self._height)
         inner = (self.width - self.left - self.right) / self.width
         for axes, top, height in self._blocks:
@@ -114,7 +114,7 @@ class Sheet:
             axes.set_position((self.left / self.width, bottom, inner, height / self._height))
 
     def save(self, path: Path) -> None:
-        """Write the sheet; raises `UsageError` where that cannot be done."""
+        """Write the sheet; raises `UsageError` on failure."""
         self.arrange()
         suffix = path.suffix.lower()
         data = self._png() if suffix == ".png" else self._svg()
@@ -133,13 +133,13 @@ class Sheet:
 
 
 def check_suffix(path: Path) -> None:
-    """Raise `UsageError` for a file name that asks for no picture we can draw."""
+    """Raise `UsageError` for a file name with an unsupported suffix."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{path}: cannot draw a {path.suffix or 'nameless'} file; end the name in .png, .svg or .html")
 
 
 def _flow(widths: Sequence[float], space: float, room: float) -> list[tuple[int, float]]:
-    """Return the line and the x of each width, in as few lines as `room` allows, which are about equally long."""
+    """Return (line, x) for each width, in as few lines as `room` allows, of about equal length."""
     places = _break_lines(widths, space, room)
     while (narrower := _break_lines(widths, space, room * 0.95))[-1][0] == places[-1][0] and room > max(widths):
         places, room = narrower, room * 0.95

@@ -1,10 +1,10 @@
-"""A step that stands still: its plan over time, what is done faded, where ranks stand marked, the culprit's row red.
+"""Picture of a stalled step: the plan over time, finished parts faded, current places outlined, culprits' rows red.
 
     rank 0   ░F0░░F1░ . ┃B0┃ [B1]      waits for rank 2
     rank 1   ░░░░ ░F0░┃B0┃ . [B1]      waits for rank 2
-    rank 2   ░░░░░░░░▐F0▌[B0][F1]      culprit                    times are those of the plan, not of the run
+    rank 2   ░░░░░░░░▐F0▌[B0][F1]      culprit                    times are simulated, not measured
 
-Rows are the pipelines of the culprits, and those of ranks that wait for them while there is room.
+The rows are the pipelines of the culprits, and those of ranks that wait for them while there is room.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from .style import INK, QUIET, house_style, printable
 from .timeline import SMALL, TEXT, TITLE, lay_out, name_times
 
 MOST_ROWS = 32
-"""So many ranks are shown; of more, the culprits' pipelines alone."""
+"""Maximum number of rows, unless the first culprit's pipeline alone has more."""
 
 MOST_LINES, LINE_LETTERS = 6, 120
-"""How much of the message stands above the picture."""
+"""Maximum number of lines of the message above the picture, and of characters per line."""
 
 BLAME = "#C1121F"
 FADE, LIGHT = 0.72, 0.14
-"""How white what is done becomes, and how red the culprit's row."""
+"""Opacity of the white over finished parts, and of the red in a culprit's row."""
 
 STANDS_POINTS, BLAME_POINTS = 1.8, 2.6
 
 LEAST_WIDTH = 0.012
-"""The least width of a mark, as a fraction of the makespan: a message takes no time in a plan without costs."""
+"""Minimum width of an outline, as a fraction of the makespan: messages take no time in a plan without costs."""
 
 
 Corners = list[tuple[float, float]]
 
 
 def render_stall(report: StallReport, path: Path) -> None:
-    """Draw where the ranks of a report stand, into a `.png`, `.svg` or `.html` file.
+    """Draw the positions of ranks in a report, into a `.png`, `.svg` or `.html` file.
 
     Raises `UsageError` for another suffix and for a path that cannot be written, `UnsoundError` for a plan that cannot
-    be timed.
+    be simulated.
     """
     check_suffix(path)
     simulation = simulate(report.plan)
@@ -61,7 +61,7 @@ def render_stall(report: StallReport, path: Path) -> None:
 
 
 def draw_stall(report: StallReport, simulation: Simulation) -> Sheet:
-    """Return a drawing of a report, in the style that is set."""
+    """Return a drawing of a report, in the current style."""
     rows = shown_ranks(report)
     scene = _scene_of(report, simulation, rows)
     sheet, scale = lay_out([scene], rows_per_inch=2.0)
@@ -86,7 +86,7 @@ def draw_stall(report: StallReport, simulation: Simulation) -> Sheet:
 
 
 def shown_ranks(report: StallReport) -> list[int]:
-    """Return the ranks that have a row: whole pipelines, those of culprits first, then of who waits for them."""
+    """Return the ranks that get a row: whole pipelines, first of culprits, then of ranks that wait for them."""
     mesh, found = report.plan.mesh, dict[int, None]()
     wanted = [*report.ranks, *(link.waiter.rank for link in report.chain), *(state.rank for state in report.states), 0]
     for rank in wanted:
@@ -99,7 +99,7 @@ def shown_ranks(report: StallReport) -> list[int]:
 
 
 def _scene_of(report: StallReport, simulation: Simulation, rows: list[int]) -> Scene:
-    """Return the plan's scene with a row for each of some global ranks."""
+    """Return the plan's scene with one row for each of these global ranks."""
     mesh, scene = report.plan.mesh, stage_scene(simulation)
     of_pp = [mesh.pp_rank(rank) for rank in rows]
     waits = {link.waiter.rank: f"waits for rank {link.waits_for.rank}" for link in report.chain}
@@ -118,7 +118,7 @@ def _scene_of(report: StallReport, simulation: Simulation, rows: list[int]) -> S
 
 
 def _draw_standing(axes: Axes, report: StallReport, simulation: Simulation, rows: list[int]) -> None:
-    """Fade what is done, mark where ranks stand, and redden the rows of culprits."""
+    """Fade finished parts, outline the current places of ranks, and tint the rows of culprits red."""
     states, drawn = {state.rank: state for state in report.states}, _drawn_run(report)
     blamed = {culprit.rank: culprit.place.index for culprit in report.culprits}
     done, stuck, faults = list[Corners](), list[Corners](), list[Corners]()
@@ -157,7 +157,7 @@ def _outline(axes: Axes, cells: list[Corners], gid: str, colour: str, points: fl
 
 
 def _drawn_run(report: StallReport) -> tuple[int, int] | None:
-    """Return which run of the plan is drawn: the first in which somebody stands."""
+    """Return the run of the plan that is drawn: the first one in which a rank is."""
     inside = [state for state in report.states if state.index is not None and state.program == report.plan.mode]
     return min(map(_run_of, inside), default=None)
 
@@ -167,7 +167,7 @@ def _run_of(state: RankState) -> tuple[int, int]:
 
 
 def _place(state: RankState | None, drawn: tuple[int, int] | None, mode: str) -> int | float | None:
-    """Return the place at which a rank stands in the run that is drawn; None before it, infinity after it."""
+    """Return a rank's place in the drawn run; None before it, infinity after it."""
     if state is None or drawn is None or _run_of(state) < drawn:
         return None
     inside = _run_of(state) == drawn and state.index is not None and state.program == mode
@@ -175,7 +175,7 @@ def _place(state: RankState | None, drawn: tuple[int, int] | None, mode: str) ->
 
 
 def _cell(simulation: Simulation, pp_rank: int, index: int) -> tuple[float, float]:
-    """Return from when to when an instruction runs, a little longer where that takes no time."""
+    """Return start and end of an instruction, widened if it takes no time."""
     span = simulation.timeline[pp_rank][index]
     width = max(span.end - span.start, LEAST_WIDTH * simulation.makespan)
     return span.start, span.start + width

@@ -1,6 +1,6 @@
-"""How things look: colours, marks, fonts, and numbers as text.
+"""House style of pictures: colours, marks, fonts, and formats of numbers.
 
-Colours are of the Okabe-Ito family, distinct to people of any colour vision; a rank's chunks differ in lightness.
+Colours are from the Okabe-Ito palette, distinct for all kinds of colour vision; a rank's chunks differ in lightness.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DIGIT_EM = 0.64
 
 @dataclass(frozen=True)
 class Look:
-    """How one class of instruction or value is shown."""
+    """Style of one class of instruction or value."""
 
     label: str
     colour: str
@@ -81,7 +81,7 @@ LOOKS: dict[type[Instruction], Look] = {
     OptStep: Look("optimizer step", INK, "*"),
     AllGatherBucket: Look("stepped weights gathered", "#882255", "P"),
 }
-"""Legends list what there is in this order; a class that is not here is shown in grey, by its name."""
+"""Styles in the order of legends; other classes are shown in grey, with their class name."""
 
 CARGO: dict[Kind, Look] = {
     Kind.OUTPUT: Look("activation sent", "#2B6C99"),
@@ -92,7 +92,7 @@ CARGO: dict[Kind, Look] = {
 
 
 def look_of(what: type[Instruction]) -> Look:
-    """Return how a class of instruction is shown."""
+    """Return the style of a class of instruction."""
     return LOOKS.get(what) or Look(what.__name__, "#7A7A7A")
 
 
@@ -112,7 +112,7 @@ def ink_on(background: Rgb) -> str:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults and ours, whatever the caller has set; theirs come back afterwards."""
+    """Context with matplotlib's defaults and the house style; restores the caller's settings on exit."""
     ours = {
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
@@ -142,12 +142,12 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def printable(text: str) -> str:
-    """Return `text` with what cannot be printed (or be in an XML file) replaced."""
+    """Return `text` with characters replaced that cannot be printed (or be in an XML file)."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def number(value: float) -> str:
-    """Return a number with four digits that count."""
+    """Return a number with four significant digits."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 

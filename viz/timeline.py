@@ -1,4 +1,4 @@
-"""Draw plans and measured steps: a row per pipeline rank over time, and below it what each rank holds.
+"""Pictures of plans and measured steps: one row per pipeline rank over time, with a memory panel below.
 
 render(plan.simulate(), Path("1f1b.png"))                one plan, with its memory panel
 compare([a.simulate(), b.simulate()], Path("two.svg"))   several on one time axis
@@ -31,13 +31,13 @@ NARROWEST, WIDEST = 9.0, 28.0
 """Limits of a picture's width, in inches."""
 
 TALLEST = 16.0
-"""The most that all rows of a picture take, in inches."""
+"""Maximum height of all rows of a picture, in inches."""
 
 TEXT, TITLE, SMALL = 9.0, 13.0, 8.5
 
 
 def render(simulation: Simulation, path: Path) -> None:
-    """Draw one simulated plan into a `.png`, `.svg` or `.html` file; the same plan always gives the same bytes.
+    """Draw one simulated plan into a `.png`, `.svg` or `.html` file; equal plans give identical bytes.
 
     Raises `UsageError` for another suffix and for a path that cannot be written.
     """
@@ -49,8 +49,8 @@ def render(simulation: Simulation, path: Path) -> None:
 def compare(simulations: Sequence[Simulation], path: Path) -> None:
     """Draw several simulated plans below each other on one time axis, into a file as `render` does.
 
-    Raises `UsageError` for another suffix, for a path that cannot be written, for no simulation at all, and for
-    simulations in different units of time.
+    Raises `UsageError` for another suffix, a path that cannot be written, an empty list, and simulations in different
+    units of time.
     """
     check_suffix(path)
     units = sorted({simulation.unit for simulation in simulations})
@@ -74,14 +74,14 @@ def render_measured(simulation: Simulation, step: MeasuredStep, path: Path) -> N
 
 
 def render_collective(run: CollectiveRun, path: Path) -> None:
-    """Draw a spelled-out collective over time, a row per rank, into a file as `render` does."""
+    """Draw a spelled-out collective over time, one row per rank, into a file as `render` does."""
     check_suffix(path)
     with house_style():
         draw_collective(run).save(path)
 
 
 def draw_plan(simulation: Simulation) -> Sheet:
-    """Return a drawing of one plan, in the style that is set."""
+    """Return a drawing of one plan, in the current style."""
     scene = stage_scene(simulation)
     sheet, scale = lay_out([scene], rows_per_inch=2.0)
     sheet.line(printable(simulation.plan.title), TITLE, bold=True)
@@ -98,7 +98,7 @@ def draw_plan(simulation: Simulation) -> Sheet:
 
 
 def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
-    """Return a drawing of several plans, in the style that is set."""
+    """Return a drawing of several plans, in the current style."""
     scenes = [stage_scene(simulation) for simulation in simulations]
     until = max(scene.makespan for scene in scenes)
     sheet, scale = lay_out(scenes, rows_per_inch=2.6)
@@ -117,7 +117,7 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
 
 
 def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
-    """Return a drawing of a measured step under its simulated plan, in the style that is set."""
+    """Return a drawing of a measured step under its simulated plan, in the current style."""
     scenes = [stage_scene(simulation), stage_scene(step)]
     until = max(scene.makespan for scene in scenes)
     sheet, scale = lay_out(scenes, rows_per_inch=2.2)
@@ -139,7 +139,7 @@ def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
 
 
 def draw_collective(run: CollectiveRun) -> Sheet:
-    """Return a drawing of a spelled-out collective, in the style that is set."""
+    """Return a drawing of a spelled-out collective, in the current style."""
     scene = chunk_scene(run)
     sheet, scale = lay_out([scene], rows_per_inch=2.4)
     sheet.line(run.plan.title, TITLE, bold=True)
@@ -170,7 +170,7 @@ def _figures(simulation: Simulation) -> str:
 
 
 def lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale]:
-    """Choose the size of the paper and of what is on it: numbers should fit into boxes, within limits."""
+    """Return the sheet and the scale, chosen so that numbers fit into boxes, within limits of the page size."""
     until = max(scene.makespan for scene in scenes)
     tail = tail_points(scenes)
     wanted = _points_per_time(scenes) * until / POINTS + 2.0
@@ -188,7 +188,7 @@ def lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale
 
 
 def _points_per_time(scenes: Sequence[Scene]) -> float:
-    """Return how large time has to be drawn for the number of a microbatch to fit into most boxes."""
+    """Return the points per unit of time at which the microbatch's number fits into most boxes."""
     widths = [box.end - box.start for scene in scenes for box in scene.boxes if box.end > box.start]
     if not widths:
         return 1.0
@@ -221,7 +221,7 @@ def _hide_times(axes: Axes) -> None:
 
 
 def name_times(sheet: Sheet, axes: Axes, unit: str) -> None:
-    """Name the time axis, which is the last thing on a sheet."""
+    """Label the time axis, which ends a sheet."""
     size = TEXT * sheet.font_scale
     label = f"time ({printable('forwards' if unit == 'forward' else unit)})"
     axes.tick_params(axis="x", labelsize=size)

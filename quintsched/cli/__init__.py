@@ -1,7 +1,6 @@
-"""The command line: the commands, in modules of a few each, and what they share in `app` and `output`.
+"""Command line: commands, in modules of a few each, and shared code in `app` and `output`.
 
-Imports all of the planner, and `viz` where something is drawn: inside the commands, so that `quintsched --help` answers
-at once.
+Imports all of the planner, and `viz` for drawing: lazily inside the commands, so that `quintsched --help` is fast.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ GROUPS = (Group("checkpoint", "What runs have saved: show, verify, reshard, expo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command (default: that of `sys.argv`) and exit; `quintsched --help` lists the exit codes."""
+    """Run one command (default: `sys.argv`) and exit; `quintsched --help` lists the exit codes."""
     with standard_streams():
         _command()(args=arguments, prog_name="quintsched")
 

@@ -1,4 +1,4 @@
-"""The application: the one place where errors become exit codes, and what `quintsched` alone answers."""
+"""Typer application: turns errors into exit codes, and holds the options of `quintsched` itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quintsched.errors import QuintschedError
 from quintsched.files.terminal import shown, write_error
 
 INTERRUPTED = 130
-"""128 + SIGINT, what shells expect of a program that was stopped with Ctrl-C."""
+"""128 + SIGINT, the exit code of a program stopped with Ctrl-C."""
 
 _Misused: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""What is raised for a command line that cannot be read."""
+"""Base class of click's errors for an invalid command line."""
 
 
 def make_app(commands: Iterable[Callable[..., None]], groups: Iterable[Group] = ()) -> typer.Typer:
@@ -43,7 +43,7 @@ def make_app(commands: Iterable[Callable[..., None]], groups: Iterable[Group] = 
 
 @dataclass(frozen=True)
 class Group:
-    """Commands that follow a word of their own: `quintsched checkpoint show`."""
+    """Commands below a common word: `quintsched checkpoint show`."""
 
     name: str
     help: str
@@ -51,15 +51,15 @@ class Group:
 
 
 class Commands(TyperGroup):
-    """A group of commands that ends with a message and the right exit code, never with a traceback of ours."""
+    """Group of commands that ends with a message and the right exit code, never with a traceback."""
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        """Read the command line."""
+        """Parse the command line."""
         with _ending_in_words():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the command."""
         with _ending_in_words():
             return super().invoke(ctx)
 

@@ -1,4 +1,4 @@
-"""`quintsched schedules`: what there is."""
+"""`quintsched schedules`: list of the registered schedules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _describe(schedule: Schedule) -> Iterator[str]:
 
 
 def _shape(schedule: Schedule) -> Iterator[str]:
-    """Yield what the schedule takes, in words."""
+    """Yield the parameters that the schedule takes, as text."""
     yield f"{_name(schedule.placement)} placement"
     yield f"{schedule.chunks_text} chunk{'' if schedule.max_chunks == 1 else 's'}"
     if schedule.max_slices > 1:
@@ -54,7 +54,7 @@ def _name(function: object) -> str:
 
 
 def _constraint(schedule: Schedule) -> str:
-    """Return the constraint in words: the first line of its docstring."""
+    """Return the constraint as text: the first line of its docstring."""
     return (schedule.constraint.__doc__ or "").partition("\n")[0].rstrip(".")
 
 

@@ -32,7 +32,7 @@ def check(
 ) -> None:
     """Prove a plan sound, or show the counter-example.
 
-    For a schedule of your own, every shape of the ranges is compiled and proved; without --chunks with the fewest that
+    For a user-defined schedule, every shape of the ranges is compiled and proved; without --chunks with the fewest that
     it takes, and the next two.
     """
     from quintsched.graph.profiles import find_profile
@@ -64,7 +64,7 @@ def _check_plan(file: str, profile: str, memory_cap: float | None, as_json: bool
 
 
 def _buffers(verdict: Verdict) -> Iterator[str]:
-    """Say how many buffers the messages of a sound plan need."""
+    """Yield the number of message buffers of a sound plan, as text."""
     from quintsched.graph.profiles import find_profile
 
     receives, sends = verdict.slots
@@ -77,7 +77,7 @@ def _buffers(verdict: Verdict) -> Iterator[str]:
 
 
 def _capture(verdict: Verdict) -> Iterator[str]:
-    """Say of a sound plan for one rank whether a CUDA graph can hold its step; others have none, as docs say."""
+    """Yield whether a CUDA graph can capture the step of a sound plan for one rank; nothing for several ranks."""
     from quintsched.verify.capture import capture_obstacles
 
     if verdict.sound and verdict.plan.mesh.size == 1:
@@ -86,7 +86,7 @@ def _capture(verdict: Verdict) -> Iterator[str]:
 
 
 def report(verdict: Verdict, profile: str) -> dict[str, Any]:
-    """Return a verdict as plain data."""
+    """Return a verdict as JSON data."""
     from quintsched.verify.capture import capture_obstacles
 
     return {
@@ -134,7 +134,7 @@ def _check_schedule(
 
 
 def read_span(text: str, option: str) -> range:
-    """Read "4" or "2..8", both ends included; raises `UsageError`."""
+    """Parse "4" or "2..8", both ends included; raises `UsageError`."""
     first, dots, last = text.partition("..")
     ends = [first, last if dots else first]
     if not all(end.isdecimal() and 1 <= len(end) <= 9 for end in ends):
@@ -173,7 +173,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Return rising numbers in short: [1, 2, 3, 5] as "1..3, 5", "-" for none."""
+    """Return ascending numbers as text: [1, 2, 3, 5] as "1..3, 5", "-" for none."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:

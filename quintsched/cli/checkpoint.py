@@ -1,7 +1,7 @@
-"""`quintsched checkpoint show | verify | reshard | export | import`: what a run has saved, without running it.
+"""`quintsched checkpoint show | verify | reshard | export | import`: checkpoints of a run, without running it.
 
-quintsched checkpoint show out               steps, run, mesh, sizes, whole or not
-quintsched checkpoint verify out             every byte; exit code 1 with the file that is damaged
+quintsched checkpoint show out               steps, run, mesh, sizes, whether they are complete
+quintsched checkpoint verify out             read every byte; exit code 1 with the name of a damaged file
 quintsched checkpoint reshard out --mesh pp=4 -o out4        for another mesh, in one process
 quintsched checkpoint export out -o model.safetensors        weights under the model's own names
 quintsched checkpoint import model.safetensors -o begin      a checkpoint to begin from
@@ -30,7 +30,7 @@ def show(
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the checkpoints of a run: steps, meshes, sizes, and whether they are whole."""
+    """Show the checkpoints of a run: steps, meshes, sizes, and whether they are complete."""
     _call("show", directory, as_json, step=step)
 
 
@@ -39,7 +39,7 @@ def verify(
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a run's checkpoints; exit code 1 where a file is not what its manifest says."""
+    """Read every byte of a run's checkpoints; exit code 1 if a file does not match its manifest."""
     _call("verify", directory, as_json, step=step)
 
 
@@ -54,9 +54,9 @@ def reshard(
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cut a checkpoint anew for another mesh, in one process and bounded memory.
+    """Reshard a checkpoint for another mesh, in one process and bounded memory.
 
-    `quintsched run --resume` goes on from a checkpoint of any mesh without it; this makes each rank's reading local.
+    `quintsched run --resume` can resume a checkpoint on any mesh without it; this makes each rank's reads local.
     """
     given = {"schedule": schedule, "zero": zero, "microbatches": microbatches, "chunks": chunks}
     _call("reshard", directory, as_json, step=step, mesh=mesh, output=str(output), **given)
@@ -87,12 +87,12 @@ def import_(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder of a new run.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of step 0 of a model's weights, from which `quintsched run --resume` begins on any mesh."""
+    """Make a checkpoint of step 0 from a model's weights, from which `quintsched run --resume` starts on any mesh."""
     _call("import", source, as_json, output=str(output))
 
 
 def _call(command: str, path: Path, as_json: bool, **given: object) -> None:
-    """Do it in a process of its own, and exit with its code."""
+    """Run the command in a process of its own, and exit with its code."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError("checkpoints need torch; pip install 'quintsched[runtime]'")
     arguments = json.dumps({"path": str(path), "json": as_json, **given})

@@ -1,4 +1,4 @@
-"""`quintsched collective`: a collective spelled out in messages, with its proof, its time and its picture."""
+"""`quintsched collective`: spell out a collective in messages, prove it, time it and draw it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def collective(
 
 
 def _read(target: str, kind: str, ranks: int | None, chunks: int | None) -> CollectivePlan:
-    """Return the plan that is asked for; raises `UsageError`."""
+    """Return the requested plan; raises `UsageError`."""
     from quintsched.collectives import CollectivePlan, spell
 
     if target.endswith(".json"):
@@ -95,7 +95,7 @@ def _write(run: CollectiveRun, path: Path) -> None:
 
 
 def _closed_forms(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> dict[str, float]:
-    """Return what the closed forms say of each means, in seconds."""
+    """Return the times of all means by the closed forms, in seconds."""
     from quintsched.collectives.timing import fastest_tree_seconds, native_seconds, spelled_seconds
 
     found = {

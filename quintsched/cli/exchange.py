@@ -1,4 +1,4 @@
-"""`quintsched export` and `quintsched import`: plans in the formats of other tools, and theirs as plans."""
+"""`quintsched export` and `quintsched import`: conversion of plans to and from formats of other tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """A format that a plan can be written in: its text, what that leaves out, and the options of `export` it takes."""
+    """Export format: its text, the properties that it leaves out, and the options of `export` that it takes."""
 
     text: Callable[..., str]
     left_out: Callable[[Plan], Iterable[str]]
@@ -47,7 +47,7 @@ FORMATS = {
     "torch-csv": Format(_torch_csv, _torch_csv_leaves_out, ("compute_only", "waits")),
     "promela": Format(_promela, lambda _: (), ("profile", "buffer")),
 }
-"""The formats a plan can be written in."""
+"""Export formats, by name."""
 
 
 def export(
@@ -145,7 +145,7 @@ def import_(
 
 
 def _read(file: str) -> tuple[str, str]:
-    """Return a file's text and what its schedule is called."""
+    """Return a file's text and the name of its schedule."""
     from quintsched.files.atomic import read_whole
     from quintsched.torch_csv import MAX_CHARACTERS
 

@@ -1,4 +1,4 @@
-"""`quintsched new`: a schedule of your own to start from, with its property test."""
+"""`quintsched new`: template of a user-defined schedule, with its property test."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_{function}() -> None:
 '''
 
 IMPORTED = {"qs", "Bwd", "Fwd", "Order", "Shape", "most_activations"}
-"""Names that the template uses itself."""
+"""Names that the template itself uses."""
 
 
 def new(
@@ -89,7 +89,7 @@ def new(
 
 
 def template(file: Path) -> str:
-    """Return the text of a new schedule; raises `UsageError` for a name that cannot be a schedule's."""
+    """Return the text of a new schedule's file; raises `UsageError` for a file name that gives no valid name."""
     from quintsched.schedules import all_schedules
 
     function = file.stem.removeprefix("test_").replace("-", "_")

@@ -1,4 +1,4 @@
-"""What the commands share: options, reading plans and costs, and writing for people or for machines."""
+"""Shared code of the commands: options, reading of plans and costs, output as text or JSON."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_trace(directory: Path, plan: Plan) -> Trace:
 
 
 def write_costs(costs: Costs, file: Path) -> None:
-    """Write a costs file that holds what was set; raises `UsageError` where that cannot be done."""
+    """Write a costs file with the costs that were set; raises `UsageError` on failure."""
     from quintsched.files.atomic import write_whole
 
     text = json.dumps(costs.model_dump(mode="json", exclude_unset=True, exclude_none=True), indent=1)
@@ -83,9 +83,9 @@ def write_costs(costs: Costs, file: Path) -> None:
 
 
 def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
-    """Raise `UsageError` where `output` is one of the files that a command reads, by whatever link or name.
+    """Raise `UsageError` if `output` is one of the files that a command reads, links resolved.
 
-    An input may be "-", None, a directory (then it is the files in it) or "my_file.py:name".
+    An input may be "-", None, a directory (its files then count) or "my_file.py:name".
     """
     from quintsched.files.atomic import same_file
     from quintsched.user_code import file_of
@@ -97,13 +97,13 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
 
 
 def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
-    """Time a plan; raises `UnsoundError` with the counter-example where it is not sound: its times mean nothing."""
+    """Simulate a plan; raises `UnsoundError` with the counter-example if it is unsound, as times would mean nothing."""
     plan.check().raise_if_unsound()
     return plan.simulate(costs)
 
 
 def read_schedule(name: str) -> Schedule:
-    """Find a schedule by name or in a user's file; what that file prints goes to standard error."""
+    """Find a schedule by name or in a user's file; prints of that file go to standard error."""
     from quintsched.user_code import load_schedule
 
     with redirect_stdout(sys.stderr):
@@ -111,10 +111,10 @@ def read_schedule(name: str) -> Schedule:
 
 
 def terminal_width() -> int | None:
-    """Return how many columns a person sees, or None where none is watching."""
+    """Return the columns of the terminal, or None if standard output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def percent(share: float) -> str:
-    """Return a share in words: 0.125 as "12.5 %"."""
+    """Return a fraction as text: 0.125 as "12.5 %"."""
     return f"{100 * share:.1f} %"

@@ -1,4 +1,4 @@
-"""`quintsched render`: a picture of a plan over time, and of what a run made of it."""
+"""`quintsched render`: pictures of a plan over time, of measured steps, and of stalls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg")
 PAGE, EVENTS = ".html", ".json"
 BUCKET_BYTES = 25e6
-"""A full piece of a gradient bucket."""
+"""Data size for which a collective is drawn: that of a full gradient bucket."""
 
 
 def render(
@@ -56,11 +56,11 @@ def render(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a plan over time, and the activations that stand.
+    """Draw a plan over time, and the activations on each rank.
 
-    With --trace, draw what a run measured (the step with the median makespan) under the plan, on one time axis; the
-    plan then is timed by costs from the trace, unless --costs gives others. With --stall, draw where the ranks of a
-    report stand; it has the plan, and the picture is beside it unless -o says where.
+    With --trace, draw the measured step with the median makespan below the plan, on one time axis; the plan is then
+    timed by costs from the trace, unless --costs gives others. With --stall, draw the positions of ranks in a stall
+    report, which contains the plan; the picture is written beside it unless -o is given.
     """
     if stall is not None:
         _draw_stall(stall, output, (plan, costs, trace, collective), as_json=as_json)
@@ -91,7 +91,7 @@ def render(
 
 
 def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, as_json: bool) -> None:
-    """Draw a report of a stall; raises `UsageError` for what else was asked for, `InputError` for a broken report."""
+    """Draw a stall report; raises `UsageError` for other arguments beside it, `InputError` for a broken report."""
     from quintsched.stalls.report import StallReport
 
     if any(other is not None for other in others):
@@ -113,7 +113,7 @@ def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, a
 
 
 def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
-    """Return a collective of a plan, timed for 25 MB on the plan's wire; raises `UsageError` where it has none such."""
+    """Return a collective of a plan, timed for 25 MB on the plan's wire; raises `UsageError` if it has no such one."""
     from quintsched.collectives.timing import simulate
 
     found = plan.communication.plans.get(name)
@@ -152,7 +152,7 @@ def _outcome(simulation: Simulation, step: MeasuredStep) -> list[str]:
 
 
 def picture_path(path: Path, formats: Sequence[str] = PICTURES) -> Path:
-    """Return the path if one of these formats can be drawn there; raises `UsageError`."""
+    """Return the path if its format is one of these; raises `UsageError`."""
     suffix = path.suffix.lower()
     if suffix not in formats:
         raise UsageError(f"{path}: cannot draw this format; name it {' or '.join(formats)}")
@@ -162,7 +162,7 @@ def picture_path(path: Path, formats: Sequence[str] = PICTURES) -> Path:
 
 
 def write_picture(path: Path, draw: Callable[[], object]) -> None:
-    """Draw; raises `UsageError` where the file cannot be written."""
+    """Draw; raises `UsageError` if the file cannot be written."""
     try:
         draw()
     except OSError as error:

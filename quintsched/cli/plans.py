@@ -1,4 +1,4 @@
-"""`quintsched compile` and `quintsched show`: make a plan, and read it."""
+"""`quintsched compile` and `quintsched show`: compile a plan, and print it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def compile(
 
 
 def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:
-    """Return what writes the plan after a pass, or after each; raises `UsageError` for an unknown one."""
+    """Return the observer that prints the plan after a pass, or after each; raises `UsageError` for an unknown one."""
     from quintsched.compiler import ORDER
     from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
     from quintsched.text.listing import listing

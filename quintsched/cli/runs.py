@@ -1,4 +1,4 @@
-"""`quintsched run`, `verify`, `inspect`: start the runtime, which ends with this process; pass on signals and codes."""
+"""`quintsched run`, `verify`, `inspect`: start the runtime as a child process; forward signals and the exit code."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def verify(
 ) -> None:
     """Run a job on its mesh and in one process, and compare them.
 
-    Some steps are run from the same weights, and the first layer that differs is named.
+    Runs some steps from the same weights on both, and names the first layer that differs.
 
-    Compared are outputs of blocks, gradients, weights, losses, each within what rounding does in one process, found by
-    running it in float64 as well. Exit code 1 where something differs.
+    Compares outputs of blocks, gradients, weights and losses, with the rounding error of one process as tolerance
+    (found by a run in float64). Exit code 1 if they differ.
     """
     plan, job = plan_and_job(files)
     _require_torch()
@@ -103,10 +103,10 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it machine-readable.")] = False,
 ) -> None:
-    """Say what a job's blocks take, give, change and draw.
+    """Report the inputs, outputs, side effects and random draws of a job's blocks.
 
-    One step runs, of ranks that are threads of one process on the CPU; nothing is saved. What cannot be trained so is
-    refused, as `run` would.
+    Runs one step with ranks as threads of one process on the CPU; saves nothing. Refuses jobs that cannot be trained,
+    as `run` does.
     """
     plan, job = plan_and_job(files)
     _require_torch()
@@ -114,9 +114,9 @@ def inspect(
 
 
 def _launch(module: str, request: Mapping[str, object]) -> list[str]:
-    """Return the command that hands a request over to a module of the runtime's room `launch`.
+    """Return the command that passes a request to a module of `quintsched.runtime.launch`.
 
-    That process ends with this one, however it ends.
+    That process ends with this one, however this one ends.
     """
     ends_with = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.parent", str(os.getpid())]
     return [*ends_with, f"quintsched.runtime.launch.{module}", json.dumps(request)]
@@ -132,7 +132,7 @@ def _job_request(plan: Path | None, job: Path, overrides: Sequence[str] | None) 
 
 
 def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:
-    """Return the plan file, if there is one, and the job file; raises UsageError where they are none."""
+    """Return the plan file, if there is one, and the job file; raises `UsageError` if they are no such files."""
     if len(files) > 2 or files[-1].suffix not in JOB_SUFFIXES:
         raise UsageError("give a job file, and before it a plan file if wanted: [plan.json] job.yaml")
     for file in files:
@@ -142,10 +142,10 @@ def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:
 
 
 def call(command: list[str]) -> int:
-    """Run a command, pass signals on to it, and return its exit code: 128 + n where signal n ended it.
+    """Run a command, forward signals to it, and return its exit code: 128 + n if signal n killed it.
 
-    It has a process group of its own, so that Ctrl-C reaches it once, through us. Signals that are ignored (nohup)
-    stay so.
+    It has a process group of its own, so that Ctrl-C reaches it once, through this process. Ignored signals (nohup)
+    stay ignored.
     """
     early: list[int] = []
     handled = [number for number in _signals() if signal.getsignal(number) is not signal.SIG_IGN]

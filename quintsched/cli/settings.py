@@ -1,4 +1,4 @@
-"""The settings of a request as options of a command, made from the request itself.
+"""Command-line options for the settings of a request, generated from the request class.
 
 memory_cap: float | None = setting("the most activations …", metavar="X")  ──▶  --memory-cap X   The most activations …
 """
@@ -18,12 +18,12 @@ from quintsched.request import CompileRequest, Entry, entries
 
 
 def option_of(name: str) -> str:
-    """Return the option of an entry: "--memory-cap"; a unit at a name's end is left to the metavar."""
+    """Return the option of an entry: "--memory-cap"; a unit suffix of the name is left to the metavar."""
     return f"--{name.removesuffix('_s').replace('_', '-')}"
 
 
 def taking_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of all settings; it gets their values, by the entries' names, as `settings`."""
+    """Give a command the options of all settings; it gets their values, by entry name, as `settings`."""
     names = [entry.name for entry in entries()]
 
     def run(**options: Any) -> None:
@@ -63,7 +63,7 @@ def _flag(entry: Entry) -> inspect.Parameter:
 
 
 def read_request(settings: dict[str, Any], **more: Any) -> CompileRequest:
-    """Return the request that options give; what a user's own file prints meanwhile goes to standard error."""
+    """Return the request from the options; prints of a user's own file go to standard error."""
     given = {
         entry.name: _parsed(entry, settings[entry.name]) for entry in entries() if settings[entry.name] is not None
     }

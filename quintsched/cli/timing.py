@@ -1,4 +1,4 @@
-"""`quintsched simulate` and `quintsched compare`: how long plans take and what they hold."""
+"""`quintsched simulate` and `quintsched compare`: simulated times and memory of plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from quintsched.simulation.simulator import Simulation
 
 MOST_STEPS = 12
-"""How many computations of a critical path people are shown at its beginning, and at its end."""
+"""Number of computations of a critical path that are printed at its beginning, and at its end."""
 
 
 FROM_TRACE = "from-trace"
@@ -67,8 +67,8 @@ def simulate(
 ) -> None:
     """Time a plan under a cost model.
 
-    Makespan, both bubbles, peak activations and the critical path. `--costs from-trace DIR` takes what the
-    instructions of a run really took, as medians over the recorded steps.
+    Prints makespan, both bubbles, peak activations and the critical path. `--costs from-trace DIR` takes the measured
+    times of a run's instructions, as medians over the recorded steps.
     """
     refuse_input(output, plan, directory, None if costs == FROM_TRACE else costs)
     read = read_plan(plan)
@@ -85,7 +85,7 @@ def simulate(
 
 
 def _read_costs(costs: str | None, directory: Path | None, plan: Plan, per_microbatch: bool) -> Costs | None:
-    """Return the costs of a file, or those of the traces in a directory."""
+    """Return the costs of a file, or those measured by the traces in a directory."""
     if costs == FROM_TRACE:
         if directory is None:
             raise UsageError("--costs from-trace needs the directory of the traces: --costs from-trace DIR")
@@ -124,7 +124,7 @@ def _describe(simulation: Simulation) -> Iterator[str]:
 
 
 def _path(simulation: Simulation) -> str:
-    """Return the critical path as `rank 0: F0 F1 → rank 1: …`, without its middle where it is long."""
+    """Return the critical path as `rank 0: F0 F1 → rank 1: …`, without its middle if it is long."""
     from quintsched.ir.instructions import short
 
     path = simulation.critical_path
@@ -183,7 +183,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Request:
-    """What all schedules of a comparison are asked for."""
+    """Arguments shared by all schedules of a comparison."""
 
     pp: int
     microbatches: int
@@ -193,7 +193,7 @@ class _Request:
     memory_cap: float | None
 
     def compile(self, schedule: Schedule) -> Plan:
-        """Compile with what the schedule takes of it."""
+        """Compile a schedule with those arguments that it takes."""
         from quintsched.compiler import compile
         from quintsched.ir.mesh import Mesh
 
@@ -209,7 +209,7 @@ class _Request:
 
 
 def _simulate_all(names: list[str], request: _Request) -> tuple[list[Simulation], dict[str, str]]:
-    """Return the simulations of the schedules that take the shape, and why the others do not."""
+    """Return the simulations of the schedules that take the shape, and the refusals of the others."""
     simulations: list[Simulation] = []
     refused: dict[str, str] = {}
     for name, schedule in [(name, read_schedule(name)) for name in dict.fromkeys(names)]:

@@ -1,11 +1,11 @@
-"""Collectives spelled out in messages: mini-plans over one axis, proved, timed, drawn and run like everything else.
+"""Collectives spelled out in messages: small plans over one axis, proved, timed, drawn and run like plans.
 
-    spell("all_reduce", "ring", 4)  ──▶  CollectivePlan  ──▶ check()       every rank ends with every sum, each once
+    spell("all_reduce", "ring", 4)  ──▶  CollectivePlan  ──▶ check()       every rank gets every sum, each term once
                                                │         ──▶ simulate()    latency, bandwidth, bandwidth use
                                                └── runtime.comm.message_collectives runs it on any transport
 
-`program` has the words, `ring` and `double_tree` write the programs, `proof` and `timing` judge them, `choice` picks
-one for a message, `collective_json` reads and writes them. Imports `graph`, `ir` and `files`; never sees a plan.
+`program` defines the steps, `ring` and `double_tree` generate the programs, `proof` and `timing` analyse them, `choice`
+picks one by message size, `collective_json` is the file format. Imports `graph`, `ir` and `files`; knows no plans.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a plan's gradients are exchanged: by the library's own collectives, or spelled out, and then by which mini-plan.
+"""Choice of the gradient exchange: the library's own collectives, or mini-plans that spell them out in messages.
 
-native          none: gloo's or NCCL's own
-ring, tree      one mini-plan per collective and number of ranks
-auto            several; the closed forms of `timing` say which is the fastest for a message's size
+native          no mini-plans: gloo's or NCCL's own
+ring, tree      one mini-plan per collective and group size
+auto            several; the closed forms of `timing` choose the fastest by message size
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from quintsched.collectives.timing import TREE_CHOICES, spelled_seconds
 from quintsched.ir.communication import Communication, Means, Wire
 
 Call = tuple[Kind, int]
-"""A collective, and over how many ranks."""
+"""(kind of collective, number of ranks)."""
 
 
 def spelled_out(means: Means, calls: Iterable[Call], wire: Wire) -> Communication:
-    """Return the communication with the mini-plans for these calls.
+    """Return the communication setting with the mini-plans for these calls.
 
-    Raises `UsageError` where no rank has a partner, or the means cannot do a collective.
+    Raises `UsageError` for a group of one rank, and if the means cannot do a collective.
     """
     plans = [plan for kind, size in sorted(set(calls)) for plan in _spelled(means, kind, size)]
     return Communication(means, {name_of(plan): plan for plan in plans}, wire)
 
 
 def candidates(communication: Communication, kind: Kind, size: int) -> tuple[CollectiveProgram, ...]:
-    """Return the mini-plans of a collective over so many ranks."""
+    """Return the mini-plans of a collective over `size` ranks."""
     return tuple(plan for plan in communication.plans.values() if (plan.kind, plan.size) == (kind, size))
 
 
 def choose(communication: Communication, kind: Kind, size: int, num_bytes: float) -> CollectiveProgram | None:
-    """Return the mini-plan for a collective of so many bytes, all in all; None: the library's own."""
+    """Return the fastest mini-plan for a collective of `num_bytes` in all; None for the library's own."""
 
     def rank(plan: CollectiveProgram) -> tuple[float, str]:
         seconds = spelled_seconds(kind, plan.algorithm, size, plan.chunks, num_bytes, communication.wire)
@@ -43,7 +43,7 @@ def choose(communication: Communication, kind: Kind, size: int, num_bytes: float
 
 
 def name_of(plan: CollectiveProgram) -> str:
-    """Return what a plan file calls a mini-plan: "all_reduce-4-tree-8"."""
+    """Return the name of a mini-plan in a plan file: "all_reduce-4-tree-8"."""
     return f"{plan.kind}-{plan.size}-{plan.algorithm}-{plan.chunks}"
 
 

@@ -1,7 +1,7 @@
-"""Collectives as JSON, strict both ways: files of their own, and the entry "collectives" of a plan file.
+"""JSON form of collectives, read strictly: files of their own, and the entry "collectives" of a plan file.
 
-A file of its own says every step. In a plan file `programs` are left out where they are those that `spell` writes, so
-that the size of a plan does not depend on the size of its axes; what somebody wrote by hand stands there in full.
+A file of its own lists every step. A plan file omits `programs` that `spell` generates, so that the size of a plan
+does not depend on the size of its axes; programs written by hand are stored in full.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_BYTES = 2**28
 
 
 class CollectiveEntry(BaseModel):
-    """A collective in a plan file."""
+    """Entry of a collective in a plan file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -36,7 +36,7 @@ class CollectiveEntry(BaseModel):
     programs: list[list[Any]] | None = None
 
     def collective(self, *where: object) -> CollectiveProgram:
-        """Return the collective, proved by nobody yet; raises `InputError` with a pointer that begins with `where`."""
+        """Return the collective, not yet proved; raises `InputError` with a pointer that begins with `where`."""
         try:
             if self.programs is None:
                 return spelled(self.kind, self.algorithm, self.size, self.chunks)
@@ -54,7 +54,7 @@ class _CollectiveFile(CollectiveEntry):
 
 
 def entries(plans: Mapping[str, CollectiveProgram]) -> dict[str, dict[str, object]]:
-    """Return the collectives of a plan as plain data."""
+    """Return the collectives of a plan as JSON data, by name."""
     return {name: _head(plan) | ({} if _is_spelled(plan) else _body(plan)) for name, plan in sorted(plans.items())}
 
 
@@ -74,7 +74,7 @@ def _is_spelled(plan: CollectiveProgram) -> bool:
 
 
 def encode(step: Step) -> dict[str, object]:
-    """Return a step as plain data: its op and its fields."""
+    """Return a step as JSON data: its op and its fields."""
     return {"op": step.op} | {field.name: getattr(step, field.name) for field in fields(step)}
 
 
@@ -88,7 +88,7 @@ def dumps(plan: CollectiveProgram) -> str:
 
 
 def loads(text: str | bytes) -> CollectiveProgram:
-    """Read a file's text; raises `InputError` with a JSON pointer to the first fault."""
+    """Parse a file's text; raises `InputError` with a JSON pointer to the first fault."""
     data = parse_strict(text)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(f'/format: this is no file of a collective; it must say "format": "{FORMAT}"')
@@ -120,7 +120,7 @@ def _decode(entry: object, where: str) -> Step:
 
 
 def save(plan: CollectiveProgram, path: Path) -> None:
-    """Write a file; raises `UsageError` where that cannot be done."""
+    """Write a file; raises `UsageError` on failure."""
     write_whole(path, dumps(plan), "the collective")
 
 

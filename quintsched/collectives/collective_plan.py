@@ -1,4 +1,4 @@
-"""A spelled-out collective as people hold it: its programs, plus verbs, each of which calls a module of its own.
+"""Public class of spelled-out collectives: `CollectiveProgram` with methods for proof, timing and files.
 
 plan = spell("all_reduce", "ring", 4)        plan.check().raise_if_unsound()        plan.save("ring.json")
 """
@@ -19,7 +19,7 @@ from quintsched.ir.communication import Wire
 
 @dataclass(frozen=True, eq=False)
 class CollectivePlan(CollectiveProgram):
-    """A spelled-out collective: see `CollectiveProgram` for what it holds."""
+    """Spelled-out collective with its methods; see `CollectiveProgram` for its fields."""
 
     @classmethod
     def of(cls, program: CollectiveProgram) -> CollectivePlan:
@@ -27,7 +27,7 @@ class CollectivePlan(CollectiveProgram):
         return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
 
     def check(self) -> CollectiveVerdict:
-        """Prove that it is free of deadlock and that every rank ends with what the collective promises."""
+        """Prove it free of deadlock, and every rank's result right; the verdict is cached."""
         return self._verdict
 
     @cached_property
@@ -35,11 +35,11 @@ class CollectivePlan(CollectiveProgram):
         return prove(self)
 
     def simulate(self, num_bytes: float, wire: Wire) -> CollectiveRun:
-        """Time it for so many bytes of data; raises `UnsoundError` where it cannot finish."""
+        """Simulate its timing for `num_bytes` of data; raises `UnsoundError` if it is not sound."""
         return timing.simulate(self, num_bytes, wire)
 
     def save(self, path: Path) -> None:
-        """Write it as a file of its own; raises `UsageError` where that cannot be done."""
+        """Write it to a file of its own; raises `UsageError` on failure."""
         collective_json.save(self, path)
 
     @classmethod
@@ -49,9 +49,9 @@ class CollectivePlan(CollectiveProgram):
 
 
 def spell(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectivePlan:
-    """Return the plan of a collective over `size` ranks.
+    """Return the mini-plan of a collective over `size` ranks.
 
     `chunks` is a multiple of `size` for a ring (default: `size`), an even number for a tree (default: 8).
-    Raises `UsageError` for an unknown kind or algorithm, and for what the algorithm cannot do.
+    Raises `UsageError` for an unknown kind or algorithm, and for a combination that is impossible.
     """
     return CollectivePlan.of(spelled(kind, algorithm, size, chunks))

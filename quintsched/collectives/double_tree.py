@@ -1,13 +1,13 @@
-"""The double binary tree: each half of the data is summed up its own tree, and comes down again the same way.
+"""Double binary tree all-reduce: each half of the data is reduced up its own tree and broadcast down again.
 
     5 ranks    tree 0     3           tree 1     4         inner ranks of tree 0 are leaves of tree 1, so that each rank
                         1   4                  2   0       has at most two sends and two receives per pair of chunks
                        0 2                    1 3
 
-Half the ranks of a single tree are leaves and would never send down; with two trees everybody works, and few steps
-follow each other: about 2·log2(n) instead of the ring's 2(n-1). Each edge has a colour, 0 or 1; no two edges of one
-colour leave the same rank, nor do two arrive at it. Edges of colour 0 work in even steps, the others in odd ones: a
-rank sends and receives at most once in a step. The sums come down in the same steps in reverse order.
+Half the ranks of a single tree are leaves and never send downwards. With two trees every rank works, and the number
+of steps in sequence is about 2·log2(n), not the ring's 2(n-1). Each edge has a colour, 0 or 1; no two edges of one
+colour leave the same rank or arrive at the same rank. Edges of colour 0 are used in even steps, the others in odd
+ones: a rank sends and receives at most once per step. The broadcast runs the same steps in reverse.
 
 Sanders, Speck, Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"; NCCL 2.4.
 """
@@ -24,16 +24,16 @@ from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv, Step
 
 @dataclass(frozen=True)
 class Tree:
-    """A binary tree over all ranks: `parents[r]` is None for the root."""
+    """Binary tree over all ranks: `parents[r]` is the parent of rank r, None for the root."""
 
     parents: tuple[int | None, ...]
 
     def children(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose parent this is."""
+        """Ranks whose parent is `rank`."""
         return tuple(child for child, parent in enumerate(self.parents) if parent == rank)
 
     def leaves_first(self) -> list[int]:
-        """All ranks but the root, children before their parents."""
+        """Ranks without the root, children before their parents."""
         found: list[int] = []
         level = [rank for rank, parent in enumerate(self.parents) if parent is None]
         while level:
@@ -51,11 +51,11 @@ def double_tree(size: int) -> tuple[Tree, Tree]:
 
 
 def _in_order_tree(size: int) -> Tree:
-    """Return a balanced tree whose inner nodes are the odd ranks; read from left to right it is 0, 1, 2, …"""
+    """Return a balanced tree whose inner nodes are the odd ranks; its in-order traversal is 0, 1, 2, …"""
     parents: list[int | None] = [None] * size
 
     def build(low: int, high: int, parent: int | None) -> None:
-        """Place the ranks `low` to `high`, both even, under a parent; the last leaf may be missing."""
+        """Build the subtree of ranks `low` to `high`, both even, under a parent; the last leaf may be missing."""
         top = low if low == high else 2 * ((low + high) // 4) + 1
         if top < size:
             parents[top] = parent
@@ -75,15 +75,15 @@ def _renamed(tree: Tree, names: list[int]) -> Tree:
 
 
 Edge = tuple[int, int]
-"""(number of the tree, the rank at its lower end)"""
+"""(tree number, rank at the lower end of the edge)."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """When each edge carries its first chunk on the way up; the next one follows `period` steps later.
+    """Step at which each edge carries its first chunk upwards; the next chunk follows `period` steps later.
 
-    `fill` is the number of steps until the first pair of chunks is at the roots; `alone` how many of them follow each
-    other where no other pair comes after it, so that nobody has to keep to the colours.
+    `fill` is the number of steps until the first pair of chunks has reached the roots; `alone` is the length of the
+    critical path of a single pair of chunks, which need not keep to the colours.
     """
 
     trees: tuple[Tree, Tree]
@@ -95,7 +95,7 @@ class Timetable:
 
 @lru_cache(maxsize=64)
 def timetable(size: int) -> Timetable:
-    """Return the timetable of the double tree over so many ranks."""
+    """Return the timetable of the double tree over `size` ranks; cached."""
     trees = double_tree(size)
     colours = _colours(trees)
     period = 1 + max(colours.values())
@@ -108,7 +108,7 @@ def timetable(size: int) -> Timetable:
 
 
 def _longest_chain(trees: tuple[Tree, Tree], first: dict[Edge, int]) -> int:
-    """Return how many messages of one pair of chunks follow each other, where a rank does one step after the other."""
+    """Return the longest sequence of dependent messages of one pair of chunks, if each rank does one at a time."""
     steps: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for (number, rank), step in first.items():
         parent = trees[number].parents[rank]
@@ -123,9 +123,9 @@ def _longest_chain(trees: tuple[Tree, Tree], first: dict[Edge, int]) -> int:
 
 
 def _colours(trees: tuple[Tree, Tree]) -> dict[Edge, int]:
-    """Colour the edges so that those of one colour share neither their sender nor their receiver.
+    """Colour the edges so that edges of one colour share neither their sender nor their receiver.
 
-    A rank sends on at most two edges and receives on at most two: so the edges form paths and even circles, along
+    A rank sends on at most two edges and receives on at most two: so the edges form paths and even cycles, along
     which the colours alternate.
     """
     ports: dict[tuple[str, int], list[Edge]] = defaultdict(list)
@@ -151,7 +151,7 @@ def _colours(trees: tuple[Tree, Tree]) -> dict[Edge, int]:
 
 
 def tree_programs(size: int, chunks: int) -> tuple[tuple[Step, ...], ...]:
-    """Return every rank's program of an all-reduce; `chunks` is even: even ones are tree 0's, odd ones tree 1's."""
+    """Return every rank's program of an all-reduce; of the chunks (an even number), tree 0 has the even ones."""
     sends: list[dict[int, Edge]] = [{} for _ in range(size)]
     receives: list[dict[int, Edge]] = [{} for _ in range(size)]
     upwards = tree_steps(size, chunks) // 2
@@ -162,7 +162,7 @@ def tree_programs(size: int, chunks: int) -> tuple[tuple[Step, ...], ...]:
 
 
 def _all_messages(table: Timetable, chunks: int, upwards: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (step, source, target, chunk): each message up the tree, and its mirror image down."""
+    """Yield (step, source, target, chunk) of each message up the tree, and of its mirror image down."""
     for (number, rank), first in table.first.items():
         parent = table.trees[number].parents[rank]
         assert parent is not None
@@ -184,11 +184,11 @@ def _program(sends: dict[int, Edge], receives: dict[int, Edge], upwards: int) ->
 
 
 def tree_steps(size: int, chunks: int) -> int:
-    """Return how many steps the timetable has: twice (fill + the period for each further pair of chunks)."""
+    """Return the number of steps of the timetable: twice (fill + period for each further pair of chunks)."""
     table = timetable(size)
     return 2 * (table.fill + table.period * (chunks // 2 - 1))
 
 
 def tree_chain(size: int, chunks: int) -> int:
-    """Return how many steps follow each other when nobody waits for the timetable."""
+    """Return the number of steps in sequence, where ranks need not wait for the timetable."""
     return 2 * timetable(size).alone if chunks == 2 else tree_steps(size, chunks)

@@ -1,11 +1,11 @@
-"""A collective as a program per rank: which chunk of the data goes where, and what is done with what arrives.
+"""Program of a collective, one per rank: chunks of the data are sent, received, and stored or added.
 
-    rank 0   SendRecv(to 1, chunk 2, from 2, chunk 1, add)      the halves of a SendRecv are under way together, and it
-    rank 1   SendRecv(to 2, chunk 0, from 0, chunk 2, add)      ends when both are done: if everybody in a ring sent
-    rank 2   SendRecv(to 0, chunk 1, from 1, chunk 0, add)      first and then received, no receive would ever begin
+    rank 0   SendRecv(to 1, chunk 2, from 2, chunk 1, add)      both halves of a SendRecv run concurrently, and it
+    rank 1   SendRecv(to 2, chunk 0, from 0, chunk 2, add)      ends when both are done: if all ranks of a ring sent
+    rank 2   SendRecv(to 0, chunk 1, from 1, chunk 0, add)      first and then received, they would deadlock
 
-Ranks are coordinates 0 … size-1 of one axis (or of the product of several). The data are cut into equal chunks; where
-each rank has a part of its own (reduce-scatter, all-gather) part r is the r-th of `size` runs of chunks.
+Ranks are coordinates 0 … size-1 of one axis (or of a product of axes). The data is cut into equal chunks. Where each
+rank has a part of its own (reduce-scatter, all-gather), part r is the r-th of `size` contiguous runs of chunks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 MAX_SIZE = 256
-"""The most ranks that a collective is spelled out for."""
+"""Maximum number of ranks of a spelled-out collective."""
 
 MAX_CHUNKS = 2**12
-"""The most chunks that the data are cut into."""
+"""Maximum number of chunks of the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendRecv(Instruction):
-    """Send one chunk and receive another one, both at the same time; `reduce` adds what comes, else it is stored."""
+    """Send one chunk and receive another concurrently; `reduce` adds the received chunk, else it is stored."""
 
     to: int
     send_chunk: int
@@ -51,7 +51,7 @@ class SendChunk(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RecvChunk(Instruction):
-    """Receive one chunk; `reduce` adds it to what is there, else it is stored."""
+    """Receive one chunk; `reduce` adds it to the local one, else it is stored."""
 
     source: int
     chunk: int
@@ -63,7 +63,7 @@ STEPS: tuple[type[Step], ...] = (SendRecv, SendChunk, RecvChunk)
 
 
 class Half(NamedTuple):
-    """One end of a message: a send, or a receive of `chunk`, which stands at `step` of the program of `rank`."""
+    """One end of a message: the send or the receive of `chunk` at `step` of the program of `rank`."""
 
     rank: int
     step: int
@@ -73,7 +73,7 @@ class Half(NamedTuple):
 
 
 class ChunkMessage(NamedTuple):
-    """The k-th send of a directed channel and its k-th receive, which are one event."""
+    """The k-th send of a directed channel with its k-th receive; together they are one event."""
 
     sent: Half
     received: Half
@@ -81,9 +81,9 @@ class ChunkMessage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CollectiveProgram:
-    """What each rank of an axis does for one collective: `programs[r]` belongs to rank r.
+    """Programs of one collective over an axis: `programs[r]` belongs to rank r.
 
-    One put together by hand is not checked before it is proved; `CollectivePlan` is the same with verbs.
+    Programs written by hand are not checked before they are proved; `CollectivePlan` adds the methods.
     """
 
     kind: Kind
@@ -104,18 +104,18 @@ class CollectiveProgram:
 
     @property
     def title(self) -> str:
-        """One line that names it."""
+        """One-line title: algorithm, kind, ranks and chunks."""
         return f"{self.algorithm} {self.kind} over {self.size} ranks, {self.chunks} chunks"
 
     @cached_property
     def halves(self) -> tuple[tuple[Half, ...], tuple[Half, ...]]:
-        """All sends and all receives, rank after rank in program order."""
+        """Sends and receives of all ranks, rank after rank, in program order."""
         places = [(rank, index, step) for rank, steps in enumerate(self.programs) for index, step in enumerate(steps)]
         return tuple(_sends(places)), tuple(_receives(places))
 
     @cached_property
     def messages(self) -> tuple[ChunkMessage, ...]:
-        """The k-th send of each channel with its k-th receive; what has no partner is left out."""
+        """Messages: the k-th send of each channel with its k-th receive; unmatched ends are left out."""
         waiting: dict[tuple[int, int], list[Half]] = {}
         sends, receives = self.halves
         for half in receives:
@@ -125,11 +125,11 @@ class CollectiveProgram:
         return tuple(ChunkMessage(sent, received) for sent, received in pairs if received is not None)
 
     def owner(self, chunk: int) -> int:
-        """The rank to whose part a chunk belongs."""
+        """Rank whose part contains a chunk."""
         return chunk * self.size // self.chunks
 
     def at(self, half: Half) -> str:
-        """Say where one end of a message stands: "rank 0 step 3, SendRecv(…)"."""
+        """Return the place of one end of a message as text: "rank 0 step 3, SendRecv(…)"."""
         return f"rank {half.rank} step {half.step}, {self.programs[half.rank][half.step]}"
 
 

@@ -1,17 +1,17 @@
-"""The proof of a collective: its messages match, nobody waits in a circle, and every rank ends with every sum.
+"""Proof of a collective: messages match, there is no deadlock, and every rank ends with the right sums.
 
     well-formed → channels → deadlock → complete
 
-A message is one event: its send and its receive. It waits for all messages of the step before it, on both of its
-ranks: so runs a host that blocks in each step, the profile `blocking` of plans. What is free of deadlock there is free
-under every other profile. Then the events are run in order with symbols for data:
+A message is one event: its send and its receive. It waits for all messages of the previous step on both of its
+ranks. That models a host that blocks in each step, the profile `blocking` of plans; a program that is free of deadlock
+there is free under every other profile. Then the events are run in order on symbols instead of data:
 
-    brought by r     what rank r contributes: to every chunk, or (all-gather) to those of its own part
-    rest on r        what stood in the other chunks before, which nobody knows: to send it, or to add to it, is a fault
-    a sum            of two symbols that have no rank in common; what an all-reduce leaves must be added up in the same
-                     order on all ranks, or the replicas would drift apart by what is rounded
+    brought by r     contribution of rank r: to every chunk, or (all-gather) to the chunks of its own part
+    rest on r        undefined former contents of the other chunks: to send them, or to add to them, is a fault
+    a sum            of two symbols that have no rank in common; the sums that an all-reduce leaves must be added in
+                     the same order on all ranks, or the replicas would drift apart by rounding
 
-What a reduce-scatter leaves in chunks of other ranks' parts is not said, and so is not looked at.
+A reduce-scatter leaves other ranks' parts undefined, so these are not checked.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ MOST_FINDINGS = 10
 
 @dataclass(frozen=True)
 class CollectiveVerdict:
-    """What `prove` found; the findings' ranks are those of the axis."""
+    """Result of `prove`; the findings' ranks are those of the axis."""
 
     plan: CollectiveProgram
     findings: tuple[Finding, ...]
 
     @property
     def sound(self) -> bool:
-        """Whether all points hold."""
+        """Whether there are no findings."""
         return not self.findings
 
     def explain(self) -> str:
-        """Return the verdict in words."""
+        """Return the verdict as text."""
         if self.sound:
             return (
                 f"sound: {self.plan.title}; {len(self.plan.messages)} messages, free of deadlock under blocking; "
@@ -76,7 +76,7 @@ _PROMISES = {
 
 
 def prove(plan: CollectiveProgram) -> CollectiveVerdict:
-    """Prove a collective; see the module."""
+    """Prove a collective, see the module; the first kind of fault ends the proof."""
     for stage in (_malformed, _broken_channels, _deadlock, _incomplete):
         if findings := tuple(stage(plan)):
             return CollectiveVerdict(plan, findings)
@@ -84,7 +84,7 @@ def prove(plan: CollectiveProgram) -> CollectiveVerdict:
 
 
 def event_graph(plan: CollectiveProgram) -> EventGraph:
-    """Return the events, one per entry of `messages`, and what each waits for: all of the step before on its ranks."""
+    """Return the event graph: one event per message, which waits for all messages of the previous step of its ranks."""
     at: list[list[list[int]]] = [[[] for _ in program] for program in plan.programs]
     for event, message in enumerate(plan.messages):
         for half in message:
@@ -142,7 +142,7 @@ def _fault(plan: CollectiveProgram, rank: int, step: Step) -> str | None:
 
 
 def _broken_channels(plan: CollectiveProgram) -> Iterator[Finding]:
-    """Order is identity: the k-th send of a channel is what its k-th receive expects."""
+    """Yield a finding for each message whose k-th receive expects another chunk, and for each unmatched end."""
     matched: set[Half] = set()
     for sent, received in plan.messages:
         matched |= {sent, received}
@@ -175,7 +175,7 @@ def _end_on(message: ChunkMessage, rank: int) -> Half:
 
 
 def _incomplete(plan: CollectiveProgram) -> Iterator[Finding]:
-    """Run the messages with symbols for data."""
+    """Run the messages on symbols, and yield a finding for each wrong move and each wrong result."""
     sums = Sums(plan.size)
     held = [[_at_first(plan, rank, chunk) for chunk in range(plan.chunks)] for rank in range(plan.size)]
     before: dict[tuple[int, int], int] = {}
@@ -184,7 +184,7 @@ def _incomplete(plan: CollectiveProgram) -> Iterator[Finding]:
         there = held[received.rank][received.chunk]
         yield from _wrongly_moved(plan, sums, sent, received, came, there)
         if _sends_same(plan.programs[received.rank][received.step]):
-            before[received.rank, received.step] = there  # the other half of the step goes out as it was
+            before[received.rank, received.step] = there  # the send half of this step sends the old contents
         held[received.rank][received.chunk] = sums.add(came, there) if received.reduce else came
     for rank, chunks in enumerate(held):
         for chunk, found in enumerate(chunks):
@@ -195,7 +195,7 @@ def _incomplete(plan: CollectiveProgram) -> Iterator[Finding]:
 def _wrongly_moved(
     plan: CollectiveProgram, sums: Sums, sent: Half, received: Half, came: int, there: int
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a message that carries `came` to where `there` stands."""
+    """Yield the faults of a message that carries the symbol `came` to a chunk that holds `there`."""
     if sums.holds_rest(came):
         message = f"{plan.at(sent)} sends chunk {sent.chunk}, of which it has nothing yet"
         yield Finding(Point.COMPLETE, message, sent.rank, sent.step)
@@ -214,7 +214,7 @@ def _wrongly_moved(
 def _wrong_at_last(
     plan: CollectiveProgram, sums: Sums, rank: int, chunk: int, found: int, on_the_first: int
 ) -> str | None:
-    """Say what is wrong with a chunk at the end; `on_the_first` is what rank 0 has there."""
+    """Return the fault of a chunk at the end, or None; `on_the_first` is rank 0's symbol for it."""
     wanted = _at_last(plan, rank, chunk)
     if wanted is None:
         return None
@@ -229,7 +229,7 @@ def _wrong_at_last(
 
 
 def _in_order(plan: CollectiveProgram) -> list[ChunkMessage]:
-    """Return the messages so that each comes after all that it waits for."""
+    """Return the messages in a topological order."""
     graph = event_graph(plan)
     starts = graph.starts(np.ones(len(plan.messages)), np.array(graph.run().order))
     order: Sequence[int] = np.argsort(starts, kind="stable").tolist()
@@ -241,13 +241,13 @@ def _sends_same(step: Step) -> bool:
 
 
 def _at_first(plan: CollectiveProgram, rank: int, chunk: int) -> int:
-    """Return the symbol that stands in a chunk before: what the rank brings, or what nobody knows."""
+    """Return the symbol of a chunk at the start: the rank's contribution, or undefined contents."""
     brings = plan.kind != "all_gather" or plan.owner(chunk) == rank
     return rank if brings else plan.size + rank
 
 
 def _at_last(plan: CollectiveProgram, rank: int, chunk: int) -> int | None:
-    """Return what has to be in a chunk at the end; None where that does not matter."""
+    """Return the required contributors (bit r: rank r) of a chunk at the end; None if they do not matter."""
     if plan.kind == "all_gather":
         return 1 << plan.owner(chunk)
     if plan.kind == "reduce_scatter" and plan.owner(chunk) != rank:
@@ -256,9 +256,9 @@ def _at_last(plan: CollectiveProgram, rank: int, chunk: int) -> int | None:
 
 
 class Sums:
-    """Symbols for what a chunk holds: 0 … size-1 is what each rank brings, then the rest that stood on each before.
+    """Symbols for contents of chunks: 0 … size-1 are the ranks' contributions, size … 2 size-1 undefined contents.
 
-    Sums of the same two symbols are the same symbol, whichever was there first: for numbers that are rounded too.
+    A sum of the same two symbols is the same symbol, in either order: addition commutes in floating point too.
     """
 
     def __init__(self, size: int) -> None:
@@ -275,11 +275,11 @@ class Sums:
         return self._made[pair]
 
     def brought(self, symbol: int) -> int:
-        """Return the ranks (bit r: rank r) that brought something to it."""
+        """Return the ranks (bit r: rank r) that contributed to a symbol."""
         return self._held[symbol] & ((1 << self._size) - 1)
 
     def holds_rest(self, symbol: int) -> bool:
-        """Whether something is in it that stood in a buffer before."""
+        """Return whether undefined contents are part of a symbol."""
         return self._held[symbol] >> self._size > 0
 
 

@@ -1,11 +1,11 @@
-"""The ring: each rank hands on to the next one and takes from the one before, in every step.
+"""Ring algorithm: in every step each rank sends to the next rank and receives from the previous one.
 
-    4 ranks, chunk 0 of an all-reduce     rank 1 ─▶ 2 ─▶ 3 ─▶ 0        the sum grows, up to its owner: reduce-scatter
-    (chunk r likewise, from r+1 on)       rank 0 ─▶ 1 ─▶ 2 ─▶ 3        the sum goes round: all-gather
+    4 ranks, chunk 0 of an all-reduce     rank 1 ─▶ 2 ─▶ 3 ─▶ 0        the sum grows until its owner: reduce-scatter
+    (chunk r likewise, from r+1 on)       rank 0 ─▶ 1 ─▶ 2 ─▶ 3        the sum is passed on: all-gather
 
 In each half every rank sends (n-1)/n of the data in n-1 steps, and no algorithm sends less (Patarasu, Yuan 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations"). With c·n chunks there are c rounds, one after
-the other, with messages a c-th as large.
+"Bandwidth optimal all-reduce algorithms for clusters of workstations"). With c·n chunks there are c rounds in
+sequence, with messages of 1/c the size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _program(kind: Kind, rank: int, size: int, rounds: int) -> Iterator[Step]:
 
 
 def _half(rank: int, size: int, rounds: int, number: int, *, first: int, reduce: bool) -> Iterator[Step]:
-    """Yield the steps in which a rank sends chunk `number` of part `first`, then of the parts before it."""
+    """Yield a rank's steps that send chunk `number` of part `first`, then of the parts before it."""
     to, source = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         sent, received = (first - step) % size, (first - step - 1) % size
@@ -37,5 +37,5 @@ def _half(rank: int, size: int, rounds: int, number: int, *, first: int, reduce:
 
 
 def ring_steps(kind: Kind, size: int, chunks: int) -> int:
-    """Return how many steps follow each other."""
+    """Return the number of steps in sequence."""
     return (2 if kind == "all_reduce" else 1) * (size - 1) * (chunks // size)

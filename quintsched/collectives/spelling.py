@@ -1,4 +1,4 @@
-"""Which collective can be spelled out how, and the plan for it."""
+"""Generator of spelled-out collectives, with checks of kind, algorithm and sizes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from quintsched.collectives.ring import ring_programs, ring_steps
 from quintsched.errors import UsageError, suggest
 
 TREE_CHUNKS = 8
-"""Into how many chunks a tree cuts the data where nobody says."""
+"""Default number of chunks for a tree."""
 
 
 def spelled(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectiveProgram:
     """Return the programs of a collective over `size` ranks.
 
     `chunks` is a multiple of `size` for a ring (default: `size`), an even number for a tree (default: 8).
-    Raises `UsageError` for an unknown kind or algorithm, and for what the algorithm cannot do.
+    Raises `UsageError` for an unknown kind or algorithm, and for a combination that is impossible.
     """
     what, how = find_kind(kind), find_algorithm(algorithm)
     cut = _require_spellable(what, how, size, chunks)
@@ -40,12 +40,12 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def num_steps(kind: Kind, algorithm: Algorithm, size: int, chunks: int) -> int:
-    """Return how many steps of the programs follow each other; a rank sends and receives at most once in each."""
+    """Return the number of steps in sequence; a rank sends and receives at most once in each."""
     return ring_steps(kind, size, chunks) if algorithm == "ring" else tree_chain(size, chunks)
 
 
 def _require_spellable(kind: Kind, algorithm: Algorithm, size: int, chunks: int | None) -> int:
-    """Return the number of chunks; raises `UsageError` where there is no such collective."""
+    """Return the number of chunks, checked; raises `UsageError` if there is no such collective."""
     if type(size) is not int or not 2 <= size <= MAX_SIZE:
         why = "there is nobody to exchange anything with" if size == 1 else f"it takes from 2 to {MAX_SIZE} ranks"
         raise UsageError(f"{algorithm} over an axis of size {size!r}: {why}")

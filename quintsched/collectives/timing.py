@@ -1,10 +1,10 @@
-"""How long a collective takes: a message, latency + bytes / bandwidth; a rank sends and receives one at a time.
+"""Timing of a collective: a message takes latency + bytes / bandwidth; a rank sends and receives one at a time.
 
-    ring         2(n-1) · (latency + bytes/n / bandwidth)                            half of it for either half
+    ring         2(n-1) · (latency + bytes/n / bandwidth)                            half of it for each half
     tree         2(fill + period·(K/2-1)) · (latency + bytes/K / bandwidth)          K > 2 chunks; see `double_tree`
     native       2⌈log2 n⌉ · latency + 2(n-1)/n · bytes / bandwidth                  a bound: no algorithm beats it
 
-`simulate` runs the events of the proof under these costs. Adding up what arrives costs nothing here.
+`simulate` times the events of the proof under these costs. Additions of received chunks cost nothing here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quintsched.errors import UnsoundError, UsageError
 from quintsched.ir.communication import MOST, Wire
 
 TREE_CHOICES = (2, 4, 8, 16, 32)
-"""Into how many chunks trees are cut, where the size of a message decides."""
+"""Numbers of chunks among which "auto" chooses for a tree, by message size."""
 
 
 @dataclass(frozen=True)
 class CollectiveRun:
-    """A collective over time, in seconds: `start` and `end` have an entry per message of the plan."""
+    """Timed collective, in seconds: `start` and `end` have one entry per message of the plan."""
 
     plan: CollectiveProgram
     num_bytes: float
@@ -38,23 +38,23 @@ class CollectiveRun:
 
     @property
     def makespan(self) -> float:
-        """When the last message is there."""
+        """Time at which the last message has arrived, in seconds."""
         return max(self.end, default=0.0)
 
     @cached_property
     def sent_bytes(self) -> tuple[float, ...]:
-        """How many bytes each rank sends."""
+        """Bytes sent by each rank."""
         counts = np.bincount([sent.rank for sent, _ in self.plan.messages], minlength=self.plan.size)
         return tuple((counts * self.num_bytes / self.plan.chunks).tolist())
 
     @property
     def bandwidth_use(self) -> float:
-        """The least time in which any algorithm moves so many bytes over these wires, as a share of the makespan."""
+        """Lower bound on any algorithm's time at this bandwidth (without latency), as a fraction of the makespan."""
         least = least_bytes(self.plan.kind, self.plan.size, self.num_bytes) / self.wire.bandwidth
         return least / self.makespan if self.makespan else 0.0
 
     def summary(self) -> dict[str, object]:
-        """Return the figures as plain data, for JSON."""
+        """Return the figures as JSON data."""
         return {
             "bytes": self.num_bytes,
             "latency_s": self.wire.latency_s,
@@ -66,7 +66,7 @@ class CollectiveRun:
 
 
 def simulate(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> CollectiveRun:
-    """Run a collective of `num_bytes` (of the whole data); raises `UnsoundError` where it is not sound."""
+    """Time a collective on `num_bytes` of data in all; raises `UnsoundError` if it is not sound."""
     if not 0 <= num_bytes <= MOST:
         raise UsageError(f"there is no collective of {num_bytes!r} bytes")
     prove(plan).raise_if_unsound()
@@ -80,28 +80,28 @@ def simulate(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> Collectiv
 
 
 def least_bytes(kind: Kind, size: int, num_bytes: float) -> float:
-    """Return the fewest bytes that the busiest rank sends, by any algorithm that sums chunks (Patarasu, Yuan 2009)."""
+    """Return the lower bound on bytes sent by the busiest rank, for any algorithm (Patarasu, Yuan 2009)."""
     return (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
 
 
 def spelled_seconds(kind: Kind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire) -> float:
-    """Return the closed form of what `spell`'s plan takes: its steps, times what one takes."""
+    """Return the closed form of a mini-plan's time: number of steps in sequence x time per step."""
     return num_steps(kind, algorithm, size, chunks) * wire.seconds(num_bytes / chunks)
 
 
 def native_seconds(kind: Kind, size: int, num_bytes: float, wire: Wire) -> float:
-    """Return the closed form of a library's collective at its best: fewest steps and fewest bytes at once."""
+    """Return a lower bound on the time of the library's collective: fewest steps and fewest bytes at once."""
     steps = (2 if kind == "all_reduce" else 1) * math.ceil(math.log2(size))
     return steps * wire.latency_s + least_bytes(kind, size, num_bytes) / wire.bandwidth
 
 
 def fastest_tree_seconds(size: int, num_bytes: float, wire: Wire, choices: Iterable[int] = TREE_CHOICES) -> float:
-    """Return what an all-reduce by tree takes in the number of chunks that suits its size best."""
+    """Return the time of an all-reduce by tree with the best number of chunks."""
     return min(spelled_seconds("all_reduce", "tree", size, chunks, num_bytes, wire) for chunks in choices)
 
 
 def crossover_bytes(size: int, wire: Wire) -> float:
-    """Return above how many bytes an all-reduce is faster by ring than by tree; infinite where it never is."""
+    """Return the bytes above which an all-reduce is faster by ring than by tree; infinite if it never is."""
     low, high = 0.0, 2.0**60
 
     def ring_wins(num_bytes: float) -> bool:

@@ -1,14 +1,14 @@
-"""Files written whole or not at all, and read only as far as they may be long.
+"""Atomic writes of files, whole or not at all, and reads with a limit on length.
 
-    a regular file, or none yet    data ─▶ .a1b2c3.tmp beside it ─▶ renamed to the path      a reader never sees half
+    a regular file, or none yet    data ─▶ .a1b2c3.tmp beside it ─▶ renamed to the path      never half a file
     a link                         the same with the file that it points to; the link stays
-    another user's link in /tmp    refused: it may lead anywhere
-    a FIFO, a device               data ─▶ straight into it: it is no file, and is never replaced by one
-    /dev/stdout, /dev/fd/3         data ─▶ into what is open already
+    another user's link in /tmp    refused: it may point anywhere
+    a FIFO, a device               data ─▶ straight into it: it is never replaced by a regular file
+    /dev/stdout, /dev/fd/3         data ─▶ into the open file descriptor
 
-`write_whole` is what every writer of files uses, `write_plain` who writes unasked, `read_whole` what reads those whose
-size has a limit. What is made of several files says by `writing` what could not be written, and brings renamings to the
-disk by `sync_directory`.
+`write_whole` serves every writer of a file that the user named, `write_plain` writers of other files, `read_whole`
+readers with a size limit. Code that writes several files wraps it in `writing`, which reports the file that failed, and
+flushes renames to the disk by `sync_directory`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from quintsched.errors import InputError, UsageError, WriteError
 from .plain import FILE, kind_of
 
 OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
-"""How the system names what this process has open."""
+"""Paths by which the system names open file descriptors of a process."""
 
 BLOCK = 2**24
-"""Bytes that are read at a time where a size is not known before."""
+"""Bytes read at a time from a stream of unknown size."""
 
 MOST_STREAMED = 2**27
-"""The most bytes that are read where a size is not known before."""
+"""Maximum number of bytes read from a stream of unknown size."""
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -42,23 +42,23 @@ _MAY_PASS = {
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "ETIMEDOUT", "ENODEV")
     if hasattr(errno, name)
 }
-"""Why the system does not write what it may write at another time; anything else is the path's fault."""
+"""Error numbers that may pass (a full disk, …), so that a retry can succeed; all others are the path's fault."""
 
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""How a file system says that it does not sync directories."""
+"""Error numbers of file systems that do not support `fsync` on directories."""
 
 LONGEST_PATH = 4096
-"""How many letters of a path a message repeats."""
+"""Maximum number of characters of a path in a message."""
 
 MOST_LINKS = 40
-"""How many symbolic links in a row the system follows."""
+"""Maximum number of symbolic links followed in a row, as in the kernel."""
 
 
 def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = False) -> None:
-    """Write `data`, text as UTF-8, to `path`; `what` names it in messages: "the plan".
+    """Write `data` (text as UTF-8) to `path` atomically; `what` names it in messages: "the plan".
 
-    A file keeps its permissions. With `durable`, it is on the disk when this returns, also after a power cut.
-    Raises `UsageError` where that cannot be done; what was there is then as it was.
+    An existing file keeps its permissions. With `durable`, the data is on the disk on return (fsync), even after a
+    power cut. Raises `UsageError` on failure, and then leaves the old file as it was.
     """
     content = data.encode("utf-8") if isinstance(data, str) else data
     with writing(path, what):
@@ -73,9 +73,9 @@ def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = Fal
 
 
 def write_plain(path: Path, data: str, what: str) -> None:
-    """Write text to a regular file as `write_whole` does, but never through a link, into a FIFO or a device.
+    """Write text to a regular file as `write_whole` does, but never through a link, a FIFO or a device.
 
-    For who writes by itself, where nobody has named the file just now. Raises `UsageError` where that cannot be done.
+    For files that the user has not named in this call. Raises `UsageError` on failure.
     """
     with writing(path, what):
         status = os.lstat(path) if os.path.lexists(path) else None
@@ -86,7 +86,7 @@ def write_plain(path: Path, data: str, what: str) -> None:
 
 @contextmanager
 def writing(path: Path, what: str) -> Iterator[None]:
-    """A context in which an `OSError` is a `UsageError` that says what could not be written; see `cannot_write`."""
+    """Context that turns an `OSError` into a `UsageError` naming the file that could not be written."""
     try:
         yield
     except OSError as error:
@@ -94,15 +94,15 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 def cannot_write(path: str | Path, what: str, error: OSError) -> UsageError:
-    """Return the error for what could not be written: a `WriteError` where that may pass, as a full disk does."""
+    """Return the error for a failed write: a `WriteError` if the cause may pass, such as a full disk."""
     kind = WriteError if error.errno in _MAY_PASS else UsageError
     return kind(f"{path}: cannot write {what}: {error.strerror or error}")
 
 
 def whole_path(path: str | Path) -> Path:
-    """Return a path that leads to the same place when the current directory is another; links stay as they are.
+    """Return the path made absolute, so that it survives a change of directory; links are not resolved.
 
-    Raises `UsageError` for a relative path where there is no current directory any more.
+    Raises `UsageError` for a relative path if the current directory no longer exists.
     """
     try:
         return Path(path).absolute()
@@ -111,9 +111,9 @@ def whole_path(path: str | Path) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring what was made and renamed in a directory to the disk; raises `OSError`.
+    """Flush a directory's new and renamed entries to the disk (fsync); raises `OSError`.
 
-    Some file systems (CIFS, FUSE, 9p) cannot be asked to: what is made there lasts as they see to it.
+    Some file systems (CIFS, FUSE, 9p) do not support it; durability is then up to them.
     """
     directory = os.open(path, os.O_RDONLY)
     try:
@@ -126,10 +126,10 @@ def sync_directory(path: Path) -> None:
 
 
 def read_whole(path: Path | None, most: int, what: str) -> bytes:
-    """Return what a file holds, of standard input for None; no more than `most` bytes and one are ever read.
+    """Return the bytes of a file, or of standard input for None; reads at most `most` bytes and one more.
 
-    A file is a regular one, or what is open already, such as /dev/fd/63; other FIFOs and devices are never waited for.
-    Raises `UsageError` where it cannot be read, `InputError` where it is longer; `what` names it: "the plan".
+    Only regular files and open descriptors, such as /dev/fd/63, are read; other FIFOs and devices would block.
+    Raises `UsageError` if it cannot be read, `InputError` if it is longer; `what` names it: "the plan".
     """
     try:
         if path is None:
@@ -141,7 +141,7 @@ def read_whole(path: Path | None, most: int, what: str) -> bytes:
         return _read_file(path, most)
     except OSError as error:
         raise UsageError(f"{_named(path)}: cannot read {what}: {error.strerror or error}") from error
-    except ValueError as error:  # no name of a file
+    except ValueError as error:  # not a valid file name
         raise UsageError(f"{_named(path)}: cannot read {what}: {error}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
@@ -169,7 +169,7 @@ def _named(path: Path | None) -> str:
 
 
 def same_file(path: Path, other: Path) -> bool:
-    """Return whether both name one regular file, by whatever links; files in a directory `other` count as well."""
+    """Return whether both paths are one regular file, links resolved; `other` may be a directory that contains it."""
     with suppress(OSError):
         if other.is_dir():
             return any(same_file(path, entry) for entry in other.iterdir() if entry.is_file())
@@ -194,9 +194,9 @@ def _too_long(size: int | None, most: int) -> InputError:
 
 
 def _require_own_links(path: Path) -> None:
-    """Raise `PermissionError` for a link, or a FIFO, that somebody else has put into a folder that all may write to.
+    """Raise `PermissionError` for another user's link or FIFO in a world-writable sticky folder.
 
-    So a name in /tmp that is easy to guess does not lead to another file of ours; Linux has the same rule as
+    So an easily guessed name in /tmp cannot redirect the write to another file. Linux has the same rule as
     fs.protected_symlinks and fs.protected_fifos, which may be off.
     """
     name = os.path.abspath(path)
@@ -219,7 +219,7 @@ def _require_own_links(path: Path) -> None:
 
 
 def _open_already(path: Path) -> int | None:
-    """Return the number of the open file that `path` names, like /dev/stdout, or None."""
+    """Return the file descriptor that `path` names, like /dev/stdout, or None."""
     name = os.path.abspath(path)
     for _ in range(MOST_LINKS):
         found = OPEN_FILE.fullmatch(name)
@@ -233,7 +233,7 @@ def _open_already(path: Path) -> int | None:
 
 def _write_into(opened: int, data: bytes) -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what was said before comes before
+        stream.flush()  # so that earlier output comes first
     _write_all(opened, data)
 
 
@@ -253,7 +253,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _replace(path: Path, data: bytes, before: os.stat_result | None, durable: bool) -> None:
-    """Write to a temporary name in the same directory, and rename; nothing is left of that where it fails."""
+    """Write to a temporary file in the same directory and rename it; the temporary file is removed on failure."""
     if before and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, "the file is read-only")
     temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
@@ -276,7 +276,7 @@ def _replace(path: Path, data: bytes, before: os.stat_result | None, durable: bo
 
 
 def _inherit(file: int, before: os.stat_result) -> None:
-    """Give a file the owner, where that is allowed, and the permissions of the one that it replaces."""
+    """Give a file the permissions, and if allowed the owner, of the file that it replaces."""
     with suppress(PermissionError):
         os.fchown(file, before.st_uid, before.st_gid)
     os.fchmod(file, stat.S_IMODE(before.st_mode))

@@ -1,7 +1,7 @@
-"""Whole folders that take each other's names, and go.
+"""Atomic exchange and removal of whole folders.
 
-take_place    out.saving ─▶ out ─▶ out.replaced     in one step, where the system can: there is no moment without out
-remove_all    everything below a path; what cannot be removed stays, and is the caller's to tell
+take_place    out.saving ─▶ out ─▶ out.replaced     in one step where the system can: `out` exists at every moment
+remove_all    all below a path; returns the error of what could not be removed, for the caller to report
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import stat
 from pathlib import Path
 
 _HERE, _EXCHANGE = -100, 2
-"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
+"""AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2."""
 
 _UNABLE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two paths change places in one step; False: this system, or its file system, cannot. Raises `OSError`."""
+    """Exchange two paths in one step; False if the system or its file system cannot. Raises `OSError`."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -34,9 +34,10 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def take_place(fresh: Path, path: Path, old: Path) -> None:
-    """Let a folder be called `path`; what was there is called `old` then, as nothing may be before. Raises `OSError`.
+    """Rename a folder to `path`, and the old folder there to `old`, which must not exist. Raises `OSError`.
 
-    A kill in between leaves at both names something whole; where the system cannot exchange, it may be at `old` alone.
+    A kill in between leaves a whole folder under each name. Without an exchange in one step, the old folder may then
+    be at `old` alone.
     """
     if not os.path.lexists(path):
         fresh.rename(path)
@@ -49,7 +50,7 @@ def take_place(fresh: Path, path: Path, old: Path) -> None:
 
 
 def remove_all(path: Path) -> OSError | None:
-    """Remove a folder, or a file; return what is in the way, such as a file that somebody has open on NFS."""
+    """Remove a folder or a file; return the error if that fails, such as a file held open on NFS."""
     try:
         if stat.S_ISDIR(os.lstat(path).st_mode):
             shutil.rmtree(path)

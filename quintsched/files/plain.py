@@ -1,10 +1,10 @@
-"""Files of a folder that somebody else may have changed: opened only if they are plain files in it, and not too long.
+"""Safe reading of a folder that others may have changed: only plain files in it are opened, up to a size limit.
 
-    a link, a directory, a FIFO, a device, a socket     refused by name, and never waited for
-    "../secret", "/etc/passwd", "a/b"                   no names of files in the folder: refused
+    a link, a directory, a FIFO, a device, a socket     refused by name, never blocks
+    "../secret", "/etc/passwd", "a/b"                   refused: no names of files in the folder
     a regular file                                      its size is known before anything is read
 
-What is opened is looked at twice, by its name and when it is open, so that nothing can be put in its place in between.
+Each file is checked twice, by name and after it is open, so that it cannot be replaced in between.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (lambda _: True, "a device"),
 )
 MOST_NAME = 200
-"""Characters in the name of a file."""
+"""Maximum number of characters in the name of a file."""
 
 
 def require_plain_name(name: str) -> None:
-    """Raise `InputError` unless `name` is that of a file in a folder, and of none elsewhere."""
+    """Raise `InputError` unless `name` is a bare file name, without any path."""
     if not name or len(name) > MOST_NAME or name in (".", "..") or any(c in "/\\\0" for c in name):
         raise InputError(f"{shorten(name)!r} is not the name of a file in the folder")
 
 
 def require_folder(path: Path, what: str) -> None:
-    """Raise `InputError` unless `path` is a directory itself, and no link to one."""
+    """Raise `InputError` unless `path` is a directory and not a link to one."""
     with reading(path, what):
         _require_kind(path, os.lstat(path).st_mode, FOLDER, what)
 
 
 @contextmanager
 def open_plain(path: Path, what: str, most: int | None = None) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file, of at most `most` bytes if that is given, unbuffered; gives it and its size.
+    """Open a regular file (of at most `most` bytes, if given) unbuffered; yields it with its size in bytes.
 
-    Raises `InputError` with the path for anything else, also while it is read; `what` names it: "the checkpoint".
+    Raises `InputError` with the path otherwise, and for errors while it is read; `what` names it: "the checkpoint".
     """
     with reading(path, what):
         _require_kind(path, os.lstat(path).st_mode, FILE, what)
@@ -64,7 +64,7 @@ def open_plain(path: Path, what: str, most: int | None = None) -> Iterator[tuple
 
 
 def read_plain(path: Path, what: str, most: int) -> bytes:
-    """Return what a regular file of at most `most` bytes holds; raises `InputError` with the path."""
+    """Return the bytes of a regular file of at most `most` bytes; raises `InputError` with the path."""
     with open_plain(path, what, most) as (file, size):
         content = bytearray(size)
         fill(file, memoryview(content), path)
@@ -72,7 +72,7 @@ def read_plain(path: Path, what: str, most: int) -> bytes:
 
 
 def fill(file: BinaryIO, memory: memoryview, path: Path) -> None:
-    """Read from a file until `memory` is full; raises `InputError` where it ends before."""
+    """Read from a file until `memory` is full; raises `InputError` if the file ends before."""
     left = memory
     while left:
         count = file.readinto(left)  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def fill(file: BinaryIO, memory: memoryview, path: Path) -> None:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """A context in which an `OSError` is an `InputError` that names the path."""
+    """Context that turns an `OSError` into an `InputError` with the path."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def kind_of(mode: int) -> str:
-    """Return what kind of file a mode is of, in words: "a file", "a FIFO"."""
+    """Return the kind of file of a mode as text: "a file", "a FIFO"."""
     return next(words for is_kind, words in _KINDS if is_kind(mode))
 
 

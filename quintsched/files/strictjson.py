@@ -1,4 +1,4 @@
-"""JSON read strictly: no duplicate keys, no NaN, no surprises; every fault with its place."""
+"""Strict JSON parser: refuses duplicate keys, NaN and infinity; every error names the place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 MOST_CHARACTERS = 60
-"""How much of a file's own text a message repeats."""
+"""Maximum number of characters of a file's text in a message."""
 
 
 def shorten(text: str) -> str:
-    """Return text from a file, short enough for a message."""
+    """Return text from a file, cut to a length fit for a message."""
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
 
 
@@ -39,7 +39,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[-+.\w]+')
 
 
 class _BadNumber(Exception):
-    """What stands for a number in a file, and why it is none."""
+    """Internal error of the parser: a token and why it is not a number."""
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -54,7 +54,7 @@ def _finite(text: str) -> float:
 
 
 def _place(text: str, is_meant: Callable[[str], bool]) -> str:
-    """Return where the first word outside of strings is that is meant."""
+    """Return the position of the first token outside of strings for which `is_meant` holds, as text."""
     for found in _TOKEN.finditer(text):
         if is_meant(found[0]):
             line, before = text.count("\n", 0, found.start()) + 1, text.rfind("\n", 0, found.start())
@@ -63,7 +63,7 @@ def _place(text: str, is_meant: Callable[[str], bool]) -> str:
 
 
 def parse_strict(text: str | bytes) -> object:
-    """Return the parsed JSON; raises `InputError` that says what is wrong and, for bad syntax, where."""
+    """Return the parsed JSON; raises `InputError` with the fault and, for bad syntax, its place."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
@@ -78,7 +78,7 @@ def parse_strict(text: str | bytes) -> object:
     except _BadNumber as error:
         token, why = error.args
         raise InputError(f"{shorten(token)} {why}{_place(str(text), token.__eq__)}") from None
-    except ValueError as error:  # an int of more digits than Python reads
+    except ValueError as error:  # an int of more digits than Python parses
         most = sys.get_int_max_str_digits()
         where = _place(str(text), lambda token: len(token) > most and token.lstrip("-").isdigit())
         raise InputError(f"not JSON: a number of more than {most} digits{where}") from error
@@ -90,7 +90,7 @@ def pointer(*steps: object) -> str:
 
 
 NUMBER, LIST, OBJECT = "(number)", "(list)", "(object)"
-"""Tags of a pydantic union of these forms: what it adds to a fault's place is no part of the file."""
+"""Tags of the forms of a pydantic union: pydantic adds them to a fault's place, where the file has no such key."""
 
 _WORDS = {
     "extra_forbidden": "unknown key",
@@ -99,11 +99,11 @@ _WORDS = {
     "value_error": "{error}",
     "union_tag_invalid": "Input should not be {tag}; give one of: {expected_tags}",
 }
-"""What is said of some types of fault instead of pydantic's own words."""
+"""Messages that replace pydantic's own, by type of fault."""
 
 
 def describe_faults(error: ValidationError) -> str:
-    """Return pydantic's first fault as `/where: what`, with the number of others."""
+    """Return pydantic's first fault as `/where: what`, with the number of further faults."""
     faults = error.errors(include_url=False)
     first = faults[0]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -1,9 +1,8 @@
-"""YAML read strictly: a key given twice is an error, 1e-4 is a number, and nothing but plain data comes out.
+"""Strict YAML parser: refuses duplicate keys, reads 1e-4 as a number, and constructs plain data only.
 
-Plain data are mappings, lists, texts, numbers, true, false and null: 2024-01-01 is a text, and what another tag names
-is refused. A file that is small may stand for much: `[*a, *a]` nine times over, an alias within what it names, brackets
-by the thousand. So what is read has limits: bytes, tokens, how deep it is nested, and how much there is with aliases
-written out.
+Plain data are mappings, lists, texts, numbers, true, false and null: 2024-01-01 is a text, and other tags are
+refused. A small file may expand to huge data: `[*a, *a]` nested nine times, an alias within its own anchor, thousands
+of brackets. So there are limits on bytes, tokens, nesting depth, and nodes after the expansion of aliases.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from quintsched.errors import MOST_QUOTED, InputError, QuintschedError, printabl
 
 MOST_BYTES, MOST_TOKENS, MOST_DEPTH, MOST_NODES = 2**18, 20_000, 64, 100_000
 MOST_DIGITS = 1000
-"""Letters of a number."""
+"""Maximum number of characters of a number."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, but strict about keys given twice, with limits, and with YAML 1.2's numbers."""
+    """PyYAML's safe loader that refuses duplicate keys, has limits, and reads YAML 1.2's numbers."""
 
     def __init__(self, stream: bytes | str) -> None:
         super().__init__(stream)
         self._tokens = 0
-        self._sizes: dict[int, int] = {}  # how many nodes there are in one, with aliases written out
+        self._sizes: dict[int, int] = {}  # nodes below each node id, with aliases expanded
 
     def fetch_more_tokens(self) -> None:
         self._tokens += 1
@@ -59,10 +58,10 @@ class _Loader(yaml.SafeLoader):
                 raise ValueError
             made = super().construct_object(node, deep)
             if isinstance(made, str):
-                made.encode()  # what could be written to no file is no text
+                made.encode()  # refuse lone surrogates, which no file could hold
         except (yaml.YAMLError, RecursionError):
             raise
-        except Exception:  # as many kinds as there are tags
+        except Exception:  # each tag's constructor raises its own kinds
             raise yaml.constructor.ConstructorError(
                 None, None, f"{quoted(node.value)} is not a {_tag(node)}", node.start_mark
             ) from None
@@ -84,7 +83,7 @@ _PLAIN = {_YAML + kind for kind in ("map", "seq", "str", "int", "float", "bool",
 
 
 def _tag(node: yaml.Node) -> str:
-    """Return a tag as it is written."""
+    """Return a tag as a YAML file writes it."""
     return printable(str(node.tag).replace(_YAML, "!!"), MOST_QUOTED)
 
 
@@ -104,7 +103,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(content: bytes | str, source: str, fault: type[QuintschedError] = InputError) -> Any:
-    """Return what one YAML document says; raises `fault` with the source, the line and the column."""
+    """Return the data of one YAML document; raises `fault` with the source, the line and the column."""
     if len(content) > MOST_BYTES:
         raise fault(f"{source}: it has {len(content)} bytes, more than the {MOST_BYTES} that are read")
     try:
@@ -113,7 +112,7 @@ def parse_yaml(content: bytes | str, source: str, fault: type[QuintschedError] =
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise fault(f"{source}{place}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # such as a letter "\UFFFFFFFF"
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # such as the escape "\UFFFFFFFF"
         raise fault(f"{source}: is not YAML: {error}") from None
     except RecursionError:
         raise fault(f"{source}: is nested too deeply") from None

@@ -1,10 +1,10 @@
-r"""What is written to a terminal, standard output and standard error: only what can be seen, and never a traceback.
+r"""Output to the terminal: invisible characters are escaped, and a broken stream ends in one line, not a traceback.
 
-    a message or a report of several lines    ─▶ shown          "\x1b[31m" stands there, its lines stay
+    a message or a report of several lines    ─▶ shown          "\x1b[31m" is printed as text, line breaks stay
     standard output closed, full or broken    ─▶ StreamBroken   one line on standard error, and an exit code
 
-`standard_streams` is what every entry point runs within; all errors are said by `write_error`. Text of a file or of
-another process that becomes part of one line is made so where it is read: `quintsched.errors.printable`.
+Every entry point runs within `standard_streams`; all errors are printed by `write_error`. Text of a file or of
+another process that goes into a message is escaped where it is read: `quintsched.errors.printable`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import TextIO
 from quintsched.errors import UsageError, printable
 
 PIPE_CLOSED = 141
-"""128 + SIGPIPE, for `quintsched … | head`."""
+"""128 + SIGPIPE: the exit code of `quintsched … | head`."""
 
 _UNSEEN = re.compile(
     "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
-"""What JSON does not escape by itself: controls, invisible characters, and what turns the direction of writing."""
+"""Characters that JSON does not escape: controls, invisible ones, and those that change the writing direction."""
 
 
 def shown(text: str) -> str:
-    """Return a message or a report of ours with what cannot be seen spelled out; it keeps its lines.
+    """Return a message or report with invisible characters escaped; line breaks stay.
 
-    Arguments of the command are names and no lines, so that line breaks in these are spelled out as well.
+    Line breaks within command-line arguments are escaped too: those are names.
     """
     for part in {part for argument in sys.argv[1:] for part in argument.split("/") if "\n" in part}:
         text = text.replace(part, part.replace("\n", "\\n"))
@@ -42,7 +42,7 @@ def shown(text: str) -> str:
 
 
 def shown_json(text: str) -> str:
-    """Return JSON that says the same, with what cannot be seen escaped."""
+    """Return equivalent JSON, with invisible characters escaped."""
     return _UNSEEN.sub(_escaped, text)
 
 
@@ -52,12 +52,12 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def write_error(message: object) -> None:
-    """Write `error: message` to standard error, if there is one; raises nothing where it cannot be written."""
+    """Write `error: message` to standard error, if there is one; never raises `OSError`."""
     write_line(f"error: {message}")
 
 
 def write_line(line: str) -> None:
-    """Write a line, or several, to standard error, if there is one; raises nothing where it cannot be written."""
+    """Write one or more lines to standard error, if there is one; never raises `OSError`."""
     try:
         if sys.stderr is not None:
             sys.stderr.write(shown(line) + "\n")
@@ -67,7 +67,7 @@ def write_line(line: str) -> None:
 
 
 class StreamBroken(Exception):
-    """Standard output is closed, full, or a pipe that nobody reads."""
+    """Raised if standard output is closed, full, or a pipe without a reader."""
 
     def __init__(self, cause: OSError) -> None:
         why = "it is closed" if cause.errno == errno.EBADF else cause.strerror or cause
@@ -76,15 +76,15 @@ class StreamBroken(Exception):
 
     @property
     def exit_code(self) -> int:
-        """What a command ends with that cannot say what it found."""
+        """Exit code of a command that could not print its result."""
         return PIPE_CLOSED if self.is_pipe else UsageError.exit_code
 
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """A context that ends this process in words where standard output fails; what standard error cannot take is lost.
+    """Context that ends the process with one line if standard output fails; failed writes to stderr are dropped.
 
-    Raises `SystemExit`: 141 for a pipe that nobody reads, 2 where it is closed or full.
+    Raises `SystemExit`: 141 for a pipe without a reader, 2 if it is closed or full.
     """
     _open_missing()
     if sys.stdout is sys.__stdout__:
@@ -97,19 +97,19 @@ def standard_streams() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except StreamBroken as broken:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains when it flushes at exit
         if not broken.is_pipe:
             write_error(broken)
         raise SystemExit(broken.exit_code) from None
 
 
 def _open_missing() -> None:
-    """Open what is closed of 0, 1 and 2, so that no other file gets these numbers; reading and printing fail then."""
+    """Open file descriptors 0, 1 and 2 if closed, so that no other file gets these numbers; their use then fails."""
     for number, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, flags)  # the lowest number that is free: this one
+            opened = os.open(os.devnull, flags)  # the lowest free number: this one
             os.set_inheritable(opened, True)
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -132,7 +132,7 @@ class _Errors(io.FileIO):
 
 
 def _stream(number: int, kind: type[io.FileIO]) -> TextIO:
-    """Return a text stream that fails as `kind` does; a terminal that cannot show an arrow is no reason to fail."""
+    """Return a text stream with the failures of `kind`; characters outside its encoding are escaped."""
     raw = kind(number, "w", closefd=False)
     before = sys.stdout if number == 1 else sys.stderr
     encoding = before.encoding if before is not None else None

@@ -1,6 +1,6 @@
-"""Files and foreign formats, each in a module: read strictly, written whole or not at all.
+"""File formats and exports of plans, one module each: read strictly, written atomically.
 
-`plan_json` and `plan_columns` are our own (`plan_file` chooses), `promela` is SPIN's input, `networkx_graph` the
-dependency graph as an object. The files of collectives and traces are in their own rooms. Imports `passes`, `verify`
-and below.
+`plan_json` and `plan_columns` are this project's own (`plan_file` chooses), `promela` is the input of the SPIN model
+checker, `networkx_graph` the dependency graph as an object. Files of collectives and traces are in their own packages.
+Imports `passes`, `verify` and packages below.
 """

@@ -1,4 +1,4 @@
-"""A plan's dependency graph for networkx."""
+"""Export of a plan's dependency graph to networkx."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quintsched.verify.soundness import require_wellformed
 def to_networkx(plan: PlanData) -> networkx.DiGraph[int]:
     """Return the dependency graph: one node per instruction, numbered rank by rank in program order.
 
-    Nodes carry `rank` (pp coordinate), `index` (in its program) and `instruction`. An edge says "must end before
-    the other can begin", with `kind`: "program" (same queue on a rank), "data" (a value is handed on) or "message"
-    (a send to its receive). Queues are those of the `channel` profile. A plan that is sound gives a DAG; one with a
-    number that names nothing raises `UnsoundError`.
+    Nodes carry `rank` (pp coordinate), `index` (in its program) and `instruction`. An edge means "must end before the
+    other can begin", with `kind`: "program" (same queue on a rank), "data" (a value is passed) or "message" (a send to
+    its receive). Queues are those of the `channel` profile. A sound plan gives a DAG; a plan with an index out of range
+    raises `UnsoundError`.
     """
     require_wellformed(plan)
     alone = Events.apart(plan)

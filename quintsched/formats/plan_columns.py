@@ -1,12 +1,12 @@
-"""The plan file for millions of instructions: a plan's columns, compressed; `zcat plan.qplan | head -1` is its head.
+"""Binary plan file for millions of instructions: compressed columns; `zcat plan.qplan | head -1` prints its head.
 
     {"format": "quintsched.plan.columns", …, "lengths": [4, 6], "ops": ["Fwd", "Bwd"], "columns": {"stage": 1, …}, …}
-    op       one byte per instruction, rank after rank: its place among `ops`
-    stage    a number of so many bytes, the lowest first, for every instruction that has the field; two for a pair
-    …        the fields in the order of `columns`; of what is not a number, the place in `table`
+    op       one byte per instruction, rank after rank: its index in `ops`
+    stage    one little-endian number of the given width per instruction that has the field; two for a pair
+    …        the fields in the order of `columns`; for values that are not numbers, their index in `table`
 
-All of it is one gzip stream. Nothing is unpacked before its size is known from what comes before it and is within the
-limits. What is absent has no room here, so there is nothing that an instruction could have too much or too little of.
+All of it is one gzip stream. Its parts are decompressed only when their size is known from earlier parts and within
+the limits. Absent fields take no space, so no instruction can have missing or extra fields.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from quintsched.ir.programs import Programs
 
 FORMAT = "quintsched.plan.columns"
 MAGIC = b"\x1f\x8b"
-"""How a file begins that is read here, whatever its name."""
+"""First bytes of a file in this format, whatever its name."""
 
 MOST_INSTRUCTIONS = 2**23
-"""The most instructions of a plan in such a file."""
+"""Maximum number of instructions of a plan in such a file."""
 
 MOST_PAIRS = 2**21
-"""The most overlaps among them."""
+"""Maximum number of overlaps among them."""
 
 MOST_HEAD = 2**24
-"""The most bytes of a head."""
+"""Maximum number of bytes of a head."""
 
 LEVEL, GZIP, BLOCK = 6, 31, 2**20
 WIDTHS = (1, 2, 4)
-"""Bytes of a number."""
+"""Possible widths of a number, in bytes."""
 
 KINDS = {kind.__name__: kind for kind in ins.ALL}
 NAMES = tuple(dict.fromkeys(name for kind in ins.ALL for name in FIELDS[kind]))
-"""All fields, in the order in which a file has their columns."""
+"""Names of all fields, in the order of their columns in a file."""
 
 Numbers = npt.NDArray[Any]
 
@@ -61,9 +61,9 @@ class _ColumnsFile(HeadFile):
 
 
 def pack(plan: PlanData) -> bytes:
-    """Return the bytes of a file.
+    """Return the bytes of a plan's file.
 
-    Raises `UsageError` for numbers that no plan file holds, too many overlaps, or too much besides the programs.
+    Raises `UsageError` for numbers out of range, too many overlaps, or a head that is too large.
     """
     columns = plan.columns
     if len(columns.rows_where(ins.Overlap)) > MOST_PAIRS:
@@ -91,7 +91,7 @@ def pack(plan: PlanData) -> bytes:
 
 
 def unpack(data: bytes) -> PlanData:
-    """Read a plan; raises `InputError` with the place of the first fault. The plan is well-formed, not proved."""
+    """Parse a plan file; raises `InputError` with the place of the first fault. The plan is well-formed, not proved."""
     stream = _Stream(data)
     line = stream.line(MOST_HEAD)
     if line.endswith(b'"quintsched.plan",'):
@@ -128,7 +128,7 @@ def _having(kinds: list[type[ins.Instruction]], name: str) -> list[type[ins.Inst
 
 
 def _values(columns: Columns, name: str, rows: Ints, table: dict[Any, int]) -> Ints:
-    """Return the numbers that a file holds of some rows' field; what is none goes into the table, as it comes up."""
+    """Return the stored numbers of a field in some rows; other values are added to the table in order of appearance."""
     column = np.stack(columns.pairs(name, rows), axis=1) if name in PAIRS else columns.column(name)[rows]
     if name in PAIRS or name in NUMBERS:
         wrong = np.flatnonzero(((column < 0) | (column > LARGEST)).reshape(len(rows), -1).any(axis=1))
@@ -159,7 +159,7 @@ def _pointer(first: Ints, row: int) -> str:
 
 
 class _Reading:
-    """The columns of a file, as far as they are read; each number is looked at before there is room for the next."""
+    """Columns of a file while it is read; each column is checked before memory is allocated for the next."""
 
     def __init__(self, first: Ints, op: Codes, table: list[Any]) -> None:
         self.first, self.op = first, op
@@ -192,7 +192,7 @@ class _Reading:
             raise InputError(f"{_pointer(self.first, row)}/{name}: {fault}")
 
     def _require_values(self, name: str, column: Ints) -> None:
-        """Refuse what stands in the table for a field and is none of its values."""
+        """Refuse table entries that are no valid values of a field."""
         for place in np.unique(column[column != ABSENT]).tolist():
             value = self.values[place]
             try:
@@ -201,7 +201,7 @@ class _Reading:
                 raise InputError(f"{_pointer(self.first, int((column == place).argmax()))}{error}") from None
 
     def _interned(self, values: Numbers) -> Ints:
-        """Return the places of pairs in the table, which now has them all."""
+        """Return the table index of each pair, adding new ones."""
         both = values.reshape(-1, 2).astype(np.int64)
         used, places = np.unique(both[:, 0] * (LARGEST + 1) + both[:, 1], return_inverse=True)
         pairs = (divmod(pair, LARGEST + 1) for pair in used.tolist())
@@ -211,14 +211,14 @@ class _Reading:
 
 
 class _Stream:
-    """A gzip stream that is unpacked as far as somebody asks for it."""
+    """Gzip stream that is decompressed on demand."""
 
     def __init__(self, data: bytes) -> None:
         self._unpacker = zlib.decompressobj(GZIP)
         self._packed, self._ahead = data, b""
 
     def line(self, most: int) -> bytes:
-        """Return the first line, of at most so many bytes."""
+        """Return the first line, of at most `most` bytes."""
         blocks: list[bytes] = []
         while not blocks or b"\n" not in blocks[-1]:
             if len(blocks) * BLOCK > most:
@@ -230,7 +230,7 @@ class _Stream:
         return found
 
     def numbers(self, count: int, width: int) -> Numbers:
-        """Return the next numbers of so many bytes."""
+        """Return the next `count` numbers of `width` bytes each."""
         size = count * width
         taken, self._ahead = self._ahead[:size], self._ahead[size:]
         if len(taken) < size:
@@ -240,7 +240,7 @@ class _Stream:
         return np.frombuffer(taken, f"<u{width}")
 
     def require_end(self) -> None:
-        """Refuse what comes after the last column, and a stream that is damaged or cut off."""
+        """Raise `InputError` if more follows the last column, or the stream is damaged or cut off."""
         if self._ahead or self._unpack(1) or not self._unpacker.eof or self._unpacker.unused_data:
             raise InputError("it does not end with its last column: it is truncated, or more follows")
 

@@ -1,6 +1,6 @@
-"""Plan files: JSON, or by the name `.qplan` compressed columns. Which of the two a file is, its first bytes say.
+"""Plan files: JSON, or compressed columns if the name ends in `.qplan`. Readers tell them apart by the first bytes.
 
-plan.json     text, one instruction per line      at most 256 MiB: some four million instructions
+plan.json     text, one instruction per line      at most 256 MiB: about four million instructions
 plan.qplan    columns, compressed                 at most 2**23 instructions
 """
 
@@ -15,11 +15,11 @@ from quintsched.ir.plan_data import PlanData
 
 SUFFIX = ".qplan"
 MAX_BYTES = 2**28
-"""The most bytes of a plan file, of either form."""
+"""Maximum number of bytes of a plan file, of either form."""
 
 
 def save(plan: PlanData, path: Path) -> None:
-    """Write a plan file, whole or not at all; raises `UsageError` where that cannot be done."""
+    """Write a plan file atomically; raises `UsageError` on failure."""
     if path.suffix == SUFFIX:
         require_room(path, plan.num_instructions, 0)
         write_whole(path, plan_columns.pack(plan), "the plan")
@@ -30,9 +30,9 @@ def save(plan: PlanData, path: Path) -> None:
 
 
 def require_room(path: Path, num_instructions: int, num_bytes: int, *, least: str = "") -> None:
-    """Raise `UsageError` where a plan does not go into a file of this name; `num_bytes` are those of its JSON.
+    """Raise `UsageError` if a plan exceeds the limits of a file of this name; `num_bytes` is the size of its JSON.
 
-    `least` stands before the size in the message, where it is known that far: "at least ".
+    `least` precedes the size in the message if it is only a lower bound: "at least ".
     """
     most = plan_columns.MOST_INSTRUCTIONS
     if path.suffix != SUFFIX and num_bytes > MAX_BYTES:
@@ -57,7 +57,7 @@ def load(path: Path) -> PlanData:
 
 
 def loads(data: str | bytes) -> PlanData:
-    """Read what a plan file holds, in either form; raises `InputError` with the place of the first fault."""
+    """Parse a plan file's content, in either form; raises `InputError` with the place of the first fault."""
     if isinstance(data, bytes) and data.startswith(plan_columns.MAGIC):
         return plan_columns.unpack(data)
     return plan_json.loads(data)

@@ -1,4 +1,4 @@
-"""What the forms of a plan file have in common: all but the programs, read strictly, and what both refuse.
+"""Common part of both forms of a plan file: all but the programs, read strictly, and the shared checks.
 
 A plan is data: no name in it is ever resolved to code. Every fault is one `InputError` with a JSON pointer to the
 place.
@@ -25,10 +25,10 @@ from quintsched.verify.wellformed import find_malformations
 FORMAT = "quintsched.plan"
 VERSION = 1
 LARGEST = 2**24
-"""The largest number in a plan file."""
+"""Largest number in a plan file."""
 
 MOST_CELLS = 2**26
-"""The most pairs of a stage and a microbatch, whether a route has them or not."""
+"""Maximum number of (stage, microbatch) pairs, whether they are on a route or not."""
 
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Index = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -62,7 +62,7 @@ class _ZeroFile(_Strict):
 
 
 class HeadFile(_Strict):
-    """What a plan file says besides its programs."""
+    """Head of a plan file: all but its programs."""
 
     format: str
     version: Literal[1]
@@ -86,7 +86,7 @@ class HeadFile(_Strict):
 
 
 class PlanFile(HeadFile):
-    """A plan file whose programs are read with it."""
+    """Plan file that contains its programs."""
 
     programs: list[list[Any]]
 
@@ -95,7 +95,7 @@ AnyHead = TypeVar("AnyHead", bound=HeadFile)
 
 
 def entries_of(plan: PlanData) -> dict[str, object]:
-    """Return what a plan file says besides the programs, in a fixed order."""
+    """Return the head of a plan as JSON data, in a fixed order of keys."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -124,7 +124,7 @@ def entries_of(plan: PlanData) -> dict[str, object]:
 
 
 def _communication_entries(communication: Communication) -> dict[str, object]:
-    """Return how buckets are exchanged; nothing where that is native. Only "auto" looks at the wire."""
+    """Return the entries for the exchange of buckets; {} if it is native. The wire is stored for "auto" only."""
     if communication.means == "native":
         return {}
     wire = communication.wire
@@ -137,7 +137,7 @@ def _communication_entries(communication: Communication) -> dict[str, object]:
 
 
 def read_head(data: object, form: type[AnyHead], name: str = FORMAT) -> AnyHead:
-    """Return the head of a file of the format `name`; raises `InputError`."""
+    """Return the head of a file of the format `name`, validated; raises `InputError`."""
     if not isinstance(data, dict) or data.get("format") != name:
         raise InputError(f'/format: this is not a plan file; it must say "format": "{name}"')
     version = data.get("version")
@@ -152,7 +152,7 @@ def read_head(data: object, form: type[AnyHead], name: str = FORMAT) -> AnyHead:
 
 
 def wellformed(plan: PlanData) -> PlanData:
-    """Return the plan; raises `InputError` for the first number that names nothing, and looks for no others."""
+    """Return the plan; raises `InputError` for the first malformation, such as an index out of range."""
     for malformation in find_malformations(plan):
         where = pointer("programs", malformation.rank, malformation.index) if malformation.rank is not None else "/"
         raise InputError(f"{where}: {malformation.message}")
@@ -161,7 +161,7 @@ def wellformed(plan: PlanData) -> PlanData:
 
 
 def plan_of(file: HeadFile, programs: Programs) -> PlanData:
-    """Return the plan of a head and the programs; raises `InputError` for sizes that do not fit them."""
+    """Return the plan of a head and its programs; raises `InputError` for sizes that do not fit the programs."""
     if len({name for name, _ in file.mesh}) != len(file.mesh):
         raise InputError("/mesh: an axis is given twice")
     mode: Mode = file.mode
@@ -204,7 +204,7 @@ def _communication_of(file: HeadFile) -> Communication:
 
 
 def _recompute_of(file: HeadFile) -> tuple[int, ...]:
-    """Return which stages are recomputed; () where a file says of every stage that it is not."""
+    """Return the recompute setting per stage; () if it is 0 for every stage."""
     if file.recompute is not None and len(file.recompute) != len(file.stage_to_pp):
         raise InputError(
             f"/recompute: it has {len(file.recompute)} values, but there are {len(file.stage_to_pp)} stages"
@@ -213,7 +213,7 @@ def _recompute_of(file: HeadFile) -> tuple[int, ...]:
 
 
 def _refuse_absurd(file: HeadFile, num_instructions: int) -> None:
-    """Refuse sizes that the programs cannot fill, before anything is made as large as they say."""
+    """Refuse sizes that the programs cannot fill, before any array of such a size is allocated."""
     visits = [(len(route.stages), len(route.microbatches)) for route in file.routes or ()]
     if file.routes is None:
         visits = [(len(file.stage_to_pp), file.schedule.microbatches * file.schedule.slices)]

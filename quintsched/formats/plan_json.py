@@ -1,7 +1,7 @@
-"""The plan file: JSON, strict both ways, and the same bytes for the same plan.
+"""Plan file in JSON: read strictly, and written as identical bytes for equal plans.
 
-A plan is data: no name in it is ever resolved to code. Every fault of a file is one `InputError` with a JSON
-pointer to the place.
+A plan is data: no name in it is ever resolved to code. Every fault of a file is one `InputError` with a JSON pointer
+to the place.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 
 PROGRAMS, END = '\n "programs": [\n', "]}\n"
-"""What stands before the programs, and after them."""
+"""Text before the programs, and after them."""
 
 SEPARATOR = ",\n   "
-"""What stands between instructions."""
+"""Text between instructions."""
 
 
 def dumps(plan: PlanData) -> str:
@@ -57,14 +57,14 @@ def program_texts(columns: Columns) -> Iterator[str]:
 
 
 def encode(instruction: ins.Instruction) -> dict[str, object]:
-    """Return an instruction as plain data: its op and its fields."""
+    """Return an instruction as JSON data: its op and its fields."""
     return {"op": instruction.op} | {name: getattr(instruction, name) for name in CODECS[instruction.op].names}
 
 
 def least_size(stage_to_pp: Sequence[int], routes: Sequence[Route], trains: bool) -> tuple[int, int]:
-    """Return how many instructions such a plan has at least, and how many bytes: its computations and messages.
+    """Return lower bounds of the instructions and bytes of such a plan: its computations and messages.
 
-    A stage computes each microbatch forward and backward, and ranks exchange the outputs, and gradients of these.
+    A stage computes each microbatch forward and backward, and ranks exchange outputs and their gradients.
     """
     num_instructions = num_bytes = 0
     for route in routes:
@@ -82,14 +82,14 @@ def least_size(stage_to_pp: Sequence[int], routes: Sequence[Route], trains: bool
 
 
 def loads(text: str | bytes) -> PlanData:
-    """Read a plan; raises `InputError` with a JSON pointer to the first fault. The plan is well-formed, not proved."""
+    """Parse a plan; raises `InputError` with a JSON pointer to the first fault. The plan is well-formed, not proved."""
     return _loads_as_written(text) or _loads_strictly(text)
 
 
 def _loads_as_written(text: str | bytes) -> PlanData | None:
-    """Read a file that is written as `dumps` writes it, which is quick to see; None for any other.
+    """Parse a file that has exactly the form of `dumps` (fast path); None for any other file.
 
-    Each program is read with the standard parser, and is what it seems to be if it would be written the same again.
+    Each program is parsed without checks, and accepted if it would be written back as the same text.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -107,7 +107,7 @@ def _loads_as_written(text: str | bytes) -> PlanData | None:
 
 
 def _program_as_written(text: str) -> Columns:
-    """Return the columns of one program; raises anything for what is not written as we do."""
+    """Return the columns of one program; raises any exception for text in another form than `dumps` writes."""
     entries = json.loads(text)
     op = np.array([_CODE_OF[entry["op"]] for entry in entries], np.uint8)
     columns: dict[str, Ints] = {}
@@ -134,7 +134,7 @@ def _loads_strictly(text: str | bytes) -> PlanData:
 
 
 def _head(text: str | bytes) -> PlanFile:
-    """Return a file whose programs are not looked at yet."""
+    """Return a file whose programs are not checked yet."""
     return read_head(parse_strict(text), PlanFile)
 
 
@@ -147,7 +147,7 @@ def _decode_program(program: list[Any], rank: int) -> Iterator[ins.Instruction]:
 
 
 def _decode(entry: object) -> ins.Instruction:
-    """Return one instruction; the message of an `InputError` begins with the pointer below the instruction."""
+    """Return one instruction; the message of an `InputError` begins with the pointer within the instruction."""
     if not isinstance(entry, dict):
         raise InputError(f": an instruction is an object, not {shorten(json.dumps(entry))}")
     op = entry.get("op")
@@ -198,11 +198,11 @@ READERS: dict[str, Callable[[object, str], Any]] = {
     "tuple[int, int]": _read_pair,
     "tuple[str, ...]": _read_axes,
 }
-"""How a field of an instruction is read, by its type; the message of an `InputError` begins with its name."""
+"""Readers of an instruction's fields, by type; the message of an `InputError` begins with the field's name."""
 
 
 class _Codec:
-    """How one class of instruction is read, worked out from its fields."""
+    """Reader of one class of instruction, derived from its fields."""
 
     def __init__(self, make: type[ins.Instruction]) -> None:
         self.make = make
@@ -210,7 +210,7 @@ class _Codec:
         self.readers = tuple((field.name, READERS[str(field.type)]) for field in fields(make))
 
     def describe_keys(self, entry: dict[str, object]) -> str:
-        """Say which key is missing or unknown."""
+        """Return the message for a missing or unknown key."""
         for name in self.names:
             if name not in entry:
                 return f": {self.make.__name__} lacks {name!r}"

@@ -1,17 +1,18 @@
-"""A plan as a SPIN model, so that somebody else's model checker can judge it.
+"""Export of a plan as a SPIN model, for a proof by an independent model checker.
 
-    spin -search plan.pml      every interleaving: a deadlock is an invalid end state, all else a failed assertion
+    spin -search plan.pml      all interleavings: a deadlock is an invalid end state, other faults are failed assertions
 
-Under `blocking` a rank is one process that does its program in order, and what is needed, made and left over is
-asserted. Under the other transport profiles it is one process per queue, each waiting for what it needs, and for the
-rank's host, which comes to it in program order: `passed` counts the instructions that the host has waited for.
+Under `blocking` a rank is one process that runs its program in order, and asserts that needed values exist, that they
+are made once, and that none are left over. Under the other transport profiles there is one process per queue. Each
+waits for the values it needs, and for the rank's host to reach the instruction in program order: `passed` counts the
+instructions that the host has waited for.
 
     proctype rank_0()                              proctype rank_1()
     SendAct  atomic { take(4); c0_1 ! 7 }   ───▶   RecvAct  atomic { c0_1 ? got; assert(got == 7); make(9) }
 
-Channels are first-in-first-out, and the receiver asserts that it gets what it expects. With `buffer` 0 a send waits for
-its receive (rendezvous), else a channel holds that many messages. Under `tagged`, messages find each other by name.
-What instructions need and make comes from `quintsched.ir.dataflow`; nothing is shared with the checker's proof.
+Channels are first-in-first-out, and the receiver asserts that it gets the expected message. With `buffer` 0 a send
+waits for its receive (rendezvous), else a channel holds that many messages. Under `tagged`, messages match by name. The
+data flow comes from `quintsched.ir.dataflow`; nothing is shared with the checker's proof.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from quintsched.ir.values import AMBIENT, TRAVELS, Value
 from quintsched.verify.wellformed import malformations
 
 MAX_PROCESSES = 255
-"""The most processes that SPIN runs."""
+"""Maximum number of processes in SPIN."""
 
 HEAD = Template("""\
 /* $title
@@ -77,8 +78,8 @@ AWAITED = {"make": "ever[x] = true", "need": "ever[x]", "take": "ever[x]"}
 def to_promela(plan: PlanData, *, profile: str = "blocking", buffer: int = 0) -> str:
     """Return the SPIN model of a plan under a transport profile.
 
-    `buffer` is how many messages a channel holds; 0 is a rendezvous. Raises `UsageError` for an unknown profile, a
-    buffer below 0 or more processes than SPIN runs, `UnsoundError` for a plan whose stages and routes make no sense.
+    `buffer` is the number of messages that a channel holds; 0 is a rendezvous. Raises `UsageError` for an unknown
+    profile, a buffer below 0 or too many processes for SPIN, `UnsoundError` for inconsistent stages and routes.
     """
     find_profile(profile)
     if buffer < 0:
@@ -91,7 +92,7 @@ def to_promela(plan: PlanData, *, profile: str = "blocking", buffer: int = 0) ->
 
 @dataclass
 class _Model:
-    """The model of a plan while it is written; channels, groups and collectives are numbered as they come up."""
+    """Model of a plan while it is generated; channels, groups and collectives are numbered in order of appearance."""
 
     plan: PlanData
     profile: str
@@ -103,7 +104,7 @@ class _Model:
     names: dict[Value | Instruction, int] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Return the model; the processes come first, since they tell what has to be declared."""
+        """Return the text of the model; the processes are generated first, as they determine the declarations."""
         processes = self._processes()
         if len(processes) >= MAX_PROCESSES:
             raise UsageError(f"the model has {len(processes) + 1} processes; SPIN runs {MAX_PROCESSES} at most")
@@ -124,7 +125,7 @@ class _Model:
         return "\n".join([head, *channels, "", *values, "", *bodies, *self._end(len(processes))]) + "\n"
 
     def _processes(self) -> dict[str, list[str]]:
-        """Return the steps of each process by its name, in the order of the program."""
+        """Return the steps of each process by name, in program order."""
         found: dict[str, list[str]] = {}
         for rank, program in enumerate(self.plan.programs):
             waits = 0
@@ -139,7 +140,7 @@ class _Model:
         return found
 
     def _queue(self, rank: int, i: Instruction) -> str | None:
-        """Return what a queue of the rank is called; None where nothing orders a message."""
+        """Return the name of an instruction's queue on the rank; None for a message that no queue orders."""
         if self.profile == "blocking":
             return ""
         if i.queue:
@@ -158,7 +159,7 @@ class _Model:
         return None if self.profile == "tagged" else f"_wire_{source}_{target}"
 
     def _hosted(self, rank: int, i: Instruction, waits: int, step: str) -> str:
-        """Return a step as the rank's host comes to it, which has waited for so many instructions before it."""
+        """Return a step guarded by the position of the rank's host, which waits for `waits` instructions before it."""
         if self.profile == "blocking":
             return step
         if isinstance(i, ISSUED):
@@ -170,14 +171,14 @@ class _Model:
         return (rank, i.peer) if isinstance(i, Send) else (i.peer, rank)
 
     def _members(self, i: Instruction) -> tuple[int, ...]:
-        """Return the pipeline ranks that meet at a collective; none for everything else."""
+        """Return the pipeline ranks that meet at a collective; () for other instructions."""
         if isinstance(i, SyncTied):
             members = self.plan.layout.ranks_of(i.stages)
             return members if len(members) > 1 else ()
         return tuple(range(len(self.plan.programs))) if isinstance(i, WHOLE_MESH) else ()
 
     def _flow(self, rank: int, index: int, i: Instruction, gatherings: Sequence[int]) -> Flow | None:
-        """Return what an instruction needs and makes; None for one that makes no sense, but for whom it talks to."""
+        """Return the data flow of an instruction; None for a malformed one without a valid peer and value."""
         layout = self.plan.layout
         if (rank, index) not in self.malformed:
             return flow(i, layout, rank, *gatherings)
@@ -189,7 +190,7 @@ class _Model:
 
     @property
     def _gatherings(self) -> list[list[tuple[int, ...]]]:
-        """Which gatherings of its stages' weights each instruction of each rank uses."""
+        """Gatherings of its stages' weights that each instruction of each rank uses, by number."""
         columns, (apart, origin) = self.plan.columns, self.plan.columns.apart
         numbers = Ragged.group(origin, gatherings_of(apart), len(columns)).lists()
         return [numbers[rows.start : rows.stop] for rows in map(columns.rows_of, range(columns.num_ranks))]
@@ -203,7 +204,7 @@ class _Model:
 
     @cached_property
     def _numbers(self) -> dict[tuple[int, Value], int]:
-        """The number of each value of each rank that is made or, where that is asserted, needed."""
+        """Number of each value of each rank that is produced or, where that is asserted, needed."""
         found: dict[tuple[int, Value], int] = {}
         for rank, flows in enumerate(self._flows):
             for used in filter(None, flows):
@@ -213,7 +214,7 @@ class _Model:
         return found
 
     def _name(self, thing: Value | Instruction) -> int:
-        """Return the number by which the ends of a message, or the members of a collective, know what they mean."""
+        """Return the number by which the ends of a message, or the members of a collective, identify it."""
         return self.names.setdefault(thing, len(self.names) + 1)
 
     def _step(self, rank: int, index: int, i: Instruction) -> str:
@@ -244,17 +245,17 @@ class _Model:
         return [f"{word}({number})" for number in numbers if number is not None]
 
     def _number(self, rank: int, value: Value) -> int | None:
-        """Return a value's number: the rank's own, or that of the rank it comes from; None where nobody makes it."""
+        """Return the number of a value on this rank, or on the rank that sends it; None if no instruction makes it."""
         elsewhere = self._travelling.get(value) if value.kind in TRAVELS else None
         return self._numbers.get((rank, value), elsewhere)
 
     @cached_property
     def _travelling(self) -> dict[Value, int]:
-        """The number of each value that goes from rank to rank, where it is made first."""
+        """Number of each value that travels between ranks, on the rank that makes it first."""
         return {value: number for (_, value), number in reversed(self._numbers.items()) if value.kind in TRAVELS}
 
     def _network(self) -> list[str]:
-        """Return the steps of a process that delivers every message as soon as it is there, in any order."""
+        """Return the steps of a process that delivers each message once it is sent, in any order."""
         sent, received = self._ends(sends=True), self._ends(sends=False)
         steps = [f"bool sent[{len(sent) + 1}];", "short n;", "do"]
         for k, name in enumerate(name for name in sent if name in received):
@@ -264,7 +265,7 @@ class _Model:
         return [*steps, f":: n == {len(sent | received)} -> break", "od;"]
 
     def _ends(self, *, sends: bool) -> dict[tuple[object, ...], list[int]]:
-        """Return the value that the k-th send, or receive, of each name takes or makes."""
+        """Return the numbers of the values of the k-th send, or receive, of each name."""
         found: dict[tuple[object, ...], list[int]] = {}
         times: Counter[tuple[object, ...]] = Counter()
         for rank, program in enumerate(self.plan.programs):
@@ -278,7 +279,7 @@ class _Model:
         return found
 
     def _end(self, num_processes: int) -> Iterator[str]:
-        """Yield what has to hold when all is done: nothing left over, everything computed."""
+        """Yield the assertions at the end: no values left over, all computations done."""
         if self.profile != "blocking":
             return
         yield "active proctype all_is_done() { atomic {"

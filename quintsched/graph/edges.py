@@ -1,11 +1,11 @@
-"""What each event of a plan has to wait for: the events before it in its queues, and those that make its values.
+"""Dependency edges between the events of a plan: order within queues, data flow, memory, and the host's order.
 
-Under `blocking` everything on a rank is in one queue; the other profiles relax that step by step. With no wildcard
-receive and no branch, a plan is free of deadlock exactly if the graph of these waits has no cycle. The simulator times
-the same graph.
+Under `blocking` all instructions of a rank are in one queue; the other profiles relax that step by step. Without
+wildcard receives and branches, a plan is free of deadlock exactly if this graph has no cycle. The simulator times the
+same graph.
 
-An edge that other edges imply is left out: computations of a rank are in one queue, so of several that an event waits
-for, the last is enough, and a computation waits for those before it anyway.
+Edges that others imply are left out. The computations of a rank are in one queue: so of several computations that
+an event waits for, the last is enough, and a computation needs no edge from earlier ones.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from quintsched.ir.instructions import (
 )
 
 Edges = tuple[Ints, Ints, Ints]
-"""(sources, targets, ranks): events, and the rank on which the target waits."""
+"""(sources, targets, ranks): event ids, and the rank on which the target waits."""
 
 ISSUED = (Send, Recv, HostCopy, ShareMetrics, SyncTied)
-"""What a host only issues: it waits in computations, and at everything else that ends a step."""
+"""Instructions that the host issues asynchronously; it blocks in computations, and in all others that end a step."""
 
 
 def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
-    """Return the event graph of a plan under a transport profile; with `one_host`, as a rank's host adds to it.
+    """Return the event graph of a plan under a transport profile; with `one_host`, edges of a rank's host are added.
 
-    That is the graph of a proof; without tags it has the launch order of collectives as well. Without a host, it is the
-    one that is timed: of queues and data alone. Under `blocking` a rank's one queue is its program order already.
+    With `one_host` it is the graph of the proof; unless messages match by tag, it then has the launch order of
+    collectives too. Without, it is the graph that is timed: queues, data and memory. Under `blocking` a rank's one
+    queue is its program order already.
 
-    A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
-    without messages, as a schedule yields it, has the right edges too.
+    A value that no instruction on its rank produces comes from the rank that produces it. So a plan without messages,
+    as a schedule yields it, gets the right edges too.
     """
     queues = profile.queues(events)
     parts = [queue_edges(events, queues)]
@@ -56,10 +57,10 @@ def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: boo
 
 
 def host_edges(events: Events, profile: Profile) -> Edges:
-    """Return what a host adds that issues its program in order, and waits as it goes.
+    """Return the edges of a host that issues its program in order and blocks in some instructions.
 
-    It waits in computations and at what ends a step. Messages and other collectives it only issues, but not before it
-    has come to them; where tags match messages, those are issued ahead of their place and wait for nobody.
+    It blocks in computations and in instructions that end a step. It issues messages and other collectives without
+    blocking, but not before it reaches them; messages that match by tag are issued ahead of their place.
     """
     columns = events.columns
     issued = columns.are(*ISSUED)
@@ -77,11 +78,11 @@ def host_edges(events: Events, profile: Profile) -> Edges:
 
 
 def launch_edges(events: Events) -> Edges:
-    """Return the edges from every collective of a rank to the next one, whatever their groups.
+    """Return the edges from every collective of a rank to its next one, across groups.
 
-    NCCL may run the collectives of a GPU one at a time, in the order of their launch: one whose group is not complete
-    holds up all behind it. So ranks that share two groups issue their collectives in one order, and no circle leads
-    through three groups or more.
+    NCCL may run the collectives of a GPU one at a time, in launch order: one whose group is incomplete holds up all
+    later ones. So ranks that share two groups must issue their collectives in one order, and no cycle may lead through
+    three groups or more.
     """
     columns = events.columns
     rows = np.flatnonzero(events.groups != NO_GROUP)
@@ -91,13 +92,13 @@ def launch_edges(events: Events) -> Edges:
 
 
 def queue_edges(events: Events, queues: Ints) -> Edges:
-    """Return the edges from every event to the next one in its queue on a rank; `queues` are those of the rows."""
+    """Return the edges from every event to the next in its queue on a rank; `queues` has the queue of each row."""
     columns, found = events.columns, []
     computing = np.flatnonzero(queues == COMPUTE_QUEUE)
     parts = [(computing, columns.rank[computing])]
     rest = (queues != COMPUTE_QUEUE) & (queues != NO_QUEUE)
     for ends in (events.channels.sends, events.channels.receives):
-        if _has_own_queues(ends, queues):  # then they are sorted already
+        if _has_own_queues(ends, queues):  # then already sorted by queue
             parts.append((ends.rows, ends.channels))
             rest[ends.rows] = False
     others = np.flatnonzero(rest)
@@ -112,27 +113,27 @@ def queue_edges(events: Events, queues: Ints) -> Edges:
 
 
 def _has_own_queues(ends: Ends, queues: Ints) -> bool:
-    """Whether every channel has a queue to itself."""
+    """Return whether every channel has a queue of its own."""
     used = np.flatnonzero(ends.counts)
     names = queues[ends.rows[ends.starts[used]]]
     return bool(names.min(initial=FIRST_GROUP_QUEUE) >= FIRST_GROUP_QUEUE) and len(np.unique(names)) == len(names)
 
 
 def all_data_edges(events: Events, flows: Flows) -> Edges:
-    """Return the edges from every event that makes a value to every one that consumes or reads it."""
+    """Return the edges from the producer of a value to all its consumers and readers."""
     makers, rows = _handovers(flows)
     return events.of[makers], events.of[rows], events.columns.rank[rows]
 
 
 def data_edges(events: Events, flows: Flows, queues: Ints) -> Edges:
-    """Return those of them that the order of computations does not imply; `queues` are those of the rows."""
+    """Return the data edges that the order of computations does not imply; `queues` has the queue of each row."""
     rank = events.columns.rank
     makers, rows = _last_of_queue(*_handovers(flows), rank, queues == COMPUTE_QUEUE)
     return events.of[makers], events.of[rows], rank[rows]
 
 
 def _handovers(flows: Flows) -> tuple[Ints, Ints]:
-    """Return (makers, takers): the rows that make a value, and those that consume or read it."""
+    """Return (makers, takers): rows that produce a value, and rows that consume or read it."""
     rows = np.concatenate([flows.consumes.rows, flows.reads.rows])
     places = np.concatenate([flows.consumes.places, flows.reads.places])
     makers = flows.first_makers[places]
@@ -145,7 +146,7 @@ def _handovers(flows: Flows) -> tuple[Ints, Ints]:
 
 
 def _last_of_queue(makers: Ints, rows: Ints, rank: Ints, computing: Flags) -> tuple[Ints, Ints]:
-    """Return the edges without those that the order of computations implies."""
+    """Return the edges without those that the order of computations on a rank implies."""
     ordered = computing[makers] & (rank[makers] == rank[rows]) & (makers < rows)
     kept = ~ordered
     outside = np.flatnonzero(ordered & ~computing[rows])
@@ -156,12 +157,12 @@ def _last_of_queue(makers: Ints, rows: Ints, rank: Ints, computing: Flags) -> tu
 
 
 def room_edges(events: Events, queues: Ints) -> Edges:
-    """Return the edges from what frees memory to what takes it after that; `queues` are those of the rows.
+    """Return the edges from rows that free memory to later rows that allocate it; `queues` has the queue of each row.
 
         FreeParams ──▶ GatherParams      OffloadAct ──▶ the next computation, FetchAct      computation ──▶ FetchAct
 
-    Weights are gathered into the room of others. A computation finds the room that activations had which went to the
-    host's memory before it, and those that are fetched take the room that what stands before them has left.
+    Full weights are gathered into memory that other weights have left. A computation uses the memory of activations
+    offloaded before it; fetched activations use the memory that all before them on the rank have left.
     """
     columns = events.columns
     pairs = [_latest_before(columns, columns.rows_where(FreeParams), columns.rows_where(GatherParams))]
@@ -177,7 +178,7 @@ def room_edges(events: Events, queues: Ints) -> Edges:
 
 
 def _latest_before(columns: Columns, earlier: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return, for each of the rows that has one, the latest of the earlier ones on its rank, and the row."""
+    """Return (latest earlier row on the same rank, row) for each of the rows that has one."""
     latest = np.searchsorted(earlier, rows) - 1
     known = latest >= 0
     known[known] = columns.rank[earlier[latest[known]]] == columns.rank[rows[known]]

@@ -1,9 +1,9 @@
-"""A graph of events and what each waits for: run it in order, time it, or find the cycle that stops it.
+"""Dependency graph of events: topological order, earliest start times, and the cycle that causes a deadlock.
 
-    0 ──▶ 1 ──▶ 3        an event begins when all that it waits for has ended;
-    └───▶ 2 ────┘        what never begins is on a cycle, or behind one
+    0 ──▶ 1 ──▶ 3        an event begins when all its predecessors have ended;
+    └───▶ 2 ────┘        an event that never begins is on a cycle, or depends on one
 
-It knows nothing of plans: plans and spelled-out collectives are both judged and timed by it.
+It is independent of plans: both plans and spelled-out collectives are proved and timed by it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Times: TypeAlias = npt.NDArray[np.float64]
 
 NONE = -1
 COLUMNS = 3
-"""How many neighbours of an event are in columns of their own; most events have no more."""
+"""Number of neighbours of an event that are stored in columns; most events have no more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run of an event graph: `order` is that in which events ran, `waiting` is not 0 for those that never began."""
+    """Result of a run: `order` lists events as they ran, `waiting` counts unmet dependencies (0 for those that ran)."""
 
     order: list[int]
     waiting: list[int]
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class EventGraph:
-    """Edges `sources[i]` → `targets[i]`, each owed to rank `ranks[i]`; the target waits for the source."""
+    """Edges `sources[i]` → `targets[i]` (the target waits), each with the rank `ranks[i]` on which it waits."""
 
     num_events: int
     sources: Ints
@@ -48,7 +48,7 @@ class EventGraph:
     ranks: Ints
 
     def run(self) -> Run:
-        """Run every event that can; O(events + edges)."""
+        """Run every event whose dependencies can be met (Kahn's algorithm); O(events + edges)."""
         successors = _Neighbours.of(self.num_events, self.sources, self.targets)
         first, second, third = (column.tolist() for column in successors.columns)
         counts = [np.bincount(c[c != NONE], minlength=self.num_events) for c in successors.columns]
@@ -80,13 +80,13 @@ class EventGraph:
         return Run(ready, waiting)
 
     def agrees(self, order: Ints) -> bool:
-        """Whether an order of all events has each of them after what it waits for."""
+        """Return whether an order of all events is topological."""
         place = np.empty(self.num_events, np.int64)
         place[order] = np.arange(self.num_events)
         return bool((place[self.sources] < place[self.targets]).all())
 
     def starts(self, durations: Times, order: Ints) -> Times:
-        """Return when each event starts, if each does so as early as it can; `order` has to agree with the graph."""
+        """Return the earliest start time of each event; `order` must be topological."""
         if not len(order):
             return np.zeros(0)
         place = np.empty(self.num_events + 1, np.int64)
@@ -94,7 +94,7 @@ class EventGraph:
         columns = [place[column[order]].tolist() for column in self._predecessors.columns]
         more = {place[event]: place[others].tolist() for event, others in self._predecessors.more.items()}
         starts: list[float] = []
-        ends = [0.0] * (self.num_events + 1)  # the last is that of an event that waits for nothing
+        ends = [0.0] * (self.num_events + 1)  # the last entry: of the missing predecessor, `NONE`
         for event, (first, second, third, duration) in enumerate(zip(*columns, durations[order].tolist(), strict=True)):
             start, other = ends[first], ends[second]
             if other > start:
@@ -108,9 +108,9 @@ class EventGraph:
         return found
 
     def latest(self, event: int, ends: Times, places: Ints) -> int:
-        """Return what an event waited for last, given when events end; `NONE` where it waits for nothing.
+        """Return the predecessor of an event that ended last, given all end times; `NONE` if it has none.
 
-        Of several that ended together, that of the last place.
+        Of several that ended together, the one with the largest entry in `places`.
         """
         waited = [int(column[event]) for column in self._predecessors.columns]
         waited = [other for other in (*waited, *self._predecessors.more.get(event, ())) if other != NONE]
@@ -121,10 +121,10 @@ class EventGraph:
         return _Neighbours.of(self.num_events, self.targets, self.sources)
 
     def cycle(self, waiting: Sequence[int]) -> list[tuple[int, int]]:
-        """Return one cycle among the events that still wait, as (event, rank on which the next one waits for it).
+        """Return one cycle of events that never ran, as (event, rank on which the next one waits for it).
 
-        The way back from an event stays on a rank as long as it can: so it comes to where that rank stands, and only
-        there goes over to the rank that is waited for.
+        The backward walk stays on one rank as long as it can, so that it reaches the instruction at which that rank is
+        blocked, and only there crosses to the rank that it waits for.
         """
         stuck = np.asarray(waiting) > 0
         edges = np.flatnonzero(stuck[self.sources] & stuck[self.targets])
@@ -146,7 +146,7 @@ class EventGraph:
 
 
 def stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return a cycle as (event, later event, rank), with the steps that follow each other on a rank taken as one."""
+    """Return a cycle as (event, later event, rank), with consecutive steps on one rank merged."""
     ranks = [rank for _, rank in cycle]
     starts = [k for k, rank in enumerate(ranks) if rank != ranks[k - 1]] or list(range(len(cycle)))
     return [
@@ -157,9 +157,9 @@ def stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class _Neighbours:
-    """The events at the other ends of edges: `columns[k][v]` is the k-th of event v, or `NONE`; `more` has the rest.
+    """Adjacency by event: `columns[k][v]` is the k-th neighbour of event v, or `NONE`; `more` has the others.
 
-    An edge that is there several times may count once.
+    Duplicate edges may be merged.
     """
 
     columns: list[Ints]
@@ -167,7 +167,7 @@ class _Neighbours:
 
     @classmethod
     def of(cls, num_events: int, events: Ints, others: Ints) -> _Neighbours:
-        """Sort edges by the events at one end, in the order given."""
+        """Group the edges by the event at one end, in the order given."""
         columns = []
         for _ in range(COLUMNS):
             column = np.full(num_events, NONE)

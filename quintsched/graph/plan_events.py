@@ -1,4 +1,4 @@
-"""A plan's instructions as events: a send and its receive are one, and so are a collective and its peers.
+"""Events of a plan: a send and its receive are one event, and so are the collectives of a group that match.
 
 rank 0   Fwd ──▶ SendAct ┐
                          ├─ one event
@@ -21,9 +21,9 @@ NO_GROUP = -1
 
 @dataclass(frozen=True, eq=False)
 class Ends:
-    """The sends, or the receives, of all channels, sorted by channel; on each channel in program order.
+    """Sends, or receives, of all channels, sorted by channel, and by program order within each.
 
-    `counts[c]` says how many there are on channel c, `numbers` counts them from 0 on each.
+    `counts[c]` is their number on channel c; `numbers` counts from 0 on each channel.
     """
 
     rows: Ints
@@ -32,18 +32,18 @@ class Ends:
 
     @cached_property
     def starts(self) -> Ints:
-        """Where each channel begins."""
+        """Offset of each channel's first end."""
         return np.cumsum(self.counts) - self.counts
 
     @cached_property
     def numbers(self) -> Ints:
-        """The number of each end on its channel."""
+        """Position of each end on its channel."""
         return np.arange(len(self.rows)) - self.starts[self.channels]
 
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """The messages of a plan. Channel c goes from pipeline rank `sources[c]` to `destinations[c]`."""
+    """Channels of a plan's messages. Channel c goes from pipeline rank `sources[c]` to `destinations[c]`."""
 
     sources: Ints
     destinations: Ints
@@ -52,7 +52,7 @@ class Channels:
 
     @classmethod
     def of(cls, columns: Columns) -> Channels:
-        """Find the channel of every message, and its number there."""
+        """Find the channel of every message, and its position there."""
         num_ranks = columns.num_ranks
         sent, received = columns.rows_where(Send), columns.rows_where(Recv)
         of_sends = columns.rank[sent] * num_ranks + columns.peer[sent]
@@ -68,37 +68,37 @@ class Channels:
 
     @property
     def num_channels(self) -> int:
-        """How many directed pairs of ranks exchange messages."""
+        """Number of channels: directed pairs of ranks that exchange messages."""
         return len(self.sources)
 
     @cached_property
     def pairs(self) -> tuple[Ints, Ints]:
-        """The rows of the k-th send and of the k-th receive of a channel, for all k that have both."""
+        """Rows of the k-th send and of the k-th receive of a channel, for all k that have both."""
         both = np.minimum(self.sends.counts, self.receives.counts)
         sent = self.sends.numbers < both[self.sends.channels]
         received = self.receives.numbers < both[self.receives.channels]
         return self.sends.rows[sent], self.receives.rows[received]
 
     def uneven(self) -> list[int]:
-        """The channels that have more sends than receives, or fewer."""
+        """Channels with unequal numbers of sends and receives."""
         return np.flatnonzero(self.sends.counts != self.receives.counts).tolist()
 
 
 def _distinct(values: Ints) -> Ints:
-    """Return the distinct ones of values that come in long runs."""
+    """Return the distinct values, quickly for values that come in long runs."""
     changes = np.flatnonzero(np.diff(values)) + 1
     return np.unique(values[np.r_[0, changes]]) if len(values) else values
 
 
 def shrunk(numbers: Ints) -> Ints:
-    """Return numbers from 0 on in 16 bits, if they fit: those are sorted in linear time."""
+    """Return non-negative numbers as 16-bit integers if they fit: numpy sorts those in linear time."""
     return numbers.astype(np.uint16) if numbers.max(initial=0) < 2**16 else numbers
 
 
 def pipeline_collectives(plan: PlanData) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """Return per group of pipeline ranks, and per rank, the rows of its collectives in program order.
+    """Return the rows of collectives in program order, per group of pipeline ranks and per rank.
 
-    A sum over stages that are all on one rank is none: nobody else takes part.
+    A sum over stages that are all on one rank is left out: it involves no other rank.
     """
     columns = plan.columns
     of_all: dict[int, list[int]] = {}
@@ -118,9 +118,9 @@ def pipeline_collectives(plan: PlanData) -> dict[tuple[int, ...], dict[int, list
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Which rows are one event: `of[row]` is its number; numbers are dense, in the order of their first rows.
+    """Map of rows to events: `of[row]` is the event's number; numbers are dense, in the order of their first rows.
 
-    `groups[row]` numbers the group of pipeline ranks of a collective; `NO_GROUP` for everything else.
+    `groups[row]` is the number of a collective's group of pipeline ranks; `NO_GROUP` for all other rows.
     """
 
     columns: Columns
@@ -133,7 +133,7 @@ class Events:
     def merge(cls, plan: PlanData) -> Events:
         """Merge the k-th send of a channel with its k-th receive, and the k-th collectives of a group.
 
-        What has no partner stays alone; `check` reports such faults before it asks for this. Plans remember it.
+        Unmatched instructions are events of their own; `check` reports them before it calls this. Plans cache it.
         """
         return plan.remember("events", lambda: cls._merge(plan))
 
@@ -155,24 +155,24 @@ class Events:
 
     @classmethod
     def apart(cls, plan: PlanData) -> Events:
-        """Return events of one instruction each."""
+        """Return events of one instruction each, without merging."""
         merged, rows = cls.merge(plan), np.arange(len(plan.columns))
         return cls(merged.columns, merged.channels, merged.groups, rows, rows)
 
     @property
     def num_events(self) -> int:
-        """How many events there are."""
+        """Number of events."""
         return len(self.first_rows)
 
     def member(self, event: int, rank: int) -> int:
-        """Return the event's row on `rank`, or its first one."""
+        """Return the event's row on `rank`, or else its first row."""
         rows = np.flatnonzero(self.of == event)
         here = rows[self.columns.rank[rows] == rank]
         return int(here[0] if len(here) else rows[0])
 
 
 def carried(plan: PlanData, rows: Ints) -> Ints:
-    """Return the key of the value that each message carries: what a send takes and its receive makes."""
+    """Return the key of the value that each message carries: consumed by a send, produced by its receive."""
     key_of = np.full(len(plan.columns), ABSENT)
     for uses in (plan.flows.produces, plan.flows.consumes):
         key_of[uses.rows] = uses.places

@@ -1,15 +1,15 @@
-"""Transport profiles: which of a rank's instructions share a queue on a transport, and so run one after the other.
+"""Transport profiles: the queues into which a transport puts a rank's instructions; each queue runs in order.
 
-    blocking        ▶ everything ▶
+    blocking        ▶ all instructions ▶
     single-stream   ▶ computation ▶     ▶ all messages and collectives ▶
     pair-stream     ▶ computation ▶     ▶ with rank 1 ▶   ▶ with rank 2 ▶   ▶ each group ▶
     channel         ▶ computation ▶     ▶ to 1 ▶  ▶ from 1 ▶  ▶ to 2 ▶  …   ▶ each group ▶
-    tagged          ▶ computation ▶     messages are in no order             ▶ each group ▶
+    tagged          ▶ computation ▶     messages are unordered               ▶ each group ▶
 
-Copies to the host's memory and back have a queue each, under all but the first. The proof has collectives of different
-groups wait for each other too, in the order in which a rank launches them, except under `tagged`: see `edges`.
+Copies to host memory and back have a queue each, in all profiles but the first. In the proof, collectives of
+different groups wait for each other too, in a rank's launch order, except under `tagged`: see `edges`.
 
-Each relaxes the one before it, so a plan that is free of deadlock under one is free under all that follow.
+Each profile relaxes the previous one, so a plan that is free of deadlock under one is so under all that follow.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ FIRST_GROUP_QUEUE = FIRST_OWN_QUEUE + len(OWN_QUEUES)
 
 @dataclass(frozen=True)
 class Profile:
-    """How a transport serialises what a rank does.
+    """Serialization of a rank's instructions by a transport.
 
-    `one_queue`: everything in one. `one_wire`: all messages and collectives in one. Else collectives have a queue
-    per group, and `message_queues` (None: no order) numbers the queue of each channel.
+    `one_queue`: all in one queue. `one_wire`: all messages and collectives in one queue. Else collectives have a queue
+    per group, and `message_queues` (None: unordered) returns the queue of each channel.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Profile:
 
     @property
     def matches_by_tag(self) -> bool:
-        """Whether messages find each other by name, so that no queue orders them."""
+        """Whether messages match by tag, so that no queue orders them."""
         return not (self.one_queue or self.one_wire or self.message_queues)
 
     def queues(self, events: Events) -> Ints:
-        """Return the number of each row's queue on its rank; `NO_QUEUE` where nothing orders it."""
+        """Return the queue of each row on its rank; `NO_QUEUE` if it is unordered."""
         columns, channels, groups = events.columns, events.channels, events.groups
         queues = np.full(len(columns), COMPUTE_QUEUE)
         if self.one_queue:
@@ -90,7 +90,7 @@ PROFILES: dict[str, Profile] = {
         Profile("tagged", "gloo with tags"),
     )
 }
-"""Strictest first: each profile's waits include those of all that follow it."""
+"""Profiles by name, strictest first: the edges of each include those of all that follow."""
 
 
 def find_profile(name: str) -> Profile:

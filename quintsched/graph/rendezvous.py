@@ -1,10 +1,10 @@
-"""Does a plan run to its end where every call blocks until its partner has come? The `blocking` profile, exactly.
+"""Exact decision for the `blocking` profile: can a plan run to its end if every call blocks until its partner comes?
 
-    rank 0   …  SendAct ▶ waits …………… done           a rank walks its program and stops at an event
-    rank 1   …  Fwd  ……………  ▶ RecvAct, done           until all of its members have come to it
+    rank 0   …  SendAct ▶ waits …………… done           each rank walks its program and stops at an event
+    rank 1   …  Fwd  ……………  ▶ RecvAct, done           until all members of the event have reached it
 
-With no wildcard receive, the order in which ranks are looked at does not matter: one walk decides. It is the event
-graph of one queue per rank, which is slower to build; that one says why, where this one stops.
+Without wildcard receives the order in which ranks advance does not matter, so one walk decides. It is equivalent to
+the event graph with one queue per rank, and faster to compute; but only that graph gives the cycle if a plan fails.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quintsched.ir.plan_data import PlanData
 
 
 def meeting_order(plan: PlanData) -> Ints | None:
-    """Return an order in which the events of a plan can run, each rank in the order of its program; None if none is.
+    """Return an order in which the events of a plan can run, each rank in program order; None if there is none.
 
-    O(instructions). Plans remember it.
+    O(instructions). Plans cache it.
     """
     return plan.remember("meeting order", lambda: _order(Events.merge(plan)))
 
@@ -31,7 +31,7 @@ def _order(events: Events) -> Ints | None:
     if moments is None:
         return None
     columns = events.columns
-    latest = np.full(len(columns), -1)  # the row of the last meeting up to here, on the same rank
+    latest = np.full(len(columns), -1)  # row of the last shared event up to here, on the same rank
     latest[shared] = shared
     latest = np.maximum.accumulate(latest) if len(latest) else latest
     met = latest >= columns.first[columns.rank]
@@ -40,15 +40,15 @@ def _order(events: Events) -> Ints | None:
 
 
 def _moments(events: Events, shared: Ints, members: Ints) -> Ints | None:
-    """Return when each event that ranks share takes place, counted from 1; None if some never do.
+    """Return the logical time, from 1, at which each event shared by ranks takes place; None if one never does.
 
-    `shared` are the rows of such events, `members` says how many rows each event has.
+    `shared` lists the rows of such events, `members` the number of rows of each event.
     """
     position = np.searchsorted(shared, events.columns.first)
     position, ends = position[:-1].tolist(), position[1:].tolist()
     meeting, missing = events.of[shared].tolist(), members.tolist()
-    last: dict[int, int] = {}  # the rank that came last to an event that still waits for others
-    before: dict[tuple[int, int], int] = {}  # and who came before a rank, where there are more than two
+    last: dict[int, int] = {}  # event → the rank that reached it last, while others are missing
+    before: dict[tuple[int, int], int] = {}  # (event, rank) → the rank that reached it before, for events of > 2 ranks
     ready, moments, now = list(range(len(ends))), [0] * len(missing), 0
     while ready:
         rank = ready.pop()

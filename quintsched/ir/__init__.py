@@ -1,5 +1,5 @@
-"""What a plan is made of: the mesh, the stages and routes on it, the instructions, and the one rule of their data flow.
+"""Intermediate representation of plans: mesh, stages and routes, instructions, and the one rule of their data flow.
 
-Here are words and facts about them, no judgement and no transformation. Imports `quintsched.errors` and nothing else
-of this project; every other room may look in here.
+Data types and facts about them only, no checks of plans and no transformations. Imports `quintsched.errors` and nothing
+else of this project; every other package may import this one.
 """

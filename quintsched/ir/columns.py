@@ -1,13 +1,13 @@
-"""A plan's instructions as arrays, one row each, rank after rank. These arrays are the plan.
+"""Storage of a plan's instructions as a structure of arrays: one row per instruction, rank after rank.
 
     row          0    1        2    …        rank 0's program, then rank 1's, …
     op           Fwd  SendAct  Bwd  …        index into `instructions.ALL`
-    stage        0    0        0    …        a column for every field that an instruction of the plan has;
+    stage        0    0        0    …        one column per field that any instruction of the plan has;
     microbatch   0    0        0    …        -1 where an instruction has no such field
     peer         -1   1        -1   …
-    stages       -1   -1       -1   …        what is not a number stands in `table`, and its place there in the column
+    stages       -1   -1       -1   …        other values than numbers are in `table`; the column holds their index
 
-`quintsched.ir.programs` shows them as sequences of instructions, each made when somebody looks at it.
+`quintsched.ir.programs` presents them as sequences of instruction objects, each created on access.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Amounts: TypeAlias = npt.NDArray[np.float64]
 
 ABSENT = -1
 LARGEST = 2**31 - 1
-"""The largest number that an instruction may hold, and its negative the smallest."""
+"""Largest number in an instruction; the smallest is its negative."""
 
 CODES = {kind: code for code, kind in enumerate(ALL)}
-"""What `op` calls each class of instruction."""
+"""Code of each class of instruction in `op`."""
 
 FIELDS: dict[type[Instruction], tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in ALL}
 """The fields of each class of instruction, in order."""
 
 NUMBERS = frozenset(field.name for kind in ALL for field in fields(kind) if str(field.type) == "int")
-"""The fields that are numbers; all others stand in the table."""
+"""Fields that hold one integer; the values of all others are in the table."""
 
 ENTRIES: dict[str, type | None] = {
     field.name: {"str": None, "tuple[int, ...]": int, "tuple[int, int]": int, "tuple[str, ...]": str}[str(field.type)]
@@ -50,18 +50,18 @@ ENTRIES: dict[str, type | None] = {
     for field in fields(kind)
     if field.name not in NUMBERS
 }
-"""Of what a field in the table is a tuple; None for a name."""
+"""Type of a table field's tuple entries; None if the field is a name."""
 
 PAIRS = frozenset(field.name for kind in ALL for field in fields(kind) if str(field.type) == "tuple[int, int]")
-"""The fields in the table that are a stage and a microbatch."""
+"""Table fields that hold a (stage, microbatch) pair."""
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The arrays; `first[k]` is the row of rank k's first instruction, all else has one entry per row.
+    """Arrays of a plan: `first[k]` is the row of rank k's first instruction, all others have one entry per row.
 
-    Nobody can write to them: what a plan remembers of its instructions stays true. `columns` holds the fields, by name;
-    one that no instruction of the plan has may be missing. `table` holds what is not a number: axes, stages, names.
+    All arrays are read-only, so results that a plan caches stay valid. `columns` holds the fields by name; a field that
+    no instruction of the plan has may be missing. `table` holds values that are not numbers: axes, stages, names.
     """
 
     first: Ints
@@ -80,10 +80,10 @@ class Columns:
 
     @classmethod
     def of(cls, programs: Iterable[Iterable[Instruction]]) -> Columns:
-        """Read the arrays off programs; O(instructions).
+        """Build the arrays from programs; O(instructions).
 
-        Raises `UnsoundError` for what is no instruction, or holds what does not belong there: only whole numbers that
-        fit into 32 bits are numbers here (numpy's too, but no bool).
+        Raises `UnsoundError` for an object that is no instruction, or a field of the wrong type: numbers must be
+        integers that fit into 32 bits (numpy's too, but no bool).
         """
         lists = [list(program) for program in programs]
         first = np.cumsum([0, *map(len, lists)], dtype=np.int64)
@@ -111,7 +111,7 @@ class Columns:
     def make(cls, kind: type[Instruction], rank: Ints, num_ranks: int, **values: Any) -> Columns:
         """Return rows of one class, ordered by rank.
 
-        `values` are arrays for numbers, and for all else a list with one value per row, or one value for all of them.
+        `values` are arrays for number fields; for other fields a list with one value per row, or one value for all.
         """
         table: dict[Any, int] = {}
         columns = {}
@@ -124,7 +124,7 @@ class Columns:
 
     @classmethod
     def stack(cls, programs: Sequence[Columns]) -> Columns:
-        """Return the programs of one rank each, as those of rank 0, 1, …"""
+        """Return columns of several ranks, from the columns of one rank each, in order of rank."""
         first = np.cumsum([0, *map(len, programs)])
         return woven(first, *((first[rank] + np.arange(len(part)), part) for rank, part in enumerate(programs)))
 
@@ -142,42 +142,42 @@ class Columns:
 
     @property
     def num_ranks(self) -> int:
-        """How many programs there are."""
+        """Number of programs, one per pipeline rank."""
         return len(self.first) - 1
 
     def column(self, name: str) -> Ints:
-        """The column of a field, all `ABSENT` where no instruction has it."""
+        """Column of a field, all `ABSENT` if no instruction has it."""
         found = self.columns.get(name)
         return np.broadcast_to(np.int64(ABSENT), len(self)) if found is None else found
 
     @property
     def stage(self) -> Ints:
-        """The stage of each row."""
+        """Stage of each row."""
         return self.column("stage")
 
     @property
     def unit(self) -> Ints:
-        """The microbatch (or slice of one) of each row."""
+        """Unit of each row: microbatch x slices + slice."""
         return self.column("microbatch")
 
     @property
     def peer(self) -> Ints:
-        """The pipeline rank at the other end of each message."""
+        """Pipeline rank at the other end of each message."""
         return self.column("peer")
 
     @cached_property
     def rank(self) -> Ints:
-        """The pipeline rank of each row."""
+        """Pipeline rank of each row."""
         return _read_only(np.repeat(np.arange(self.num_ranks), np.diff(self.first)))
 
     def are(self, *kinds: type[Instruction]) -> Flags:
-        """Which rows hold an instruction of one of these classes (or of a class below them)."""
+        """Mask of the rows whose instruction is an instance of one of these classes."""
         wanted = np.array([issubclass(kind, kinds) for kind in ALL])
         found: Flags = wanted[self.op]
         return found
 
     def rows_where(self, *kinds: type[Instruction]) -> Ints:
-        """The rows of these classes (and of those below them), in rising order."""
+        """Rows whose instruction is an instance of one of these classes, in ascending order."""
         found = [rows for kind, rows in self._rows_by_kind.items() if issubclass(kind, kinds)]
         return found[0] if len(found) == 1 else np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
 
@@ -188,22 +188,22 @@ class Columns:
         return {kind: rows for kind, rows in zip(ALL, np.split(order, ends[:-1]), strict=True) if len(rows)}
 
     def rows_of(self, rank: int) -> range:
-        """The rows of one rank's program."""
+        """Rows of one rank's program."""
         return range(int(self.first[rank]), int(self.first[rank + 1]))
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return (rank, index in its program) of a row."""
+        """Return (rank, index in the rank's program) of a row."""
         rank = int(np.searchsorted(self.first, row, side="right")) - 1
         return rank, int(row - self.first[rank])
 
     def instruction(self, row: int) -> Instruction:
-        """The instruction in a row."""
+        """Instruction in a row."""
         kind = ALL[self.op[row]]
         found: Instruction = kind(*(self._value(name, int(self.columns[name][row])) for name in FIELDS[kind]))
         return found
 
     def instructions(self, rows: Sequence[int] | range) -> list[Instruction]:
-        """The instructions of many rows."""
+        """Instructions of many rows; faster than one by one."""
         together = isinstance(rows, range) and rows.step == 1
         where = slice(rows.start, rows.stop) if together else list(rows)  # type: ignore[union-attr]
         codes = self.op[where].tolist()
@@ -226,18 +226,18 @@ class Columns:
         return numbers if name in NUMBERS else [self.table[n] if n >= 0 else None for n in numbers]
 
     def values(self, name: str, rows: Ints) -> list[Any]:
-        """The field `name` of these rows, which all have it."""
+        """Values of the field `name` in these rows, which all have it."""
         return self._values(name, self.column(name)[rows])
 
     def pairs(self, name: str, rows: Ints) -> tuple[Ints, Ints]:
-        """The stages and the microbatches that the field `name` of these rows holds, which all have it."""
+        """Stages and microbatches in the pair field `name` of these rows, which all have it."""
         used, places = np.unique(self.column(name)[rows], return_inverse=True)
         found = np.array([self.table[place] for place in used.tolist()], np.int64).reshape(-1, 2)[places]
         return found[:, 0], found[:, 1]
 
     @cached_property
     def apart(self) -> Apart:
-        """The same with the sides of every `Overlap` in rows of their own, forward first."""
+        """Columns with each `Overlap` split into two rows, forward first."""
         rows = self.rows_where(Overlap)
         if not len(rows):
             return Apart(self, _read_only(np.arange(len(self))))
@@ -254,14 +254,14 @@ class Columns:
         return Apart(Columns(first, op, columns, self.table), _read_only(origin))
 
     def take(self, rows: Ints, first: Ints) -> Columns:
-        """Return the columns that hold these rows, in this order; `first` says where each rank's begin."""
+        """Return columns of these rows, in this order; `first` gives the start of each rank."""
         return Columns(first, self.op[rows], {name: c[rows] for name, c in self.columns.items()}, self.table)
 
     def insert(self, before: Ints, *blocks: Columns) -> Columns:
-        """Return the columns with more rows, each `before` a row of its rank, or before the end of its rank's program.
+        """Return the columns with rows inserted, each before row `before` of its rank, or at the end of its program.
 
-        `before` has an entry for every row of the blocks, block after block. Rows that come before the same one stand
-        in the order given.
+        `before` has one entry per row of the blocks, block after block. Rows inserted before the same row keep the
+        order in which they are given.
         """
         rank = np.concatenate([block.rank for block in blocks])
         order = np.lexsort((before, rank))
@@ -274,19 +274,19 @@ class Columns:
         return woven(first, (np.arange(len(self)) + moved, self), *new)
 
     def append(self, *blocks: Columns) -> Columns:
-        """Return the columns with the rows of the blocks at the end of their ranks' programs, block after block."""
+        """Return the columns with the rows of the blocks appended to their ranks' programs, block after block."""
         return self.insert(np.concatenate([self.first[block.rank + 1] for block in blocks]), *blocks)
 
 
 class Apart(NamedTuple):
-    """Columns in which every computation has a row of its own, and the row of the plan that each row is of."""
+    """Columns with overlaps split, and for each of their rows the row of the plan that it comes from."""
 
     columns: Columns
     origin: Ints
 
 
 def woven(first: Ints, *parts: tuple[Ints, Columns]) -> Columns:
-    """Return columns whose rows are those of the parts, each at the places given with it."""
+    """Return columns merged from parts; the rows of each part go to the row numbers given with it."""
     size = int(first[-1])
     op, found, table = np.empty(size, np.uint8), dict[str, Ints](), dict[Any, int]()
     for places, part in parts:
@@ -300,7 +300,7 @@ def woven(first: Ints, *parts: tuple[Ints, Columns]) -> Columns:
 
 
 class _WrongValue(Exception):
-    """The value `at` a place of a column does not belong there."""
+    """Value `at` an index of a column that does not belong there."""
 
     def __init__(self, at: int, why: str) -> None:
         super().__init__(why)
@@ -308,14 +308,14 @@ class _WrongValue(Exception):
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a view of an array that cannot be written to."""
+    """Return a read-only view of an array."""
     view = array.view()
     view.setflags(write=False)
     return view
 
 
 def _numbers(values: list[Any]) -> Ints:
-    """Return whole numbers as an array; raises `_WrongValue`."""
+    """Return integers as an array; raises `_WrongValue`."""
     if not {*map(type, values)} <= {int}:
         for at, value in enumerate(values):
             if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
@@ -328,7 +328,7 @@ def _numbers(values: list[Any]) -> Ints:
 
 
 def _interned(name: str, values: list[Any], table: dict[Any, int]) -> list[int]:
-    """Return the places of names, axes or stages in the table; raises `_WrongValue`."""
+    """Return the table index of each name or tuple, adding new ones; raises `_WrongValue`."""
     of_tuple, found, known = ENTRIES[name], [], dict[int, int]()
     for at, value in enumerate(values):
         if id(value) not in known:
@@ -344,7 +344,7 @@ def _interned(name: str, values: list[Any], table: dict[Any, int]) -> list[int]:
 
 
 def _pair(at: int, value: Any) -> tuple[int, ...]:
-    """Return a stage and a microbatch as plain numbers; raises `_WrongValue`."""
+    """Return a (stage, microbatch) pair as Python ints; raises `_WrongValue`."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise _WrongValue(at, f"is {value!r}; give a tuple of stage and microbatch")
     for entry in value:
@@ -356,7 +356,7 @@ def _pair(at: int, value: Any) -> tuple[int, ...]:
 
 
 def _same(one: Columns, other: Columns, name: str) -> bool:
-    """Whether a field is the same in both, whose rows hold the same classes of instructions."""
+    """Compare one field of two `Columns` whose rows have the same classes of instructions."""
     theirs = other.column(name)
     if name not in NUMBERS:
         at = {value: place for place, value in enumerate(one.table)}

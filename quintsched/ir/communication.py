@@ -1,6 +1,6 @@
-"""How replicas exchange gradients: by which means, and what a message costs on the wire between them.
+"""Means of gradient exchange between replicas, and the latency-bandwidth cost of a message on the wire.
 
-Imports next to nothing: a request names these, and `quintsched --help` reads the request.
+Imports almost nothing: requests use these names, and `quintsched --help` imports the request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MEANS: tuple[Means, ...] = get_args(Means)
 
 
 MOST = 1e100
-"""The most seconds, and bytes, of a message: sums of what messages take stay finite numbers."""
+"""Upper bound on seconds, bytes, and bytes per second of a message, so that sums of their times stay finite."""
 
 
 def find_means(name: str) -> Means:
-    """Return the means of this name; raises `UsageError`."""
+    """Return the `Means` of this name; raises `UsageError`."""
     for means in MEANS:
         if means == name:
             return means
@@ -29,9 +29,9 @@ def find_means(name: str) -> Means:
 
 @dataclass(frozen=True)
 class Wire:
-    """What a message costs: `latency_s` seconds, and one second for `bandwidth` bytes.
+    """Cost of a message: `latency_s` seconds, plus bytes / `bandwidth` (bytes per second).
 
-    Raises `UsageError` for a latency below 0 and a bandwidth that is not above 0.
+    Raises `UsageError` for a latency below 0, and for a bandwidth that is not above 0.
     """
 
     latency_s: float = field(
@@ -49,21 +49,21 @@ class Wire:
             raise UsageError(f"a wire cannot carry {self.bandwidth!r} bytes per second")
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long a message takes."""
+        """Return the seconds that a message takes."""
         return self.latency_s + num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The means by which buckets are exchanged, and the collectives (by name) that spell it out in messages.
+    """Means by which gradient buckets are exchanged, with the collectives (by name) that spell it out in messages.
 
-    `plans` holds each as a `quintsched.collectives.CollectivePlan`; what this room knows of one is its name.
+    `plans` holds `quintsched.collectives.CollectivePlan` objects; this package uses their names only.
     """
 
     means: Means = "native"
     plans: Mapping[str, Any] = field(default_factory=dict)
     wire: Wire = field(default_factory=Wire)
-    """What "auto" reckons with; the others do not look at it."""
+    """Cost by which "auto" chooses; unused by other means."""
 
 
 NATIVE = Communication()

@@ -1,15 +1,15 @@
-"""What each instruction needs and makes: the single data-flow rule.
+"""Data-flow analysis: the values that each instruction consumes, reads and produces, by one rule.
 
-Values live on a pipeline rank. An activation that a rank received and one that it computed are the same
-value, so two neighbouring stages on one rank hand over in place with no special case:
+Values are resident on a pipeline rank. A received activation and a locally computed one are the same value, so
+neighbouring stages on one rank pass it in place, without a special case:
 
     rank 0                                   rank 1
     Fwd(0) ──OUTPUT(0)──▶ SendAct(0)  ~~~▶  RecvAct(1) ──OUTPUT(0)──▶ Fwd(1)
        └─SAVED(0)──▶ Bwd(0)                     the input of stage 1 is the output of stage 0
 
-The rule itself is a table in `quintsched.ir.rules`. It is read here, in one way, for a whole plan at once: placing
-messages, checking, simulating, running and drawing all ask here. Full weights that are sharded over replicas are
-gathered several times: the number of such a value counts the times.
+The rule is a table in `quintsched.ir.rules`, evaluated only here, for a whole plan at once. Placement of messages,
+checks, simulation, the runtime and drawings all use the result. Full weights that are sharded over replicas are
+gathered several times: the number of such a value counts the gatherings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quintsched.ir.values import Value as Value
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What an instruction takes away, what it only looks at, what it leaves behind, and what it has to come after."""
+    """Values of one instruction: consumed, only read, produced, and those whose producers it must come after."""
 
     consumes: tuple[Value, ...] = ()
     reads: tuple[Value, ...] = ()
@@ -43,11 +43,11 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Values that instructions take, read or make: the instruction in `rows[i]` uses the value at `places[i]`.
+    """Uses of values (consumed, read or produced) by instructions: `rows[i]` uses the value at `places[i]`.
 
-    A place is a value on a rank. A value that travels is resident on the rank that makes it and on the rank that takes
-    it: on the rank that holds its stage its place is its key, on the other one a number of its own. So two uses are of
-    the same value on the same rank if their places are equal.
+    A place is an index of a (value, rank) pair. A value that travels is resident on its sender and on its receiver: on
+    the rank that holds its stage the place is its key, on the other rank the key plus the number of keys. So two uses
+    concern the same value on the same rank if their places are equal.
     """
 
     rows: Ints
@@ -55,11 +55,11 @@ class Uses:
 
     @cached_property
     def by_row(self) -> Ints:
-        """The order that sorts the uses by row; those of one row stay in the order of the rule."""
+        """Permutation that sorts the uses by row, and within a row by the order of the rule."""
         return np.argsort(self.rows, kind="stable")
 
     def of_rows(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (row, place) of all uses of some rows, in order."""
+        """Yield (row, place) of all uses in rows `first` to `end` - 1, in order."""
         rows = self.rows[self.by_row]
         mine = self.by_row[np.searchsorted(rows, first) : np.searchsorted(rows, end)]
         return zip(self.rows[mine].tolist(), self.places[mine].tolist(), strict=True)
@@ -67,7 +67,7 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """The flow of all instructions of a plan at once."""
+    """Data flow of all instructions of a plan, as arrays."""
 
     numbering: Numbering
     consumes: Uses
@@ -77,28 +77,28 @@ class Flows:
 
     @cached_property
     def first_makers(self) -> Ints:
-        """For each place the first row that makes the value there; `ABSENT` where none does."""
+        """First row that produces the value, per place; `ABSENT` if none does."""
         return _first_rows(self.produces.rows, self.produces.places, self.num_places)
 
     @cached_property
     def first_takers(self) -> Ints:
-        """For each place the first row that takes the value there away; `ABSENT` where none does."""
+        """First row that consumes the value, per place; `ABSENT` if none does."""
         return _first_rows(self.consumes.rows, self.consumes.places, self.num_places)
 
     @cached_property
     def first_senders(self) -> Ints:
-        """For each value that travels the first row of any rank that makes it; `ABSENT` where none does."""
+        """First row of any rank that produces the value, per key of a travelling value; `ABSENT` if none does."""
         keys = self.keys(self.produces.places)
         travels = keys < self.numbering.num_travelling
         return _first_rows(self.produces.rows[travels], keys[travels], self.numbering.num_travelling)
 
     @property
     def num_places(self) -> int:
-        """How many places there are for values on their ranks."""
+        """Number of places: (value, rank) pairs."""
         return self.numbering.size + self.numbering.num_travelling
 
     def keys(self, places: Ints) -> Ints:
-        """Return the keys of the values at some places."""
+        """Return the key of the value at each place."""
         size = self.numbering.size
         return places - (places >= size) * size
 
@@ -107,7 +107,7 @@ class Flows:
         return self.numbering.value(place if place < self.numbering.size else place - self.numbering.size)
 
     def of_rows(self, rows: range) -> list[Flow]:
-        """Return the flow of each of some rows."""
+        """Return the `Flow` of each of these rows."""
         found: list[tuple[list[Value], ...]] = [([], [], [], []) for _ in rows]
         size, value = self.numbering.size, cache(self.numbering.value)
         for number, uses in enumerate((self.consumes, self.reads, self.produces, self.follows)):
@@ -117,10 +117,10 @@ class Flows:
 
 
 def flow(instruction: ins.Instruction, layout: Layout, rank: int, *gatherings: int) -> Flow:
-    """Return what one instruction takes, reads and makes on pipeline rank `rank`.
+    """Return the values that one instruction consumes, reads and produces on pipeline rank `rank`.
 
-    `gatherings` count how often the full weights of the stage were gathered before, for each of its sides. For the
-    instructions of a plan `Flows.of_rows` is quicker, and knows that.
+    `gatherings` counts, for each of its sides, how often the full weights of the stage were gathered before. For
+    instructions within a plan `Flows.of_rows` is faster, and derives that count.
     """
     programs = [[instruction] if k == rank else [] for k in range(max(layout.num_ranks, rank + 1))]
     known = np.array(gatherings or [0] * len(instruction.sides))
@@ -128,10 +128,10 @@ def flow(instruction: ins.Instruction, layout: Layout, rank: int, *gatherings: i
 
 
 def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -> Flows:
-    """Return the flow of every instruction of a well-formed plan.
+    """Return the data flow of all instructions of a well-formed plan.
 
-    The flow of an `Overlap` is that of its sides, the forward's first. `gatherings` says of each row of `columns.apart`
-    which gathering of its stage's weights it makes, uses or ends, where that is known.
+    The flow of an `Overlap` is that of its sides, the forward's first. `gatherings`, if known, gives for each row of
+    `columns.apart` the number of the gathering of its stage's weights that it makes, uses or ends.
     """
     apart, origin = columns.apart
     reader = _Reader.of(apart, layout, gatherings)
@@ -151,7 +151,7 @@ def _joined(parts: list[tuple[Ints, Ints]]) -> Uses:
 
 
 def _first_rows(rows: Ints, at: Ints, size: int) -> Ints:
-    """Return the first of the rows at each place."""
+    """Return the smallest row at each place, `ABSENT` if there is none."""
     nobody = np.iinfo(np.int64).max
     found = np.full(size, nobody)
     np.minimum.at(found, at, rows)
@@ -160,7 +160,7 @@ def _first_rows(rows: Ints, at: Ints, size: int) -> Ints:
 
 
 class _Cells(NamedTuple):
-    """The stages whose values a term means: an entry per instruction and stage, later per value."""
+    """Stages, and later values, that a term selects: one entry per pair of row and stage, later of row and value."""
 
     rows: Ints
     stages: Ints
@@ -169,7 +169,7 @@ class _Cells(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Reader:
-    """Reads terms of the rule for many rows at once."""
+    """Evaluator of the rule's terms for many rows at once."""
 
     columns: Columns
     layout: Layout
@@ -192,7 +192,7 @@ class _Reader:
         return cls(columns, layout, numbering, gatherings, np.array(layout.stage_to_pp, np.int64))
 
     def read(self, term: Term, rows: Ints) -> tuple[Ints, Ints]:
-        """Return (rows, places) of the uses that a term means for rows of one class of instruction."""
+        """Return (rows, places) of the uses that a term yields for rows of one class of instruction."""
         cells = self._skips(term, rows) if term.kind in SKIPS else self._whose(term.whose, rows)
         if term.when in _OF_PLAN and not _OF_PLAN[term.when](self.layout):
             cells = _kept(cells, np.zeros(len(cells.rows), np.bool_))
@@ -208,7 +208,7 @@ class _Reader:
         return cells.rows, keys + away * self.numbering.size
 
     def _whose(self, whose: Whose, rows: Ints) -> _Cells:
-        """Return the rows with the stages that are meant."""
+        """Return the rows paired with the stages that `whose` selects."""
         columns = self.columns
         if whose is Whose.RANK:
             return _Cells(rows, np.zeros(len(rows), np.int64), columns.rank[rows])
@@ -228,7 +228,7 @@ class _Reader:
         return _Cells(rows[at], stages, columns.unit[rows[at]])
 
     def _skips(self, term: Term, rows: Ints) -> _Cells:
-        """Return the values of skips that are meant, which belong to the later stages of their hops."""
+        """Return the skip values that a term selects; a value belongs to the later stage of its hop."""
         layout, columns = self.layout, self.columns
         if not layout.skips:
             return _Cells(rows[:0], rows[:0], rows[:0])
@@ -244,7 +244,7 @@ class _Reader:
         return _Cells(rows[at], later[hop], columns.unit[rows[at]] * len(layout.skips) + skip[hop])
 
     def _which(self, which: Which, cells: _Cells) -> _Cells:
-        """Return the cells with the numbers of the values that are meant, as many as there are."""
+        """Return the cells expanded to the values that `which` selects, with their numbers."""
         rows, stages, numbers = cells
         layout, columns, buckets = self.layout, self.columns, np.array([b for b, _ in self.layout.reductions], np.int64)
         if which in (Which.UNIT, Which.RANK, Which.SKIP, Which.EVERY_SKIP):
@@ -285,13 +285,13 @@ def _kept(cells: _Cells, which: Flags) -> _Cells:
 
 
 def _each(cells: _Cells, added: Ints) -> _Cells:
-    """Return each cell once for every number of `added`, which is added to its own."""
+    """Return each cell once per entry of `added`, with that entry added to its number."""
     rows, stages, numbers = (np.repeat(column, len(added)) for column in cells)
     return _Cells(rows, stages, numbers + np.tile(added, len(cells.rows)))
 
 
 def _count_from_zero(lengths: Ints) -> Ints:
-    """Return 0, 1, … up to each length, one after the other."""
+    """Return 0, 1, … up to each length (exclusive), concatenated."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
@@ -300,7 +300,7 @@ _OF_PLAN: dict[When, Callable[[Layout], bool]] = {
     When.SHARDS_GRADIENTS: lambda layout: layout.zero.shards_gradients,
     When.SHARDS_WEIGHTS: lambda layout: layout.zero.shards_weights,
 }
-"""The conditions on the whole plan."""
+"""Conditions on the whole plan."""
 
 _OF_CELL: dict[When, Callable[[Ints, Ints, Layout], Flags]] = {
     When.NOT_LAST: lambda stages, units, layout: layout.all_after(stages, units) >= 0,
@@ -312,11 +312,11 @@ _OF_CELL: dict[When, Callable[[Ints, Ints, Layout], Flags]] = {
     When.HAS_EARLIER: lambda stages, units, layout: units % layout.slices > 0,
     When.HAS_LATER: lambda stages, units, layout: units % layout.slices < layout.slices - 1,
 }
-"""The conditions on a stage and a microbatch."""
+"""Conditions on a stage and a unit."""
 
 
 def gatherings_of(columns: Columns) -> Ints:
-    """Return for each row which gathering of its stage's weights it makes, uses or ends."""
+    """Return for each row the number of the gathering of its stage's weights that it makes, uses or ends."""
     stage = columns.stage
     rows = np.flatnonzero(stage >= 0)
     order = rows[np.argsort(stage[rows], kind="stable")]
@@ -330,10 +330,10 @@ def gatherings_of(columns: Columns) -> Ints:
 
 
 def peer_of(message: ins.Message, layout: Layout) -> int:
-    """Return the pp rank that `message` must name as its peer, or -1 where it has nobody to talk to.
+    """Return the pipeline rank that `message` must name as its peer, or -1 if it has none.
 
-    Activations travel to the next stage of the microbatch's route and gradients to the one before. Of the several ranks
-    to which a skip goes, it is the one that is named, or the first.
+    Activations go to the next stage of the microbatch's route, gradients to the previous one. A skip may go to several
+    ranks: the peer is then the one that is named if it is among them, else the first.
     """
     if isinstance(message, ins.SKIP_MESSAGES):
         peers = _skip_peers(message, layout)

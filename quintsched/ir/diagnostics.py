@@ -1,4 +1,4 @@
-"""What the checker finds wrong: which point of soundness, where, in words."""
+"""Findings of the checker: the violated point of soundness, the place, and a message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Point(Enum):
-    """What a finding offends against (the points of a sound plan)."""
+    """Points of soundness that a finding can violate."""
 
     WELL_FORMED = "well-formed"
     COMPLETE = "complete"
@@ -20,7 +20,7 @@ class Point(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, in words that hold the place; `rank` is a pp rank, `index` counts in its program."""
+    """One fault, with a message that names the place; `rank` is a pp rank, `index` a position in its program."""
 
     point: Point
     message: str

@@ -1,4 +1,4 @@
-"""The instructions of a program: one small frozen class each, with only its own fields.
+"""Instruction set of a program: one small frozen class per instruction, with only its own fields.
 
     RecvAct → Fwd → SendAct        RecvGrad → Bwd → SendGrad        AllReduceBucket → ClipGrad → OptStep
                └─ Recompute ─────────────────▶ BwdInput → BwdWeight
@@ -8,13 +8,12 @@
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
     Fwd → OffloadAct → … → FetchAct → Bwd     (activations in the host's memory meanwhile)
 
-    Overlap = a Fwd and a Bwd side by side: while one computes, what the other exchanges inside its stage is on its way
+    Overlap = a Fwd and a Bwd side by side: one computes while the other's exchanges inside its stage are in flight
 
-A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`, `exchanges`), and
-what kind of work it does; its fields are the columns of a plan. What it needs and makes is said in
-`quintsched.ir.rules`, and only there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new
-instruction is a class here, a rule there, a handler there, and a step of the symbolic proof; a test over all of them
-says which is missing.
+A class declares its letters in a grid (`letters`), the costs that add up to its time (`costs`, `exchanges`), and its
+kind of work; its fields are the columns of a plan. Its operands are declared in `quintsched.ir.rules` only, its
+execution in the handlers of `quintsched.runtime.interpreter`. A new instruction needs a class here, a rule, a handler,
+and a step of the symbolic proof; a test over all classes reports what is missing.
 """
 
 from __future__ import annotations
@@ -25,40 +24,40 @@ from typing import ClassVar, Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What all instructions have in common."""
+    """Base class of all instructions."""
 
     letters: ClassVar[str] = ""
-    """How grids and pictures show it; only classes that have letters stand in plans."""
+    """Abbreviation in grids and pictures; only classes that have one may occur in plans."""
     costs: ClassVar[tuple[str, ...]] = ()
-    """Which of the simulator's costs add up to its time; of a computation, to that without its exchanges."""
+    """Names of the simulator's costs that add up to its time; for computations, without exchanges."""
     exchanges: ClassVar[tuple[str, ...]] = ()
-    """Which of the costs add up to its communication inside the stage, which takes its time too."""
+    """Names of the costs that add up to its communication inside the stage, which is part of its time."""
     computes: ClassVar[bool] = False
-    """Whether it occupies the rank that runs it."""
+    """Whether it occupies the compute of its rank."""
     begins_backward: ClassVar[bool] = False
-    """Whether it takes the saved activations of a microbatch."""
+    """Whether it consumes the saved activations of a microbatch."""
     ends_backward: ClassVar[bool] = False
     """Whether it completes the weight gradient of a microbatch."""
     needs_weights: ClassVar[bool] = False
     """Whether it computes with the weights of its stage; the weight half of a backward does not."""
     whole_mesh: ClassVar[bool] = False
-    """Whether it is a collective in which all pipeline ranks take part."""
+    """Whether it is a collective of all pipeline ranks."""
     among_replicas: ClassVar[bool] = False
     """Whether it is a collective among the replicas of a pipeline rank."""
     on_bucket: ClassVar[Literal["all_reduce", "reduce_scatter", "all_gather"] | None] = None
-    """The collective on one gradient bucket that it is: "all_reduce", "reduce_scatter" or "all_gather"."""
+    """Collective that it is on one gradient bucket: "all_reduce", "reduce_scatter" or "all_gather"."""
 
     queue: ClassVar[str] = ""
-    """The queue, beside computation, in which a rank runs its instructions of this class one after the other."""
+    """Name of the queue, beside computation, in which a rank runs instructions of this class one by one."""
 
     @property
     def op(self) -> str:
-        """The name of the instruction in a plan file."""
+        """Name of the instruction in a plan file."""
         return type(self).__name__
 
     @property
     def sides(self) -> tuple[Instruction, ...]:
-        """What it comes to, one after the other: itself, unless it is an `Overlap`."""
+        """Instructions that it stands for: itself, or the forward and the backward of an `Overlap`."""
         return (self,)
 
     def __str__(self) -> str:
@@ -74,7 +73,7 @@ def _plain(value: object, of_type: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
-    """Work of a rank on one microbatch of one stage."""
+    """Computation on one microbatch of one stage."""
 
     computes: ClassVar[bool] = True
 
@@ -84,7 +83,7 @@ class Compute(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Message(Instruction):
-    """One end of a message between two pipeline ranks; `peer` is the other end's pp coordinate."""
+    """One end of a message between two pipeline ranks; `peer` is the pp coordinate of the other end."""
 
     costs: ClassVar[tuple[str, ...]] = ("p2p",)
 
@@ -95,17 +94,17 @@ class Message(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Send(Message):
-    """The sending end of a message."""
+    """Sending end of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recv(Message):
-    """The receiving end of a message."""
+    """Receiving end of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherParams(Instruction):
-    """Materialise the full weights of `stage`, of which each rank holds a shard."""
+    """All-gather the full weights of `stage`, of which each replica holds a shard."""
 
     letters: ClassVar[str] = "GP"
     costs: ClassVar[tuple[str, ...]] = ("gather_params",)
@@ -123,7 +122,7 @@ class RecvAct(Recv):
 
 @dataclass(frozen=True, slots=True)
 class Fwd(Compute):
-    """Run the stage forward; on the last stage of the route, and others that have one, the loss too."""
+    """Run the stage forward, and its loss on the last stage of the route and on other stages that have one."""
 
     letters: ClassVar[str] = "F"
     costs: ClassVar[tuple[str, ...]] = ("forward",)
@@ -150,7 +149,7 @@ class SendAct(Send):
 
 @dataclass(frozen=True, slots=True)
 class RecvSkip(Recv):
-    """Receive what `stage`, and later stages of this rank, take of a named skip."""
+    """Receive a named skip, for `stage` and later stages of this rank that take it."""
 
     letters: ClassVar[str] = "RK"
 
@@ -168,7 +167,7 @@ class SendSkip(Send):
 
 @dataclass(frozen=True, slots=True)
 class HostCopy(Instruction):
-    """A copy of a microbatch's activations between a rank's memory and its host's, beside computation."""
+    """Copy of a microbatch's activations between device and host memory, concurrent with computation."""
 
     costs: ClassVar[tuple[str, ...]] = ("host_latency", "host_bandwidth")
 
@@ -178,7 +177,7 @@ class HostCopy(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class OffloadAct(HostCopy):
-    """Move activations to the host's memory: the copy begins with the end of their forward, and has ended here."""
+    """End of a copy of activations to host memory; the copy starts when their forward ends."""
 
     letters: ClassVar[str] = "OA"
     queue: ClassVar[str] = "offload"
@@ -186,7 +185,7 @@ class OffloadAct(HostCopy):
 
 @dataclass(frozen=True, slots=True)
 class FetchAct(HostCopy):
-    """Copy activations back from the host's memory: the copy begins here, and their backward waits for it."""
+    """Start of a copy of activations back from host memory; their backward waits for its end."""
 
     letters: ClassVar[str] = "FA"
     queue: ClassVar[str] = "fetch"
@@ -201,7 +200,7 @@ class RecvGrad(Recv):
 
 @dataclass(frozen=True, slots=True)
 class Bwd(Compute):
-    """Full backward: the gradient of the input and of the weights."""
+    """Full backward: gradients of the input and of the weights."""
 
     letters: ClassVar[str] = "B"
     costs: ClassVar[tuple[str, ...]] = ("backward_input", "backward_weight")
@@ -213,7 +212,7 @@ class Bwd(Compute):
 
 @dataclass(frozen=True, slots=True)
 class BwdInput(Compute):
-    """The half of a backward that makes the gradient of the input."""
+    """Input half of a backward: computes the gradient of the input."""
 
     letters: ClassVar[str] = "I"
     costs: ClassVar[tuple[str, ...]] = ("backward_input",)
@@ -224,7 +223,7 @@ class BwdInput(Compute):
 
 @dataclass(frozen=True, slots=True)
 class BwdWeight(Compute):
-    """The half of a backward that makes the gradient of the weights."""
+    """Weight half of a backward: computes the gradient of the weights."""
 
     letters: ClassVar[str] = "W"
     costs: ClassVar[tuple[str, ...]] = ("backward_weight",)
@@ -245,13 +244,13 @@ class Overlap(Instruction):
 
     @property
     def sides(self) -> tuple[Instruction, ...]:
-        """The forward and the backward."""
+        """Forward and backward as instructions."""
         return Fwd(*self.forward), Bwd(*self.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class FreeParams(Instruction):
-    """Drop the full weights of `stage`."""
+    """Free the full weights of `stage`, keeping the shard."""
 
     letters: ClassVar[str] = "FP"
 
@@ -267,7 +266,7 @@ class SendGrad(Send):
 
 @dataclass(frozen=True, slots=True)
 class RecvSkipGrad(Recv):
-    """Receive the gradient of a skip that `stage` makes or takes, added up over all stages that take it after it."""
+    """Receive the gradient of a skip that `stage` makes or takes, summed over all stages that take it later."""
 
     letters: ClassVar[str] = "RKG"
 
@@ -276,7 +275,7 @@ class RecvSkipGrad(Recv):
 
 @dataclass(frozen=True, slots=True)
 class SendSkipGrad(Send):
-    """Send the gradient of a skip that `stage` takes, added up over it and all stages that take it after it."""
+    """Send the gradient of a skip that `stage` takes, summed over this and all stages that take it later."""
 
     letters: ClassVar[str] = "SKG"
 
@@ -285,7 +284,7 @@ class SendSkipGrad(Send):
 
 @dataclass(frozen=True, slots=True)
 class SyncTied(Instruction):
-    """Add up the gradients of what several stages hold: a named weight, or all that twins do (params "stage")."""
+    """Sum gradients of weights that several stages hold: a named weight, or all weights of twins (params "stage")."""
 
     letters: ClassVar[str] = "tied"
 
@@ -295,7 +294,7 @@ class SyncTied(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class OnBucket(Instruction):
-    """A collective over `axes`, the replicas, on one gradient bucket of `stage`."""
+    """Collective over `axes` (of replicas) on one gradient bucket of `stage`."""
 
     among_replicas: ClassVar[bool] = True
 
@@ -315,7 +314,7 @@ class AllReduceBucket(OnBucket):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatterBucket(OnBucket):
-    """Sum what a gradient bucket of `stage` holds since its last such reduction, and keep a shard of the sum."""
+    """Sum the gradients that a bucket of `stage` gathered since its last such reduction; keep a shard of the sum."""
 
     letters: ClassVar[str] = "RS"
     costs: ClassVar[tuple[str, ...]] = ("reduce_scatter",)
@@ -326,7 +325,7 @@ class ReduceScatterBucket(OnBucket):
 
 @dataclass(frozen=True, slots=True)
 class ShareMetrics(Instruction):
-    """Give losses, loss weight and metrics of all stages to every rank, without waiting for them."""
+    """Start the exchange of losses, loss weights and metrics of all stages among all ranks, without waiting for it."""
 
     letters: ClassVar[str] = "metrics"
     whole_mesh: ClassVar[bool] = True
@@ -334,7 +333,7 @@ class ShareMetrics(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ClipGrad(Instruction):
-    """The global gradient norm over the whole mesh; scales where the job gives a threshold."""
+    """Compute the global gradient norm over the whole mesh; scale gradients if the job sets a threshold."""
 
     letters: ClassVar[str] = "clip"
     costs: ClassVar[tuple[str, ...]] = ("clip",)
@@ -343,7 +342,7 @@ class ClipGrad(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class OptStep(Instruction):
-    """The optimizer step of these stages."""
+    """Run the optimizer step of these stages."""
 
     letters: ClassVar[str] = "step"
     costs: ClassVar[tuple[str, ...]] = ("optimizer",)
@@ -353,7 +352,7 @@ class OptStep(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class AllGatherBucket(OnBucket):
-    """Give every rank the whole weights of one bucket of `stage` again, of which each has stepped its shard."""
+    """All-gather the updated weights of one bucket of `stage`, of which each replica has stepped its shard."""
 
     letters: ClassVar[str] = "AG"
     costs: ClassVar[tuple[str, ...]] = ("all_gather",)
@@ -365,13 +364,13 @@ ALL: tuple[type[Instruction], ...] = tuple(
     for kind in list(globals().values())
     if isinstance(kind, type) and issubclass(kind, Instruction) and kind.letters
 )
-"""Every instruction there is, in the order of this file."""
+"""All classes of instructions, in the order of this file."""
 
 COMPUTATIONS: tuple[type[Compute], ...] = tuple(kind for kind in ALL if issubclass(kind, Compute))
-"""Every computation on one microbatch of one stage."""
+"""Classes of computations on one microbatch of one stage."""
 
 COMPUTING: tuple[type[Instruction], ...] = tuple(kind for kind in ALL if kind.computes)
-"""What a schedule may yield: these, and two of them side by side."""
+"""Classes that a schedule may yield: computations, and overlapped pairs of them."""
 
 SkipMessage: TypeAlias = RecvSkip | SendSkip | RecvSkipGrad | SendSkipGrad
 SKIP_MESSAGES = (RecvSkip, SendSkip, RecvSkipGrad, SendSkipGrad)
@@ -381,13 +380,13 @@ ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)
 NEEDS_WEIGHTS = tuple(kind for kind in COMPUTATIONS if kind.needs_weights)
 WHOLE_MESH = tuple(kind for kind in ALL if kind.whole_mesh)
 OWN_QUEUES = {one.queue: tuple(kind for kind in ALL if kind.queue == one.queue) for one in ALL if one.queue}
-"""What runs beside computation on the rank alone, by queue."""
+"""Classes that run beside computation on the rank alone, by queue."""
 
 AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
 
 
 def short(instruction: Instruction, *, with_stage: bool = True) -> str:
-    """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1), `F3&B1` for two."""
+    """Return an abbreviation: `F3` or `1F3` for the forward of microbatch 3 (on stage 1), `F3&B1` for two."""
     if len(instruction.sides) > 1:
         return instruction.letters.join(short(side, with_stage=with_stage) for side in instruction.sides)
     stage = str(instruction.stage) if with_stage and hasattr(instruction, "stage") else ""

@@ -1,4 +1,4 @@
-"""Where stages lie and in which order a microbatch visits them: what data flow has to know of a plan."""
+"""Layout of a plan: placement of stages, routes of microbatches, and derived tables that the data flow needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quintsched.ir.ragged import Ragged
 from quintsched.ir.zero import Zero
 
 TWINS = "stage"
-"""What ties call the weights of twins: all of a stage."""
+"""Name of ties between twins, which cover all weights of a stage."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """The order in which some microbatches visit stages."""
+    """Order in which some microbatches visit stages."""
 
     stages: tuple[int, ...]
     microbatches: tuple[int, ...]
@@ -29,7 +29,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Tie:
-    """Weights that several stages hold: `number` is 0 for all weights of twins, from 1 on for the named ones."""
+    """Weights that several stages hold: `number` is 0 for all weights of twins, 1, 2, … for named weights."""
 
     params: str
     stages: tuple[int, ...]
@@ -37,7 +37,7 @@ class Tie:
 
 
 class Hop(NamedTuple):
-    """A skip, by its number, between two stages: its value goes to the later one, its gradient back."""
+    """Hop of a skip (given by its number) between two stages: its value goes to the later one, its gradient back."""
 
     skip: int
     earlier: int
@@ -46,14 +46,13 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages on ranks, routes of microbatches, and what happens to activations and gradients.
+    """Stages on ranks, routes of microbatches, and the settings that decide about activations and gradients.
 
-    `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
-    "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
-    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses` and
-    `zero` are those of a plan. `backward_order` says per stage in which order backwards end, where gradients are
-    reduced as they come, `fetches` which microbatches of which stages have activations that come back from the host's
-    memory.
+    `before` and `after` return -1 where a route begins or ends. Where microbatches are cut into slices, a
+    "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` gives the piece of the model that each
+    stage holds ((): each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses` and
+    `zero` are those of the plan. `backward_order` lists per stage the units in the order in which their backwards end
+    (only if gradients are sharded), `fetches` the (stage, unit) pairs whose activations come back from host memory.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -73,7 +72,7 @@ class Layout:
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
-        """Per route: stage → (the stage before, the stage after)."""
+        """Stage → (previous stage, next stage), per route."""
         return tuple(
             {
                 stage: (before, after)
@@ -93,20 +92,20 @@ class Layout:
         }
 
     def before(self, stage: int, microbatch: int) -> int:
-        """The stage that `microbatch` visits just before `stage`, or -1."""
+        """Stage that `microbatch` visits just before `stage`, or -1."""
         return self._by_microbatch[microbatch][stage][0]
 
     def after(self, stage: int, microbatch: int) -> int:
-        """The stage that `microbatch` visits just after `stage`, or -1."""
+        """Stage that `microbatch` visits just after `stage`, or -1."""
         return self._by_microbatch[microbatch][stage][1]
 
     def visits(self, stage: int, microbatch: int) -> bool:
-        """Whether the route of `microbatch` leads through `stage`."""
+        """Whether the route of `microbatch` contains `stage`."""
         return stage in self._by_microbatch.get(microbatch, {})
 
     @cached_property
     def _tables(self) -> tuple[Ints, Ints, Ints]:
-        """The route of each microbatch, and per route and stage the stage before and after."""
+        """Route of each microbatch, and the previous and next stage: (microbatches,), 2 x (routes, stages)."""
         route_of = np.zeros(self.num_microbatches, np.int64)
         before, after = np.full((2, len(self.routes), len(self.stage_to_pp)), -1)
         for number, (route, neighbours) in enumerate(zip(self.routes, self._neighbours, strict=True)):
@@ -116,23 +115,23 @@ class Layout:
         return route_of, before, after
 
     def all_before(self, stages: Ints, microbatches: Ints) -> Ints:
-        """`before`, for many at once."""
+        """Vectorized `before`."""
         route_of, before, _ = self._tables
         return before[route_of[microbatches], stages]
 
     def all_after(self, stages: Ints, microbatches: Ints) -> Ints:
-        """`after`, for many at once."""
+        """Vectorized `after`."""
         route_of, _, after = self._tables
         return after[route_of[microbatches], stages]
 
     def have_loss(self, stages: Ints, microbatches: Ints) -> Flags:
-        """Which of these stages have a loss of these microbatches: the last ones of routes, and those named."""
+        """Mask of (stage, microbatch) pairs with a loss: the last stage of a route, and the stages in `losses`."""
         found: Flags = self.all_after(stages, microbatches) < 0
         return found | np.isin(stages, self.losses) if self.losses else found
 
     @cached_property
     def visits_all(self) -> Flags:
-        """(stages, microbatches): which stages each microbatch visits."""
+        """Mask (stages, microbatches) of the stages that each microbatch visits."""
         visits = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.bool_)
         for route in self.routes:
             visits[np.ix_(route.stages, route.microbatches)] = True
@@ -140,20 +139,20 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """The number of pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.mesh.pp
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches all routes have together."""
+        """Number of microbatches (units) on all routes together."""
         return sum(len(route.microbatches) for route in self.routes)
 
     @cached_property
     def buckets(self) -> Mapping[int, tuple[str, ...]]:
-        """The gradient buckets of a stage, and the axes over which each is summed: () where there are no replicas.
+        """Gradient buckets of a stage, with the axes over which each is summed: () if there are no replicas.
 
-        The dense weights' come first, `buckets_per_stage` of them. Where ep shares out experts that have replicas, one
-        more holds the experts' weights, which ranks along ep do not have in common.
+        Buckets 0 to `buckets_per_stage` - 1 hold the dense weights. If ep shards experts that have replicas, one more
+        bucket holds the experts' weights, which differ between ranks along ep.
         """
         dense = dict.fromkeys(range(self.buckets_per_stage), self.mesh.replica_axes)
         experts = self.mesh.expert_replica_axes
@@ -161,16 +160,16 @@ class Layout:
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """What is summed over replicas of each stage, in this order: (bucket, axes)."""
+        """Reductions over replicas of each stage, in order: (bucket, axes)."""
         return tuple((bucket, axes) for bucket, axes in self.buckets.items() if axes)
 
     @cached_property
     def reduction_of(self) -> Ints:
-        """(stages, microbatches): in which reduction of its stage's buckets a microbatch's gradient is summed.
+        """Number of the reduction that sums a microbatch's gradient: (stages, microbatches).
 
-        The first, where full gradients may be resident until the end; they have to, where a stage's weights are tied:
-        those gradients are complete only when those of all stages that hold the weight are. -1 where gradients are
-        reduced as they come, and nothing makes that of the microbatch.
+        It is 0 if full gradients may be resident until the end of the step. It is also 0 if weights of the stage are
+        tied, as their gradients are complete only when those of all stages that hold them are. It is -1 if gradients
+        are reduced as they come and no backward makes that of the microbatch.
         """
         numbers = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.int64)
         if self.zero.shards_gradients:
@@ -184,19 +183,19 @@ class Layout:
 
     @cached_property
     def num_reductions(self) -> Ints:
-        """How often the buckets of each stage are reduced."""
+        """Number of reductions of the buckets of each stage."""
         visited = np.where(self.visits_all, self.reduction_of, -1)
         found: Ints = visited.max(axis=1, initial=-1) + 1
         return found
 
     @property
     def most_reductions(self) -> int:
-        """How often the buckets of a stage are reduced at most."""
+        """Maximum number of reductions of a stage's buckets."""
         return int(self.num_reductions.max(initial=1))
 
     @cached_property
     def reduced_units(self) -> Ragged:
-        """The microbatches that a reduction sums; reduction r of stage s is list s x `most_reductions` + r."""
+        """Microbatches that each reduction sums; reduction r of stage s is list s x `most_reductions` + r."""
         stage, unit = np.nonzero(self.visits_all)
         number = self.reduction_of[stage, unit]
         lists = (stage * self.most_reductions + number)[number >= 0]
@@ -207,17 +206,17 @@ class Layout:
         return _grouped(self.stage_to_part)
 
     def part_of(self, stage: int) -> int:
-        """Which piece of the model `stage` holds."""
+        """Index of the piece of the model that `stage` holds."""
         return self.stage_to_part[stage] if self.stage_to_part else stage
 
     def twins(self, stage: int) -> tuple[int, ...]:
-        """All stages that hold the same piece of the model as `stage`, itself included; () where it is the only one."""
+        """Stages that hold the same piece of the model as `stage`, itself included; () if it is the only one."""
         holders = self._holders[self.stage_to_part[stage]] if self.stage_to_part else ()
         return holders if len(holders) > 1 else ()
 
     @cached_property
     def ties(self) -> tuple[Tie, ...]:
-        """All ties, in the one order in which every rank adds up their gradients: twins first, then names."""
+        """Ties in the order in which every rank sums their gradients (to avoid deadlock): twins first, then names."""
         twins = sorted({self.twins(stage) for stage in range(len(self.stage_to_pp))} - {()})
         named = (Tie(name, stages, number) for number, (name, stages) in enumerate(self.tied, start=1))
         return (*(Tie(TWINS, stages, 0) for stages in twins), *named)
@@ -231,12 +230,12 @@ class Layout:
         return {stage: tuple(ties) for stage, ties in found.items()}
 
     def ties_of(self, stage: int) -> tuple[Tie, ...]:
-        """The ties of a stage's weights, in the order of `ties`."""
+        """Ties of a stage's weights, in the order of `ties`."""
         return self._ties[stage]
 
     @cached_property
     def skip_hops(self) -> tuple[Hop, ...]:
-        """The ways of the values of skips: to each rank once, from the stage that makes it; there, from taker to taker.
+        """Hops of skip values: to each rank once, from the stage that makes it; within a rank, from taker to taker.
 
         Skip 0, 3, 5, 7 on the ranks 0, 1, 1, 0: hops 0 to 3, 3 to 5 (in place) and 0 to 7 (in place).
         """
@@ -250,43 +249,43 @@ class Layout:
 
     @cached_property
     def skip_chains(self) -> tuple[Hop, ...]:
-        """The ways of their gradients: from each taker to the one before it, which adds its own, and to the source.
+        """Hops of skip gradients: from each taker to the one before it, which adds its own, and at last to the source.
 
-        So one is added at a time, and in the order in which riders are that go through all stages: the bits are theirs.
+        So one gradient is added at a time, in the same order as for riders (which visit all stages): bitwise equal.
         """
         return tuple(Hop(number, *hop) for number, (_, stages) in enumerate(self.skips) for hop in pairwise(stages))
 
     @cached_property
     def skip_numbers(self) -> Mapping[str, int]:
-        """The number of each skip, by its name."""
+        """Number of each skip, by name."""
         return {name: number for number, (name, _) in enumerate(self.skips)}
 
     def recompute_every(self, stage: int) -> int:
-        """k, where every k-th block of `stage` is recomputed; 0 where all activations are kept."""
+        """Interval k if every k-th block of `stage` is recomputed; 0 if all activations are kept."""
         return self.recompute[stage] if self.recompute else 0
 
     def recomputes(self, stage: int) -> bool:
-        """Whether `stage` drops activations in its forwards, and recomputes them for its backwards."""
+        """Whether `stage` drops activations in its forwards and recomputes them for its backwards."""
         return self.recompute_every(stage) > 0
 
     @cached_property
     def recomputing(self) -> Flags:
-        """`recomputes`, for all stages."""
+        """Vectorized `recomputes`: a mask of stages."""
         return np.array([self.recomputes(stage) for stage in range(len(self.stage_to_pp))], np.bool_)
 
     @cached_property
     def fetched(self) -> Flags:
-        """(stages, microbatches): whose activations are fetched from the host's memory."""
+        """Mask (stages, microbatches) of the activations that are fetched from host memory."""
         fetched = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.bool_)
         fetched[tuple(np.array(self.fetches, np.int64).reshape(-1, 2).T)] = True
         return fetched
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """The pp ranks that hold any of these stages, in rising order."""
+        """Pipeline ranks that hold any of these stages, in ascending order."""
         return tuple(sorted({self.stage_to_pp[stage] for stage in stages}))
 
     def rank_of(self, stage: int) -> int:
-        """The pp rank that holds `stage`."""
+        """Pipeline rank that holds `stage`."""
         return self.stage_to_pp[stage]
 
     @cached_property
@@ -294,23 +293,23 @@ class Layout:
         return _grouped(self.stage_to_pp)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that pp rank `rank` holds."""
+        """Stages that pipeline rank `rank` holds."""
         return self._stages.get(rank, ())
 
     @cached_property
     def units(self) -> Ragged:
-        """The microbatches that visit each stage, in rising order."""
+        """Microbatches that visit each stage, in ascending order."""
         stage, unit = np.nonzero(self.visits_all)
         return Ragged.group(stage, unit, len(self.stage_to_pp))
 
     def microbatches_of(self, stage: int) -> tuple[int, ...]:
-        """The microbatches that visit `stage`."""
+        """Microbatches that visit `stage`, in ascending order."""
         first, end = self.units.starts[stage : stage + 2]
         return tuple(self.units.values[first:end].tolist())
 
 
 def _grouped(keys: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Return key → the stages that have it, in rising order."""
+    """Return key → the stages that have it, in ascending order."""
     found: dict[int, list[int]] = {}
     for stage, key in enumerate(keys):
         found.setdefault(key, []).append(stage)

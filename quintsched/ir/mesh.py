@@ -1,4 +1,4 @@
-"""The device mesh: named axes, and which ranks stand together along them.
+"""Device mesh: named axes with sizes, and the groups of ranks along them.
 
 dp=2,pp=2,tp=2      rank = row-major index of its coordinates, outermost axis first
 
@@ -24,16 +24,16 @@ AXES = ("dp", "pp", "tp", "cp", "ep")
 """Data, pipeline, tensor, context (sequence) and expert parallelism."""
 
 REPLICA_AXES = ("dp", "cp", "ep")
-"""The axes over which the gradient of a dense weight is summed."""
+"""Axes over which the gradient of a dense weight is summed."""
 
 EXPERT_REPLICA_AXES = ("dp", "cp")
-"""The axes over which the gradient of an expert's weight is summed: along ep the ranks hold different experts."""
+"""Axes over which the gradient of an expert's weight is summed: along ep the ranks hold different experts."""
 
 MAX_RANKS = 2**24
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number of any kind, numpy's included, as an `int`; None for what is none, like True or 1.0."""
+    """Return an integer of any kind (numpy's included) as an `int`; None for other values, such as True or 1.0."""
     if isinstance(value, bool):
         return None
     try:
@@ -67,7 +67,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: Mesh | str | Mapping[str, int]) -> Mesh:
-        """Read `"dp=2,pp=2,tp=2"`, or a mapping of the same; a mesh is taken as it is. Raises `UsageError`."""
+        """Parse `"dp=2,pp=2,tp=2"` or the equivalent mapping; a mesh is returned unchanged. Raises `UsageError`."""
         if isinstance(text, Mesh):
             return text
         if isinstance(text, Mapping) and all(isinstance(name, str) for name in text):
@@ -89,11 +89,11 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks (world size)."""
+        """Number of ranks (world size)."""
         return math.prod(size for _, size in self.axes)
 
     def require_world_size(self, world_size: int) -> None:
-        """Raise `MisfitError` unless as many processes were started as the mesh has ranks."""
+        """Raise `MisfitError` unless the number of started processes equals the number of ranks."""
         if world_size != self.size:
             started = "1 process was" if world_size == 1 else f"{world_size} processes were"
             raise MisfitError(
@@ -102,16 +102,16 @@ class Mesh:
             )
 
     def axis_size(self, name: str) -> int:
-        """The size of an axis; 1 for one that the mesh does not have."""
+        """Size of an axis; 1 for an axis that the mesh does not have."""
         return dict(self.axes).get(name, 1)
 
     @property
     def pp(self) -> int:
-        """The number of pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.axis_size("pp")
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis; raises `UsageError` outside 0..size-1."""
+        """Coordinate of `rank` on each axis; raises `UsageError` outside 0..size-1."""
         if not 0 <= rank < self.size:
             raise UsageError(f"rank {rank} is not in the mesh {self}: its ranks are 0 to {self.size - 1}")
         where: dict[str, int] = {}
@@ -120,20 +120,20 @@ class Mesh:
         return {name: where[name] for name, _ in self.axes}
 
     def pp_rank(self, rank: int) -> int:
-        """The pipeline rank of `rank`; raises `UsageError` outside 0..size-1."""
+        """Pipeline coordinate of `rank`; raises `UsageError` outside 0..size-1."""
         return self.coordinates(rank).get("pp", 0)
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates; an axis that is left out counts as 0."""
+        """Rank at these coordinates; a missing axis counts as 0."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinates.get(name, 0)
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ along `axes` only, each in rising order.
+        """Groups of ranks that differ along `axes` only, each in ascending order.
 
-        The groups are disjoint, cover the mesh and come in rising order of their first rank.
+        The groups are disjoint, cover the mesh, and are sorted by their first rank.
         """
         inside = [range(size) if name in axes else range(1) for name, size in self.axes]
         outside = [range(1) if name in axes else range(size) for name, size in self.axes]
@@ -146,16 +146,16 @@ class Mesh:
 
     @property
     def without_ones(self) -> Mesh:
-        """The same mesh without the axes of one rank: what it comes to."""
+        """Equivalent mesh without axes of size 1."""
         return Mesh(**{name: size for name, size in self.axes if size > 1})
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes of more than one rank over which dense gradients are summed."""
+        """Axes of size > 1 over which dense gradients are summed."""
         return tuple(name for name, size in self.axes if name in REPLICA_AXES and size > 1)
 
     @property
     def expert_replica_axes(self) -> tuple[str, ...]:
-        """The axes of more than one rank over which experts' gradients are summed; () where all ranks hold them all."""
+        """Axes of size > 1 over which experts' gradients are summed; () without expert parallelism."""
         has_experts = self.axis_size("ep") > 1
         return tuple(name for name in self.replica_axes if has_experts and name in EXPERT_REPLICA_AXES)

@@ -1,4 +1,4 @@
-"""The data of a plan: one program per pipeline rank, and what it was compiled from. `quintsched.Plan` has the verbs."""
+"""Data class of a plan: one program per pipeline rank, and its settings. `quintsched.Plan` adds the methods."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ T = TypeVar("T")
 Mode = Literal["train", "forward"]
 
 _FINDING = RLock()
-"""Held while something is found of a plan that is remembered."""
+"""Lock held while a cached result of a plan is computed."""
 
 MAX_BUCKETS = 1024
-"""The most gradient buckets of a stage."""
+"""Maximum number of gradient buckets of a stage."""
 
 MAX_RECOMPUTE = 2**16
-"""The largest k where every k-th block of a stage is recomputed."""
+"""Maximum k for recomputing every k-th block of a stage."""
 
 MAX_ZERO_EVERY = 2**24
-"""The most microbatches whose gradients are reduced together."""
+"""Maximum number of microbatches whose gradients are reduced together."""
 
 MAX_BLOCKS = 2**24
-"""The most blocks of a stage."""
+"""Maximum number of blocks of a stage."""
 
 MOST_LISTED = 16
-"""How many stages a line of text lists."""
+"""Maximum number of stages listed in a line of text."""
 
 MAX_TIED = 1024
-"""The most named weights that several stages hold."""
+"""Maximum number of named tied weights."""
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The request that a plan was compiled from."""
+    """Schedule and counts that a plan was compiled from."""
 
     name: str
     microbatches: int
@@ -56,27 +56,26 @@ class ScheduleSpec:
 
     @property
     def num_units(self) -> int:
-        """What instructions count as microbatches: microbatches x slices."""
+        """Number of units that instructions count as microbatches: microbatches x slices."""
         return self.microbatches * self.slices
 
     @property
     def parts(self) -> int:
-        """How many pieces the work of a rank on a microbatch is cut into: chunks x slices."""
+        """Number of pieces of a rank's work on one microbatch: chunks x slices."""
         return self.chunks * self.slices
 
 
 @dataclass(frozen=True, eq=False)
 class PlanData:
-    """One program per pp coordinate; all ranks with that coordinate run the same one.
+    """Plan: one program per pp coordinate; all ranks with that coordinate run the same program.
 
-    `programs[k]` belongs to pp coordinate k; programs may be given as sequences of instructions, and are kept as
-    columns. `recompute` says per stage whether its activations are kept (0), or those of every k-th block recomputed
-    (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight,
-    `skips` which stage makes each named skip and then which ones take it, `losses` which stages have a loss (() where
-    the last one of each route has), `zero` what replicas shard among them, `communication` how buckets are exchanged.
-    `blocks_per_stage` says how many of the model's blocks are a stage; () where the run decides. A plan that was put
-    together by hand is not checked before `check` is asked, but for its instructions' fields: a program with something
-    else than numbers where numbers belong is refused with an `UnsoundError`.
+    `programs[k]` belongs to pp coordinate k; programs may be given as sequences of instructions, and are stored as
+    columns. `recompute` gives per stage 0 if its activations are kept, k if those of every k-th block are recomputed
+    (1: the whole stage); () if all stages keep theirs. `tied` lists the stages that hold each named weight, `skips` the
+    stage that makes each named skip and then those that take it, `losses` the stages with a loss ((): the last one of
+    each route), `zero` the state that replicas shard, `communication` the means of gradient exchange.
+    `blocks_per_stage` counts the model's blocks per stage; () if the run decides. A plan that is put together by hand
+    is not checked before `check`, except for the fields of its instructions: wrong types there raise `UnsoundError`.
     """
 
     mode: Mode
@@ -110,9 +109,9 @@ class PlanData:
         return {}
 
     def remember(self, name: str, find: Callable[[], T]) -> T:
-        """Return what `find` found the first time that somebody asked for `name`: a plan never changes.
+        """Return the cached result of `find` under `name`, computed on first use: plans are immutable.
 
-        Threads that ask at once, such as ranks of one process, wait for the first of them.
+        Concurrent threads, such as ranks of one process, wait for the first one.
         """
         if name not in self._remembered:
             with _FINDING:
@@ -123,7 +122,7 @@ class PlanData:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where stages lie and in which order microbatches visit them."""
+        """Layout of the plan: placement, routes, and tables derived from them."""
         return Layout(
             stage_to_pp=self.stage_to_pp,
             routes=self.routes,
@@ -142,12 +141,12 @@ class PlanData:
         )
 
     def _backward_order(self) -> tuple[tuple[int, ...], ...]:
-        """Return the microbatches of each stage in the order in which their backwards end."""
+        """Return the units of each stage in the order in which their backwards end."""
         stage, unit = self._known_cells(*ENDS_BACKWARD)
         return tuple(Ragged.group(stage, unit, len(self.stage_to_pp)).lists())
 
     def _known_cells(self, *kinds: type[Instruction]) -> tuple[Ints, Ints]:
-        """Return the stages and microbatches of all instructions of some classes, but those that there are not."""
+        """Return stages and units of all instructions of these classes, without those that are out of range."""
         columns = self.columns.apart.columns
         rows = columns.rows_where(*kinds)
         stage, unit = columns.stage[rows], columns.unit[rows]
@@ -156,33 +155,33 @@ class PlanData:
 
     @property
     def columns(self) -> Columns:
-        """All instructions as arrays."""
+        """Instructions of all ranks as arrays."""
         return self.programs.columns
 
     @cached_property
     def flows(self) -> Flows:
-        """What every instruction takes, reads and makes; the plan has to be well-formed."""
+        """Data flow of all instructions, computed once; the plan must be well-formed."""
         return flows_of(self.columns, self.layout)
 
     def at(self, row: int) -> str:
-        """Say where a row of `columns` stands and what is there, for messages: "rank 0 instruction 3, Fwd(…)"."""
+        """Return place and instruction of a row of `columns` for messages: "rank 0 instruction 3, Fwd(…)"."""
         rank, index = self.columns.place(row)
         return f"rank {rank} instruction {index}, {self.columns.instruction(row)}"
 
     @property
     def num_instructions(self) -> int:
-        """The number of instructions in all programs together."""
+        """Number of instructions in all programs together."""
         return len(self.columns)
 
     @cached_property
     def stage_shares(self) -> tuple[float, ...]:
-        """How much of a whole rank's worth of the model each stage is, by its blocks; () where these are not known."""
+        """Share of each stage, by blocks, in units of 1/pp of the model; () if the blocks per stage are not known."""
         blocks = self.blocks_per_stage
         return shares_of(blocks, sum(blocks[s] for s in self.routes[0].stages), self.mesh.pp) if blocks else ()
 
     @property
     def title(self) -> str:
-        """One line that names the plan: schedule, mesh and microbatches."""
+        """One-line title of the plan: schedule, mesh and microbatches."""
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
@@ -196,11 +195,11 @@ class PlanData:
 
 
 def shares_of(blocks_per_stage: Sequence[int], blocks: int, pp: int) -> tuple[float, ...]:
-    """Return how much of a rank's worth each stage is: one in `pp` of the model's blocks, which are all alike."""
+    """Return the share of each stage in units of 1/pp of the model's blocks, which all count alike."""
     return tuple(count * pp / blocks for count in blocks_per_stage)
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Return numbers as one writes them on a command line, the first of them where they are many."""
+    """Return numbers separated by commas, cut after `MOST_LISTED`."""
     more = ",…" if len(numbers) > MOST_LISTED else ""
     return ",".join(map(str, numbers[:MOST_LISTED])) + more

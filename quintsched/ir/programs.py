@@ -1,6 +1,6 @@
-"""The columns of a plan as people know it: a sequence of programs, each a sequence of instructions.
+"""Sequence view of a plan's columns: programs, each a sequence of instruction objects.
 
-plan.programs[1]          rank 1's list            a view: an instruction is made when somebody looks at it
+plan.programs[1]          rank 1's program         a view: each instruction object is created on access
 plan.programs[1][0]       RecvAct(stage=1, …)
 """
 
@@ -14,7 +14,7 @@ from quintsched.ir.instructions import Instruction
 
 
 class Program(Sequence[Instruction]):
-    """One rank's list of instructions: a view of its rows, equal to any sequence of the same instructions."""
+    """One rank's program: a view of its rows, equal to any sequence of the same instructions."""
 
     __slots__ = ("_columns", "_rows")
 
@@ -54,7 +54,7 @@ class Programs(Sequence[Program]):
 
     @classmethod
     def of(cls, programs: Iterable[Iterable[Instruction]]) -> Programs:
-        """Read programs; raises what `Columns.of` does."""
+        """Build columns from programs; raises as `Columns.of` does."""
         return programs if isinstance(programs, cls) else cls(Columns.of(programs))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Lists of numbers of different lengths, one after the other in one array: what stands for many at once.
+"""Ragged array: lists of integers of different lengths, stored one after the other (as in CSR).
 
 lists    [4, 7]  []  [5]          starts   0  2  2  3          values   4  7  5
 """
@@ -16,30 +16,30 @@ from quintsched.ir.columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """List k is `values[starts[k] : starts[k + 1]]`."""
+    """Ragged array in which list k is `values[starts[k] : starts[k + 1]]`."""
 
     starts: Ints
     values: Ints
 
     @classmethod
     def of(cls, lists: Iterable[Sequence[int]]) -> Ragged:
-        """Put lists one after the other."""
+        """Concatenate lists into one ragged array."""
         kept = [np.asarray(entries, np.int64) for entries in lists]
         return cls(np.cumsum([0, *map(len, kept)]), np.concatenate([np.zeros(0, np.int64), *kept]))
 
     @classmethod
     def group(cls, groups: Ints, values: Ints, num_groups: int) -> Ragged:
-        """Return the values of each group, in the order given."""
+        """Return one list per group, with the group's values in the order given."""
         order = np.argsort(groups, kind="stable")
         return cls(np.r_[0, np.cumsum(np.bincount(groups, minlength=num_groups))], values[order])
 
     @property
     def lengths(self) -> Ints:
-        """How long each list is."""
+        """Length of each list."""
         return np.diff(self.starts)
 
     def expand(self, wanted: Ints) -> tuple[Ints, Ints]:
-        """Return (places, values): all values of the lists `wanted`, and at which place of `wanted` each belongs."""
+        """Return (places, values): the concatenated values of the lists `wanted`, each with its index in `wanted`."""
         lengths = self.lengths[wanted]
         places = np.repeat(np.arange(len(wanted)), lengths)
         within = np.arange(len(places)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,12 +1,12 @@
-"""The rule of data flow: what each instruction needs and makes, as a table of terms.
+"""Data-flow rule: the values that each instruction consumes, reads and produces, as a table of terms.
 
     Fwd   consumes  the OUTPUT      of the stage BEFORE    of its UNIT
           produces  the OUTPUT      of its OWN stage       of its UNIT             where it is NOT_LAST
           produces  what is SAVED   of its OWN stage       of its UNIT             where the stage KEEPS it
     Clip  reads     WEIGHT_GRADs    of all stages HELD     of EVERY_UNIT
 
-A term says what an instruction takes away, only looks at, or makes; whose values those are; which of them; and when.
-`quintsched.ir.dataflow` reads the table, and nothing else does. What values there are is said in `values`.
+A term states a role (consume, read, produce, follow), whose values they are, which of them, and under which condition.
+Only `quintsched.ir.dataflow` evaluates the table. The kinds of values are declared in `quintsched.ir.values`.
 """
 
 from __future__ import annotations
@@ -19,85 +19,85 @@ from quintsched.ir.values import Kind
 
 
 class Role(Enum):
-    """What an instruction does with a value."""
+    """Role of a value for an instruction."""
 
     CONSUMES = auto()
     READS = auto()
     PRODUCES = auto()
     FOLLOWS = auto()
-    """It comes after what makes the value, in the program, but does not wait for it."""
+    """Comes after the producer of the value in program order, but does not wait for it."""
 
 
 class Whose(Enum):
-    """Whose values they are: those of which stages."""
+    """Stages whose values a term selects."""
 
     OWN = auto()
-    """The instruction's stage."""
+    """Stage of the instruction."""
     BEFORE = auto()
-    """The stage before it on the microbatch's route; nobody's where the route begins."""
+    """Stage before it on the microbatch's route; none where the route begins."""
     HELD = auto()
-    """All stages that the rank holds."""
+    """Stages that the rank holds."""
     LATER = auto()
-    """The stages to which skips go from the instruction's stage."""
+    """Stages to which skips go from the instruction's stage."""
     NAMED = auto()
-    """The stages that the instruction names, of those that the rank holds."""
+    """Stages that the instruction names, as far as the rank holds them."""
     RANK = auto()
-    """No stage's: the rank's."""
+    """No stage: the value belongs to the rank."""
 
 
 class Which(Enum):
-    """Which values of a stage."""
+    """Selection among the values of a stage."""
 
     UNIT = auto()
-    """That of the instruction's microbatch."""
+    """Value of the instruction's microbatch."""
     EARLIER = auto()
-    """That of the slice before it in the microbatch."""
+    """Value of the previous slice of the microbatch."""
     EVERY_UNIT = auto()
-    """Those of all microbatches that visit the stage."""
+    """Values of all microbatches that visit the stage."""
     REDUCED_UNITS = auto()
-    """Those of the microbatches that the instruction's reduction sums."""
+    """Values of the microbatches that the instruction's reduction sums."""
     BUCKET = auto()
-    """That of the instruction's bucket, in its reduction."""
+    """Value of the instruction's bucket, in its reduction."""
     EVERY_BUCKET = auto()
-    """Those of all buckets."""
+    """Values of all buckets."""
     EVERY_REDUCTION = auto()
-    """Those of all reductions of all buckets."""
+    """Values of all reductions of all buckets."""
     REDUCTION_BEFORE = auto()
-    """Those of all buckets, in the reduction before that of the instruction's microbatch."""
+    """Values of all buckets, in the reduction before the one that sums the instruction's microbatch."""
     SKIP = auto()
-    """That of the skip that the message names, and that goes between the ranks of its ends."""
+    """Value of the skip that the message names, between the two ranks of the message."""
     EVERY_SKIP = auto()
-    """Those of all skips that go to, or from, the stage."""
+    """Values of all skips that end, or start, at the stage."""
     TIE = auto()
-    """That of the tie that the instruction names."""
+    """Value of the tie that the instruction names."""
     EVERY_TIE = auto()
-    """Those of all ties of the stage."""
+    """Values of all ties of the stage."""
     GATHERING = auto()
-    """That of the stage's latest gathering."""
+    """Value of the stage's latest gathering."""
     RANK = auto()
-    """The one of the rank."""
+    """Value of the rank."""
 
 
 class When(Enum):
-    """Where a term holds: everywhere, or only …"""
+    """Condition of a term: always, or only …"""
 
     ALWAYS = auto()
     NOT_LAST = auto()
     """on all stages but the last of the microbatch's route."""
     HAS_LOSS = auto()
-    """on stages that have a loss: that last one, and those that the plan names."""
+    """on stages with a loss: that last stage, and those that the plan names."""
     KEEPS = auto()
-    """in plans that train, on stages that keep their activations."""
+    """in training plans, on stages that keep their activations."""
     RECOMPUTES = auto()
-    """in plans that train, on stages that recompute them."""
+    """in training plans, on stages that recompute them."""
     STAYS = auto()
-    """for microbatches whose activations stay on their rank."""
+    """for microbatches whose activations stay in device memory."""
     FETCHED = auto()
-    """for microbatches whose activations are fetched from the host's memory."""
+    """for microbatches whose activations are fetched from host memory."""
     HAS_EARLIER = auto()
-    """for slices that have one before them in their microbatch."""
+    """for slices with an earlier slice in their microbatch."""
     HAS_LATER = auto()
-    """for slices that have one after them."""
+    """for slices with a later slice in their microbatch."""
     STEPS_SHARDS = auto()
     """where replicas step shards of weights that are resident on all of them (ZeRO-1, 2)."""
     SHARDS_GRADIENTS = auto()
@@ -107,7 +107,7 @@ class When(Enum):
 
 
 class Term(NamedTuple):
-    """Values that an instruction takes, reads or makes."""
+    """Values that an instruction consumes, reads, produces or follows, under one condition."""
 
     role: Role
     kind: Kind
@@ -136,13 +136,13 @@ _BACKWARD = (
 
 _WEIGHT_GRADIENT = (
     Term(PRODUCES, Kind.WEIGHT_GRAD),
-    # The reduction before has to be done by then: full gradients never pile up.
+    # The previous reduction must be done by then, so that full gradients never pile up.
     Term(FOLLOWS, Kind.REDUCED, which=Which.REDUCTION_BEFORE, when=When.SHARDS_GRADIENTS),
 )
 
 
 def _gradients(role: Role, whose: Whose) -> tuple[Term, ...]:
-    """Return the terms for all gradients of stages, in the state in which the optimizer wants them."""
+    """Return the terms for all gradients of stages, in the form that the optimizer needs: summed, tied, reduced."""
     return (
         Term(role, Kind.WEIGHT_GRAD, whose, Which.EVERY_UNIT),
         Term(role, Kind.TIED, whose, Which.EVERY_TIE),
@@ -215,4 +215,4 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
     ),
     ins.AllGatherBucket: (Term(CONSUMES, Kind.STEPPED, which=Which.BUCKET),),
 }
-"""What every instruction needs and makes."""
+"""Terms of each class of instruction."""

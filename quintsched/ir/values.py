@@ -1,10 +1,10 @@
-"""What is resident on a rank between two instructions: kinds of values, their names, and a number for each.
+"""Values: tensors and numbers resident on a rank between two instructions, their kinds, and an integer key for each.
 
     Value(OUTPUT, stage 2, number 5)      the output of stage 2, microbatch 5
 
     Numbering       OUTPUT: stage 0, 1, …   OUTPUT_GRAD: stage 0, 1, …   SAVED: …      numbered one after the other
 
-What makes and takes them is said in `quintsched.ir.dataflow`.
+The instructions that produce and consume them are found in `quintsched.ir.dataflow`.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from quintsched.ir.columns import Flags, Ints
 
 @unique
 class Kind(IntEnum):
-    """What a value is; the `number` of a value is a microbatch unless said otherwise."""
+    """Kind of a value; the `number` of a value is its microbatch unless stated otherwise."""
 
     OUTPUT = 0
-    """The output activation of a stage."""
+    """Output activation of a stage."""
     OUTPUT_GRAD = 1
-    """The gradient of a stage's output."""
+    """Gradient of a stage's output."""
     SKIP = 2
-    """A skip as this stage takes it: the number is microbatch x `MAX_SKIPS` + skip."""
+    """Skip tensor as this stage takes it: the number is microbatch x `MAX_SKIPS` + skip."""
     SKIP_GRAD = 3
-    """Its gradient, added up over this stage and all that take the skip after it; numbered likewise."""
+    """Gradient of a skip, summed over this stage and all later takers; numbered like `SKIP`."""
     SAVED = 4
-    """What a forward keeps for its backward."""
+    """Activations that a forward keeps for its backward."""
     LOSS = 5
-    """The loss of a microbatch, on the last stage and on others that have one."""
+    """Loss of a microbatch, on the last stage and on others that have one."""
     WEIGHT_GRAD = 6
-    """A microbatch's term of a stage's weight gradients."""
+    """Contribution of one microbatch to a stage's weight gradients."""
     REDUCED = 7
-    """A bucket of gradients, summed over the replicas: the number is reduction x `REDUCTION` + bucket."""
+    """Gradient bucket summed over the replicas: the number is reduction x `REDUCTION` + bucket."""
     METRICS = 8
-    """The batch's loss, loss weight and metrics, known on this rank."""
+    """Loss, loss weight and metrics of the whole batch, known on this rank."""
     NORM = 9
-    """The global gradient norm."""
+    """Global gradient norm."""
     PENDING = 10
-    """What a backward's input half leaves for its weight half."""
+    """State that the input half of a backward leaves for its weight half."""
     TIED = 11
-    """The gradients of tied weights of a stage, added up; the number is the tie's."""
+    """Summed gradients of a stage's tied weights; the number is the tie's."""
     KEYS = 12
-    """The keys and values of a slice and those before it, which the next slice attends to."""
+    """Keys and values of a slice and those before it, which the next slice attends to."""
     KEYS_GRAD = 13
-    """The gradient of these, from the next slice's backward."""
+    """Gradient of these, from the next slice's backward."""
     CHECKPOINT = 14
-    """What a forward keeps of a stage that is recomputed."""
+    """Tensors that a forward keeps of a stage that is recomputed, such as its input, in place of `SAVED`."""
     PARAMS = 15
-    """The full weights of a stage whose replicas hold shards of them; the number counts gatherings."""
+    """Full weights of a stage whose replicas hold shards; the number counts gatherings."""
     STEPPED = 16
-    """A bucket of weights of which each replica has stepped its shard."""
+    """Bucket of weights of which each replica has stepped its shard."""
     OFFLOADED = 17
-    """What a forward keeps, in the host's memory."""
+    """Saved activations, in host memory."""
     FETCHED = 18
-    """What a forward kept, back from the host's memory."""
+    """Saved activations, back from host memory."""
 
 
 _WORDS = {
@@ -87,27 +87,27 @@ _WORDS = {
 }
 
 _COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie", Kind.PARAMS: "gathering", Kind.STEPPED: "bucket"}
-"""What the numbers of values count, where it is not microbatches."""
+"""Unit of a value's number, where it is not a microbatch."""
 
 AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
-"""Kinds that may be read any number of times and may be resident when the program ends; every rank has its own."""
+"""Kinds that may be read any number of times and may be left at the end of a program; every rank has its own."""
 
 
 REDUCTION = 2048
-"""What the numbers of reduced gradients count reductions by; there are fewer buckets than that."""
+"""Factor of the reduction in the number of a `REDUCED` value; larger than any number of buckets."""
 
 MAX_SKIPS = 1024
-"""The most skips of a plan; what the numbers of their values count microbatches by."""
+"""Maximum number of skips of a plan; the factor of the microbatch in the number of their values."""
 
 SKIPS = (Kind.SKIP, Kind.SKIP_GRAD)
-"""Kinds of which a stage has a value per microbatch and skip."""
+"""Kinds of which a stage has one value per microbatch and skip."""
 
 TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD, *SKIPS)
-"""Kinds that go from rank to rank: the first ones."""
+"""Kinds that are sent from rank to rank: the first ones of `Kind`."""
 
 
 class Value(NamedTuple):
-    """Something that is resident on a rank between two instructions."""
+    """Value that is resident on a rank between two instructions."""
 
     kind: Kind
     stage: int
@@ -131,9 +131,9 @@ NORM = Value(Kind.NORM, 0, 0)
 
 @dataclass(frozen=True)
 class Numbering:
-    """A number, its key, for every value of a plan: dense, so that arrays can be indexed by it.
+    """Dense integer keys for all values of a plan, so that arrays can be indexed by them.
 
-    `counts` says how many values of each kind a stage has; of ambient kinds, how many there are.
+    `counts` gives the number of values of each kind per stage; for ambient kinds, their total.
     """
 
     num_stages: int
@@ -143,30 +143,30 @@ class Numbering:
 
     @cached_property
     def firsts(self) -> Ints:
-        """The key of the first value of each kind, and their total."""
+        """Key of the first value of each kind, and the total."""
         sizes = [self.counts[kind] * (1 if kind in AMBIENT else self.num_stages) for kind in Kind]
         return np.cumsum([0, *sizes])
 
     @property
     def size(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return int(self.firsts[-1])
 
     @property
     def num_travelling(self) -> int:
-        """How many of them, the first ones, belong to values that travel from rank to rank."""
+        """Number of keys, the first ones, that belong to values sent from rank to rank."""
         return int(self.firsts[len(TRAVELS)])
 
     def keys(self, kind: Kind, stages: Ints, numbers: Ints) -> Ints:
         """Return the keys of values.
 
-        The number of a reduced gradient is reduction x buckets + bucket here, that of a skip microbatch x skips + skip.
+        The number of a reduced gradient here is reduction x buckets + bucket, that of a skip microbatch x skips + skip.
         """
         found: Ints = self.firsts[kind] + stages * self.counts[kind] + numbers
         return found
 
     def value(self, key: int) -> Value:
-        """Return the value that a key stands for."""
+        """Return the value of a key."""
         kind = Kind(int(np.searchsorted(self.firsts, key, side="right")) - 1)
         if kind in AMBIENT:
             return Value(kind, 0, 0)
@@ -180,16 +180,16 @@ class Numbering:
         return Value(kind, stage, number)
 
     def of_kind(self, keys: Ints, kind: Kind) -> Flags:
-        """Which of the keys belong to values of a kind."""
+        """Mask of the keys that belong to values of a kind."""
         found: Flags = (keys >= self.firsts[kind]) & (keys < self.firsts[kind + 1])
         return found
 
     def stages(self, keys: Ints, kind: Kind) -> Ints:
-        """The stages of values of one kind."""
+        """Stages of keys of one kind."""
         found: Ints = (keys - self.firsts[kind]) // self.counts[kind]
         return found
 
     def numbers(self, keys: Ints, kind: Kind) -> Ints:
-        """The numbers of values of one kind."""
+        """Numbers of keys of one kind."""
         found: Ints = (keys - self.firsts[kind]) % self.counts[kind]
         return found

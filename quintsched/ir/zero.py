@@ -1,4 +1,4 @@
-"""ZeRO: which state the replicas of a stage shard among them.
+"""ZeRO: the state of a stage that its replicas shard among them.
 
     stage    weights     gradients    optimizer state       replica 0 │ replica 1
     0        all         all          all
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Zero:
-    """How much of a stage's state is sharded over its replicas instead of being resident on each of them.
+    """ZeRO setting: how far a stage's state is sharded over its replicas instead of being resident on each.
 
     `stage` 0: nothing; 1: the optimizer's state; 2: gradients as well; 3: weights as well. From 2 on, gradients are
-    reduced after `every` microbatches, so that full ones are never resident for longer.
+    reduced after every `every` microbatches, so that full gradients are never resident for longer.
     """
 
     stage: int = 0
@@ -27,7 +27,7 @@ class Zero:
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether each replica keeps and steps only its shard."""
+        """Whether each replica keeps and steps only its shard of the optimizer's state."""
         return self.stage >= 1
 
     @property

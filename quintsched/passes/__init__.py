@@ -1,12 +1,12 @@
-"""The passes that turn a schedule's compute order into a whole plan, read from top to bottom.
+"""Passes that lower a schedule's order of computation to a whole plan, in this order.
 
     order of computation ─▶ place_recomputes ─▶ place_messages ─▶ gather_params ─▶ sync_tied ─▶ reduce_buckets
                          ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
-Two more take what a request says besides, and come last: `place_offloads` and `spell_collectives`.
+Two more passes depend on other settings of the request, and come last: `place_offloads` and `spell_collectives`.
 
-Each is a pure function from plan to plan. `Pass.establishes` names the points of a sound plan that hold from then on;
-`lower` applies them all, and names the one that breaks a point if asked to look. Imports `verify` and below.
+Each is a pure function from plan to plan. `Pass.establishes` lists the points of a sound plan that hold after it;
+`lower` applies them all, and on request names the one that breaks a point. Imports `verify` and packages below it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from quintsched.text.listing import excerpt
 from quintsched.verify.soundness import check
 
 Watch = Callable[[str, PlanData], None]
-"""Gets the name of a pass and the plan after it."""
+"""Callback that gets the name of a pass and the plan after it."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A named pure function PlanData → PlanData, and the points of a sound plan that hold after it."""
+    """Pass: a named pure function PlanData → PlanData, with the points of a sound plan that hold after it."""
 
     name: str
     apply: Callable[[PlanData], PlanData]
@@ -59,9 +59,9 @@ FORWARD_PASSES = (
 
 
 def lower(plan: PlanData, passes: Sequence[Pass], *, watch: Watch | None = None, verify: bool = False) -> PlanData:
-    """Apply the passes one after the other; `watch` gets each one's name and the plan after it.
+    """Apply the passes in order; `watch` is called with each one's name and the plan after it.
 
-    Raises `UnsoundError` with `verify`, if a point that a pass has established no longer holds after one of them.
+    With `verify`, raises `UnsoundError` if a point established by a pass no longer holds after one of them.
     """
     established: tuple[Point, ...] = ()
     for step in passes:

@@ -1,10 +1,10 @@
-"""Gather weights that replicas shard (ZeRO-3) before they are used, and drop them after.
+"""All-gather weights that replicas shard (ZeRO-3) before their use, and free them after.
 
     GatherParams(0)  Fwd(0, 0)  GatherParams(1)  Fwd(0, 1)  FreeParams(0)  Fwd(1, 0) …
     └─ first use ──▶            └─ one computation ahead ──────────────────▶
 
-Computations of a stage that follow each other share one gathering. The next stage's weights are gathered while the last
-of these runs: so they are there in time, and the weights of at most two stages are resident (of twice as many where
+Consecutive computations of a stage share one gathering. The next stage's weights are gathered during the last of them
+(prefetch), so that they arrive in time, and the full weights of at most two stages are resident (of twice as many where
 forwards and backwards overlap).
 """
 
@@ -21,7 +21,7 @@ from quintsched.ir.programs import Programs
 
 
 def gather_params(plan: PlanData) -> PlanData:
-    """Add `GatherParams` before the weights of a stage are used and `FreeParams` after, where replicas hold shards."""
+    """Add `GatherParams` before, and `FreeParams` after, each run of uses of a stage's weights, if sharded."""
     if not plan.zero.shards_weights:
         return plan
     columns, computations = plan.columns, plan.columns.rows_where(*COMPUTING)
@@ -34,11 +34,11 @@ def gather_params(plan: PlanData) -> PlanData:
 
 
 def _stretches(plan: PlanData) -> tuple[Ints, Ints, Ints]:
-    """Return (stages, first rows, last rows) of uses of a stage's weights with no use of others alone in between."""
+    """Return (stages, first rows, last rows) of maximal runs of computations that all use the stage's weights."""
     apart, origin = plan.columns.apart
     uses = apart.rows_where(*NEEDS_WEIGHTS)
     stage, row = apart.stage[uses], origin[uses]
-    number = np.cumsum(np.r_[0, np.diff(row) > 0][: len(uses)])  # of the computation, among those that use weights
+    number = np.cumsum(np.r_[0, np.diff(row) > 0][: len(uses)])  # index among the computations that use weights
     order = np.lexsort((number, stage))
     stage, row, number = stage[order], row[order], number[order]
     begins = np.r_[True, (np.diff(stage) != 0) | (np.diff(number) > 1)][: len(uses)]

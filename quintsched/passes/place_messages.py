@@ -1,16 +1,15 @@
-"""Place every send together with its receive at one point of a single global order.
+"""Placement of messages: every send together with its receive at one point of a single global order.
 
-Each rank's program is that order with everything of the other ranks left out. So no cycle can arise, even where
-every call blocks the host until its partner has come: the order itself is a run of the whole.
+Each rank's program is the projection of that order to the rank. So no cycle can arise, even if every call blocks the
+host until its partner comes: the global order itself is a valid run.
 
     global order   F0@0  (0→1: a0)  F1@0  F0@1  (0→1: a1)  …
     rank 0         F0    SendAct 0  F1          SendAct 1
     rank 1               RecvAct 0        F0    RecvAct 1
 
-The order is that in which a simulated run at unit costs produces the messages, with the messages of at most two
-computations on a channel received and not yet taken (one each, but where skips come beside them). Messages of a
-channel go in the order in which the receiver takes them: then neither that limit nor the channel's order ever makes the
-run wait.
+The order is that of the messages in a simulated run at unit costs. A channel holds received but unconsumed messages
+for at most two computations (one message each, unless skips are sent too). Messages of a channel go in the order in
+which the receiver consumes them; so neither that limit nor the channel's order ever delays the run.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ MESSAGES: dict[Kind, tuple[type[Send], type[Recv]]] = {
     Kind.SKIP: (SendSkip, RecvSkip),
     Kind.SKIP_GRAD: (SendSkipGrad, RecvSkipGrad),
 }
-"""What carries each kind of value that travels."""
+"""Send and receive classes for each kind of value that travels."""
 
 BEFORE, COMPUTE, AFTER = 0, 1, 2
-"""At one moment: messages first, then computations, then messages that waited for one of these to begin."""
+"""Phases of one moment: messages, then computations, then messages that waited for a computation to start."""
 
 
 def place_messages(plan: PlanData) -> PlanData:
-    """Add sends and receives to a plan of computations; raises `UnsoundError` if these wait for each other."""
+    """Add sends and receives to a plan of computations; raises `UnsoundError` if the computations have a cycle."""
     columns = plan.columns
     events = Events.merge(plan)
     durations = event_durations(plan, events, Costs())
@@ -83,7 +82,7 @@ def place_messages(plan: PlanData) -> PlanData:
 
 
 def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
-    """Return the order by rank, time, phase and number; at unit costs times are whole, and all of it is one number."""
+    """Return the order by rank, time, phase and number; faster if all four fit into one integer, as at unit costs."""
     whole = times.astype(np.int64)
     spans = [int(column.max(initial=0)) + 1 for column in (rank, whole, phases, numbers)]
     if np.array_equal(whole, times) and spans[0] * spans[1] * spans[2] * spans[3] < 2**63:
@@ -93,9 +92,9 @@ def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class _Messages:
-    """What crosses from rank to rank: an entry per message, channel after channel, as the receiver takes them.
+    """Values that cross ranks: one entry per message, channel after channel, in the receiver's order.
 
-    `made` and `taken` are rows of the plan, `keys` those of the values, `number` is the entry's place in this order.
+    `made` and `taken` are the producing and consuming rows, `keys` the values' keys, `number` the entry's index.
     """
 
     source: Ints
@@ -106,7 +105,7 @@ class _Messages:
 
     @classmethod
     def of(cls, plan: PlanData) -> _Messages:
-        """Find every value that is made on one rank and taken on another."""
+        """Find every value that is produced on one rank and consumed on another."""
         flows, rank = plan.flows, plan.columns.rank
         keys = flows.keys(flows.consumes.places)
         travels = keys < flows.numbering.num_travelling
@@ -121,11 +120,11 @@ class _Messages:
 
     @property
     def number(self) -> Ints:
-        """The place of each message in the order of channels."""
+        """Index of each message."""
         return np.arange(len(self.made))
 
     def moments(self, start: Times, end: Times) -> tuple[Times, Ints]:
-        """Return each message's time and phase in the global order; `start` and `end` are those of the rows."""
+        """Return each message's time and phase in the global order, given the `start` and `end` times of all rows."""
         num_ranks = int(max(self.source.max(initial=0), self.target.max(initial=0))) + 1
         channel = self.source * num_ranks + self.target
         begins = np.flatnonzero(np.r_[True, (np.diff(channel) != 0) | (np.diff(self.taken) != 0)][: len(channel)])
@@ -139,7 +138,7 @@ class _Messages:
         return times, np.where(freed == times, AFTER, BEFORE)
 
     def beside(self, plan: PlanData) -> Columns:
-        """Return all sends, all receives and the computations, in this order; what it says of ranks does not count."""
+        """Return all sends, all receives and the computations, in this order, as if they were one rank's program."""
         columns, count = plan.columns, len(self.keys)
         sends, receives = np.zeros((2, count), np.uint8)
         sent, received, unit, skip = np.full((4, count), ABSENT)
@@ -163,7 +162,7 @@ class _Messages:
 
 
 def _ends(plan: PlanData, kind: Kind, keys: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (stages that send, stages that receive, microbatches, skips) of messages that carry values of a kind."""
+    """Return (sending stages, receiving stages, microbatches, skips) of messages that carry values of a kind."""
     numbering, layout = plan.flows.numbering, plan.layout
     stage, unit, skip = numbering.stages(keys, kind), numbering.numbers(keys, kind), np.full(len(keys), ABSENT)
     if kind in SKIPS:
@@ -178,7 +177,7 @@ def _ends(plan: PlanData, kind: Kind, keys: Ints) -> tuple[Ints, Ints, Ints, Int
 
 
 def _explain_order(plan: PlanData, waiting: Ints) -> str:
-    """Name what each rank is stuck at, the first computation of it that never begins, and what that waits for."""
+    """Return the explanation of a cycle: per rank the first computation that never starts, and the value it needs."""
     columns, flows = plan.columns, plan.flows
     stuck, lines = [], []
     for rank in range(columns.num_ranks):

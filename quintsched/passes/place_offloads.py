@@ -1,12 +1,12 @@
-"""Move activations to the host's memory and back, so that no rank holds more of them than a cap.
+"""Offload activations to host memory and fetch them back, so that no rank holds more of them than a cap.
 
     cap 2     F0  F1  OA0 F2  OA1 FA0 F3  B0  …
-    to host       ├─0─┤   ├─1─┤                 a copy begins with the end of its forward; at OA its memory is free
-    back                      ├─0─┤             it begins at FA, where memory is taken again; the backward waits
+    to host       ├─0─┤   ├─1─┤                 the copy starts when its forward ends; at OA device memory is free
+    back                      ├─0─┤             the copy starts at FA, which takes memory; the backward waits for it
 
-Where a computation needs memory that is not there, activations go whose backward is farthest (Belady 1966), those of
-the computation just before only if nothing else is left: their copy would have nothing to run beside. Activations come
-back one computation before their backward if there is room for both then, else right before it.
+If a computation lacks memory, the activations with the farthest backward are offloaded (Belady 1966); those of the
+latest computation only if no others are left, as no computation would hide their copy. Activations are fetched one
+computation before their backward if there is room for both then, else right before it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from quintsched.simulation.activation_memory import Changes, activation_changes,
 from quintsched.simulation.costs import Costs
 
 Moves = list[tuple[int, int]]
-"""(cell, before): a stage x units + a microbatch, and the row before which the copy of its activations stands."""
+"""(cell, before): cell = stage x units + unit, and the row before which the copy of its activations is inserted."""
 
 
 def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None) -> PlanData:
-    """Add `OffloadAct`s and `FetchAct`s, so that no rank holds more activations than `cap`; None: adds none.
+    """Add `OffloadAct`s and `FetchAct`s so that no rank holds more activations than `cap`; None adds none.
 
-    The cap is in the costs' unit of memory, by default microbatches of a whole rank. Raises `UsageError` for one that
+    The cap is in the costs' unit of memory, by default microbatches of a whole rank. Raises `UsageError` for a cap that
     is too small, with the least that works, and for a plan without backwards.
     """
     if cap is None:
@@ -57,7 +57,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
 
 
 def least_cap(plan: PlanData, costs: Costs | None = None) -> float:
-    """Return the least cap that works: the peak where all activations that can go to the host do so, at once."""
+    """Return the least cap that works: the peak if all activations that can be offloaded are, as early as possible."""
     costs = (costs or Costs()).spread(plan.stage_shares, plan.schedule.slices)
     kept = _Kept.of(plan, costs)
     offloads = [(cell, forward + 1) for cell, forward in kept.forwards.items()]
@@ -66,7 +66,7 @@ def least_cap(plan: PlanData, costs: Costs | None = None) -> float:
 
 
 def _with_copies(plan: PlanData, offloads: Moves, fetches: Moves) -> PlanData:
-    """Return the plan with these copies; before the same row, activations go before others come."""
+    """Return the plan with these copies; offloads before the same row come before fetches."""
     columns, units, blocks, places = plan.columns, plan.schedule.num_units, [], []
     for kind, moves in ((OffloadAct, offloads), (FetchAct, fetches)):
         cells, before = np.array(moves, np.int64).reshape(-1, 2).T
@@ -79,7 +79,7 @@ def _with_copies(plan: PlanData, offloads: Moves, fetches: Moves) -> PlanData:
 
 
 class _Kept(NamedTuple):
-    """The activations that can go to the host, by cell: the rows of their forward and backward, and what they hold."""
+    """Activations that can be offloaded, by cell: the rows of their forward and backward, and their size."""
 
     forwards: dict[int, int]
     backwards: dict[int, int]
@@ -87,7 +87,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, plan: PlanData, costs: Costs) -> _Kept:
-        """Find them: all those of stages that are not recomputed."""
+        """Find the activations of all stages that are not recomputed."""
         apart, origin = plan.columns.apart
         units, found = plan.schedule.num_units, list[dict[int, int]]()
         for kinds in ((Fwd,), BEGINS_BACKWARD):
@@ -102,9 +102,9 @@ class _Kept(NamedTuple):
 
 
 class _Rank:
-    """A walk through one rank's computations that keeps what it holds under a cap.
+    """Walk through one rank's computations that keeps its activations under a cap.
 
-    `offloads` and `fetches` are the copies that this takes.
+    `offloads` and `fetches` are the copies that this needs.
     """
 
     def __init__(self, plan: PlanData, kept: _Kept, changes: Changes, rank: int, cap: float) -> None:
@@ -140,11 +140,11 @@ class _Rank:
         return True
 
     def _movable(self, own: int, *last: int) -> list[int]:
-        """Return what may go to the host, those with the farthest backward first, but `last` at the end."""
+        """Return the activations that may be offloaded, farthest backward first, but those of `last` at the end."""
         return sorted(self._resident - {own}, key=lambda cell: (cell in last, -self._kept.backwards[cell]))
 
     def _fetch(self, cell: int, before: int, needed: float, movable: Sequence[int]) -> bool:
-        """Bring activations back, if there is room for them and for what else is needed."""
+        """Fetch activations back if there is room for them and for `needed` besides; return whether there is."""
         amount = self._kept.amounts[cell]
         if not self._make_room(amount + needed, before, movable):
             return False
@@ -154,7 +154,7 @@ class _Rank:
         return True
 
     def _make_room(self, needed: float, before: int, movable: Sequence[int]) -> bool:
-        """Move activations to the host until there is room; return False, with nothing moved, where there cannot be."""
+        """Offload activations until there is room; return False, with nothing offloaded, if there cannot be."""
         held, gone = self._held, []
         for cell in movable:
             if held + needed <= self._cap:

@@ -1,9 +1,9 @@
-"""Rerun the forwards of stages that drop their activations: each just before the backward that needs them.
+"""Recomputation: rerun the forward of stages that drop their activations, just before the backward that needs them.
 
     … Bwd(s, 3)  Recompute(s, 4)  Bwd(s, 4) …
 
-There the activations are held for the shortest time; and since only the backward takes the gradient of the stage's
-output, the rank recomputes while that is still on its way. What the schedule has placed itself stays where it is.
+There the activations are resident for the shortest time. Only the backward needs the gradient of the stage's output, so
+the rank recomputes while that is still in flight. `Recompute`s placed by the schedule stay where they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quintsched.ir.programs import Programs
 
 
 def place_recomputes(plan: PlanData) -> PlanData:
-    """Add the `Recompute`s that the order of computation leaves out; none where no stage is recomputed."""
+    """Add the `Recompute`s that the order of computation leaves out; none if no stage is recomputed."""
     if not any(plan.recompute):
         return plan
     (columns, origin), units = plan.columns.apart, plan.schedule.num_units

@@ -1,17 +1,17 @@
-"""Sum gradients over replicas as early as the data allows: right after the stage's last backward.
+"""Gradient reduction over replicas as early as the data allows: right after the stage's last backward.
 
     … Bwd(s, 7)  SendGrad(s, 7)  AllReduceBucket(s, 0) …
 
-Where optimizer state is sharded over replicas (ZeRO), a `ReduceScatterBucket` comes there instead; where gradients
-are, one after every few backwards, so that full gradients are never resident for longer:
+If optimizer state is sharded over replicas (ZeRO), a `ReduceScatterBucket` takes its place; if gradients are sharded,
+one follows after every few backwards, so that full gradients are never resident for longer:
 
     … Bwd(s, 0)  SendGrad(s, 0)  ReduceScatterBucket(s, 0, part 0)  … Bwd(s, 1)  ReduceScatterBucket(s, 0, part 1) …
 
-Where ep shards experts, a stage's last bucket holds those of the rank, and is summed over dp and cp alone.
+If ep shards experts, a stage's last bucket holds the rank's own experts, and is summed over dp and cp alone.
 
-The gradients for earlier stages go first where they follow at once: another rank waits for it. The gradients of
-tied weights, and of twins, are added up before that, at the end of the programs: so the gradients of stages that hold
-such weights are reduced once, after that, and full ones are resident until then.
+Sends of gradients to earlier stages that follow at once go first: another rank waits for them. Gradients of tied
+weights, and of twins, are summed at the end of the programs: so the gradients of stages that hold such weights are
+reduced once, after that, and stay resident in full until then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quintsched.ir.programs import Programs
 
 
 def reduce_buckets(plan: PlanData) -> PlanData:
-    """Sum each stage's buckets over the axes of its replicas; nothing where there are no replicas."""
+    """Add a reduction of each stage's buckets over the axes of its replicas; nothing if there are no replicas."""
     buckets = plan.layout.reductions
     if not buckets:
         return plan
@@ -56,9 +56,9 @@ def reduce_buckets(plan: PlanData) -> PlanData:
 
 
 def _completions(plan: PlanData) -> tuple[Ints, Ints, Ints]:
-    """Return (stages, reductions, rows): after which row the gradients of a stage's reduction are complete.
+    """Return (stages, reductions, rows): the row after which the gradients of each stage's reduction are complete.
 
-    In the order of the rows, then of stages and reductions.
+    Sorted by row, then by stage and reduction.
     """
     layout, (columns, origin) = plan.layout, plan.columns.apart
     most = layout.most_reductions
@@ -77,7 +77,7 @@ def _completions(plan: PlanData) -> tuple[Ints, Ints, Ints]:
 
 
 def _behind_sends(columns: Columns, rows: Ints) -> Ints:
-    """Return the first row after each of `rows` that is neither sent away nor frees weights, on the same rank."""
+    """Return the first row after each of `rows`, on its rank, that is no send of gradients and no `FreeParams`."""
     stays = np.flatnonzero(~columns.are(SendGrad, SendSkipGrad, FreeParams))
     ends = columns.first[columns.rank[rows] + 1]
     following = np.r_[stays, len(columns)][np.searchsorted(stays, rows + 1)]

@@ -1,6 +1,6 @@
-"""End the pipeline's work: loss, loss weight and metrics for every rank.
+"""End of the pipeline's work: exchange of loss, loss weight and metrics, then the gradient norm.
 
-They carry the batch's total loss weight, by which every rank divides its gradients; so they come before the norm.
+The exchange yields the batch's total loss weight, by which every rank divides its gradients: the norm comes after it.
 """
 
 from __future__ import annotations

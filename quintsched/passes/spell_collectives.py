@@ -1,4 +1,4 @@
-"""Spell out the collectives of gradient buckets in messages: the plan gets a mini-plan for each that it calls."""
+"""Spell out the collectives of gradient buckets in messages: one mini-plan for each kind and size that is called."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quintsched.verify.collectives import calls_of, stays_native
 
 
 def spell_out(plan: PlanData, means: str, wire: Wire | None = None) -> PlanData:
-    """Add the mini-plans by which a plan's buckets are exchanged; "auto" may leave it as it is: see `stays_native`.
+    """Add the mini-plans by which a plan's buckets are exchanged; "auto" may keep the native ones: see `stays_native`.
 
-    Raises `UsageError` for unknown means, and for a ring or a tree where no gradient is summed over replicas.
+    Raises `UsageError` for unknown means, and for ring or tree if no gradient is summed over replicas.
     """
     found, calls = find_means(means), calls_of(plan)
     if found == "native" or (found == "auto" and stays_native(calls)):

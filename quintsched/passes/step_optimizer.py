@@ -1,4 +1,4 @@
-"""End a step: the optimizer, and the weights for everyone where each replica has stepped a shard of them.
+"""End of a step: the optimizer, then an all-gather of the weights of which each replica has stepped a shard.
 
 …  ShareMetrics  ClipGrad  OptStep(stages 0+4)  AllGatherBucket(0, 0)  AllGatherBucket(4, 0)
 """
@@ -16,8 +16,8 @@ from quintsched.ir.programs import Programs
 def step_optimizer(plan: PlanData) -> PlanData:
     """End every program with the `OptStep` of all its stages.
 
-    Where replicas step shards of weights that are resident on all of them, an `AllGatherBucket` per stage and bucket
-    follows.
+    If replicas step shards of weights that are resident on all of them (ZeRO-1, 2), an `AllGatherBucket` per stage
+    and bucket follows.
     """
     layout = plan.layout
     blocks = [Columns.of([OptStep(layout.stages_of(rank))] for rank in range(layout.num_ranks))]

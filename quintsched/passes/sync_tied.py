@@ -1,4 +1,4 @@
-"""Add up the gradients of weights that several stages hold, at the end of the programs, in one order on all ranks.
+"""Sum the gradients of tied weights at the end of the programs, in one order on all ranks, which avoids deadlock.
 
 … Bwd(s, 7)  SyncTied(embedding, stages 0+3)  AllReduceBucket(s, 0) …
 """
@@ -16,7 +16,7 @@ from quintsched.ir.programs import Programs
 
 
 def sync_tied(plan: PlanData) -> PlanData:
-    """End every program with a `SyncTied` for each tie of its stages."""
+    """Add, at the end of every program, a `SyncTied` for each tie of its stages."""
     ties, layout = plan.layout.ties, plan.layout
     if not ties:
         return plan

@@ -1,7 +1,7 @@
-"""The one request from which a plan is compiled: `request` declares its settings, `reading` reads their values.
+"""Request that a plan is compiled from: `request` declares its settings, `reading` reads and checks their values.
 
-Python, the command line and job files fill it. Imports `ir` and `errors`, and nothing heavy, at once; what a setting
-needs besides (schedules, costs, plans) when it is read.
+Python, the command line and job files all fill the same request. At import time it imports only `ir` and `errors`;
+heavier modules (schedules, costs, plans) are imported when a setting that needs them is read.
 """
 
 from quintsched.request.request import CompileRequest, Entry, Setting, entries, settings

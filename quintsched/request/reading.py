@@ -1,10 +1,10 @@
-"""How values are read that people give: each of a few kinds in one function, which says what is wrong by its name.
+"""Readers of setting values: one function per kind of value, which checks it and names the setting in its error.
 
     ("microbatches", np.int64(8))  ─▶  8
     ("microbatches", True)         ─▶  UsageError: microbatches is True; give a whole number
     ("tied", {"w": [0, 3]})        ─▶  {"w": (0, 3)}
 
-Then how text of a command line becomes such values, and how a plan says them. Imports what is heavy when it is needed.
+Also parsers of command-line text into such values, and the form in which plans store them. Heavy imports are lazy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quintsched.simulation.costs import Costs
 
 Read = Callable[[str, Any], Any]
-"""(name, value) → the checked value; raises `UsageError` that begins with the name."""
+"""Reader (name, value) → checked value; raises a `UsageError` that begins with the name."""
 
 
 def _refuse(name: str, value: object, words: str) -> UsageError:
@@ -32,7 +32,7 @@ def _refuse(name: str, value: object, words: str) -> UsageError:
 
 
 def read_whole_number(name: str, value: object) -> int:
-    """Read a whole number, numpy's included; raises `UsageError`."""
+    """Read a whole number, numpy integers included; raises `UsageError`."""
     found = whole_number(value)
     if found is None:
         raise _refuse(name, value, "give a whole number")
@@ -47,12 +47,12 @@ def read_flag(name: str, value: object) -> bool:
 
 
 def optional(read: Read) -> Read:
-    """Return a reader that takes None as well."""
+    """Return a reader that also accepts None."""
     return lambda name, value: None if value is None else read(name, value)
 
 
 def read_buckets(name: str, value: object) -> int:
-    """Read how many gradient buckets a stage has; raises `UsageError`."""
+    """Read the number of gradient buckets per stage; raises `UsageError`."""
     from quintsched.ir.plan_data import MAX_BUCKETS
 
     found = whole_number(value)
@@ -62,7 +62,7 @@ def read_buckets(name: str, value: object) -> int:
 
 
 def read_number(name: str, value: object) -> float:
-    """Read a number, numpy's included, that is finite and not absurd; a whole one stays whole."""
+    """Read a number (numpy included) that is finite and at most `MOST` in magnitude; whole numbers stay int."""
     found = whole_number(value)
     if found is None and (isinstance(value, bool) or not isinstance(value, Real)):
         raise _refuse(name, value, "give a finite number")
@@ -73,14 +73,14 @@ def read_number(name: str, value: object) -> float:
 
 
 def read_wholes(name: str, value: object) -> tuple[int, ...]:
-    """Read whole numbers, in any kind of sequence; raises `UsageError`."""
+    """Read whole numbers from any iterable but text, bytes and mappings; raises `UsageError`."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
         raise _refuse(name, value, "give whole numbers")
     return tuple(read_whole_number(name, item) for item in value)
 
 
 def read_counts(name: str, value: object) -> tuple[int, ...]:
-    """Read whole numbers from 0 on, at least one; raises `UsageError`."""
+    """Read a non-empty sequence of whole numbers ≥ 0; raises `UsageError`."""
     found = read_wholes(name, value)
     if not found or min(found) < 0:
         raise _refuse(name, value, "give a whole number from 0 on for each stage")
@@ -88,18 +88,18 @@ def read_counts(name: str, value: object) -> tuple[int, ...]:
 
 
 def read_whole_or_wholes(name: str, value: object) -> int | tuple[int, ...]:
-    """Read one whole number or several; raises `UsageError`."""
+    """Read one whole number or a sequence of them; raises `UsageError`."""
     found = whole_number(value)
     return read_wholes(name, value) if found is None else found
 
 
 def read_ties(name: str, value: object) -> dict[str, tuple[int, ...]]:
-    """Read which stages hold each named weight; raises `UsageError`."""
+    """Read the stages that hold each tied weight, by name; raises `UsageError`."""
     return _read_named_stages(name, value, "give the stages that hold each weight: {'embedding': (0, 3)}")
 
 
 def read_skips(name: str, value: object) -> dict[str, tuple[int, ...]]:
-    """Read which stage makes each skip, and which take it; raises `UsageError`."""
+    """Read the stages of each skip, by name: the one that makes it, then those that take it; raises `UsageError`."""
     return _read_named_stages(name, value, "give the stage that makes each, then those that take it: {'h': (0, 3, 5)}")
 
 
@@ -123,7 +123,7 @@ def read_text(name: str, value: object) -> str:
 
 
 def read_schedule(name: str, value: object) -> Schedule:
-    """Read a schedule, or the name of one; raises `UsageError`."""
+    """Read a schedule, or resolve the name of one; raises `UsageError`."""
     from quintsched.schedules import Schedule
     from quintsched.user_code import load_schedule
 
@@ -135,13 +135,13 @@ def read_schedule(name: str, value: object) -> Schedule:
 
 
 def mesh_text(_name: str, value: Any) -> Any:
-    """Check a mesh and leave it as it is written."""
+    """Check a mesh and return it unchanged, as it is written."""
     Mesh.parse(value)
     return value
 
 
 def read_costs(name: str, value: object) -> Costs:
-    """Read costs; raises `UsageError`."""
+    """Check that a value is `Costs`; raises `UsageError`."""
     from quintsched.simulation.costs import Costs
 
     if not isinstance(value, Costs):
@@ -157,19 +157,19 @@ def load_costs(path: str) -> Costs:
 
 
 def read_communication(_name: str, value: object) -> str:
-    """Read how gradients are exchanged; raises `UsageError`."""
-    return find_means(value)  # type: ignore[arg-type]  # it refuses whatever is no name
+    """Read the means of gradient exchange ("native", "auto", …); raises `UsageError`."""
+    return find_means(value)  # type: ignore[arg-type]  # refuses all that is no name
 
 
 def read_wire(name: str, value: object) -> Wire:
-    """Read a wire; raises `UsageError`."""
+    """Check that a value is a `Wire`; raises `UsageError`."""
     if not isinstance(value, Wire):
         raise _refuse(name, value, "give a quintsched.collectives.Wire")
     return value
 
 
 def parse_numbers(name: str, text: str, example: str = "1 or 0,1,1,0") -> int | tuple[int, ...]:
-    """Read "1" or "0,1,1,0"; raises `UsageError`."""
+    """Parse "1" or "0,1,1,0"; raises `UsageError`."""
     parts = text.split(",")
     if not all(part.isdecimal() and len(part) <= 9 for part in parts):
         raise UsageError(
@@ -179,18 +179,18 @@ def parse_numbers(name: str, text: str, example: str = "1 or 0,1,1,0") -> int | 
 
 
 def parse_stages(name: str, text: str) -> tuple[int, ...]:
-    """Read "0,1,1,0"; raises `UsageError`."""
+    """Parse "0,1,1,0"; raises `UsageError`."""
     found = parse_numbers(name, text, "0,1,1,0")
     return (found,) if isinstance(found, int) else found
 
 
 def parse_ties(name: str, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Read "embedding=0,3" and others like it; raises `UsageError`."""
+    """Parse texts such as "embedding=0,3"; raises `UsageError`."""
     return _parse_named_stages(name, texts, "the stages that hold it", "embedding=0,3")
 
 
 def parse_skips(name: str, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Read "h=0,3,5" and others like it; raises `UsageError`."""
+    """Parse texts such as "h=0,3,5"; raises `UsageError`."""
     return _parse_named_stages(name, texts, "the stages that make and take it", "h=0,3,5")
 
 
@@ -208,27 +208,27 @@ def _parse_named_stages(name: str, texts: Sequence[str], which: str, example: st
 
 
 def name_in(value: str, plan: Plan) -> str:
-    """Return the name that a plan would know a schedule by; no name in a plan is ever resolved."""
+    """Return the name by which a plan stores a schedule; the name in a plan itself is never resolved to code."""
     return value if value == plan.schedule.name else read_schedule("schedule", value).name
 
 
 def means_in(value: str, plan: Plan) -> str:
-    """Return what a plan would say of some means: "auto" may have left the exchange native."""
+    """Return the means that a plan stores for a setting; "auto" is stored as "native" if nothing was spelled out."""
     from quintsched.verify.collectives import calls_of, stays_native
 
     return "native" if value == "auto" and stays_native(calls_of(plan)) else value
 
 
 def every_stage(value: int | tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """Return one number for every stage."""
+    """Return a setting as one number per stage."""
     return (value,) * len(plan.stage_to_pp) if isinstance(value, int) else value
 
 
 def losses_in(value: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """Return which stages have a loss; where none is named, the last one of each route."""
+    """Return the stages with a loss; by default the last stage of each route."""
     return tuple(value) or tuple(route.stages[-1] for route in plan.routes)
 
 
 def wire_in(plan: Plan) -> Wire | None:
-    """Return what a plan's "auto" reckoned with; the others look at no wire."""
+    """Return the wire that a plan's "auto" was computed with; None for other means, which use no wire."""
     return plan.communication.wire if plan.communication.means == "auto" else None

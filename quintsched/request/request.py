@@ -1,15 +1,15 @@
-"""What a plan is compiled from: one frozen request, which Python, a command line and a job file all fill.
+"""Frozen request that a plan is compiled from, filled alike by Python, the command line and job files.
 
     compile("1f1b", mesh="pp=2", microbatches=4)       ┐
     quintsched compile -s 1f1b --mesh pp=2 -m 4        ├──▶  CompileRequest  ──▶  compile  ──▶  Plan
     parallel: {schedule: 1f1b, mesh: pp=2, …}          ┘                                         │
-                                                              the same settings, as it says them ┘
+                                                              the same settings, as the plan stores them ┘
 
-A setting is one field: its words for people, its default, how a value is read, how it is written where there are no
-objects of Python, and how a plan says it. All else derives from that: the signature and the arguments' documentation
-of `compile`, the options of the command, the job's section, and whether a job agrees with a plan beside it.
+Each setting is one dataclass field: its documentation, its default, its reader, its textual form, and how a plan
+stores it. All else derives from that: the signature and documentation of `compile`, the options of the command, the
+job section, and the comparison of a job with the plan beside it.
 
-Nothing heavy is imported here: `quintsched --help` reads it.
+No heavy imports here: `quintsched --help` imports this module.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """How one setting is read, written and compared."""
+    """Declaration of one setting: how it is read, written and compared."""
 
     doc: str
     read: Read
-    """Checks what Python code gives."""
+    """Checks a value given in Python code."""
     metavar: str
-    """What stands for its value in the command's help."""
+    """Placeholder for the value in the command's help."""
     text: type = str
-    """What a command line gives: `int`, `float`, `str`, or `list` for an option that may be repeated."""
+    """Type of the command-line option: `int`, `float`, `str`, or `list` for an option that may be repeated."""
     parse: Read | None = None
-    """Makes of that text what `read` takes; None: it is so already."""
+    """Converts the command-line value to one that `read` takes; None if it needs no conversion."""
     letter: str | None = None
     """The command's short option."""
     data: Read | None = None
-    """Checks what a job file gives; None: as `read` does."""
+    """Checks a value from a job file; None: `read` does it."""
     load: Callable[[Any], Any] | None = None
-    """Makes of text, or what a job file gives, what `read` takes."""
+    """Converts text, or a job file's value, to one that `read` takes, such as a path to the costs in it."""
     parts: type | None = None
-    """A dataclass whose fields stand in the setting's place where there are no objects of Python."""
+    """Dataclass whose fields replace the setting where no Python object can be given (command line, job file)."""
     in_plan: Callable[[Plan], object] | None = None
-    """What a plan says of it; None: nothing, and there is nothing to agree on."""
+    """Returns the value that a plan stores; None if plans do not store the setting, so that it is not compared."""
     normal: Callable[[Any, Plan], object] = lambda value, _plan: value
-    """Brings both sides to one form, so that what comes to the same is equal."""
+    """Brings both sides of a comparison to one form, so that equivalent values are equal."""
 
 
 def _setting(doc: str, read: Read, metavar: str, *, default: Any = MISSING, first: bool = False, **how: Any) -> Any:
@@ -63,9 +63,9 @@ def _setting(doc: str, read: Read, metavar: str, *, default: Any = MISSING, firs
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """All that a plan is compiled from, checked and brought to plain Python numbers; raises `UsageError`.
+    """All settings that a plan is compiled from, checked and converted to plain Python; raises `UsageError`.
 
-    What only the schedule or the mesh can judge is judged by `compile`.
+    Checks that need the schedule or the mesh are made by `compile`.
     """
 
     schedule: str | Schedule = _setting(
@@ -245,8 +245,8 @@ class CompileRequest:
         in_plan=lambda plan: plan.zero.every,
     )
     after: Watch | None = field(default=None, kw_only=True, compare=False)
-    """Who looks on: called with "order" and the bare order of computation, then with each pass's name and the plan
-    after it; each pass then has to keep the points that hold by then, not only the last one."""
+    """Observer, called with "order" and the bare order of computation, then with each pass's name and the plan after
+    it; every pass is then checked for the points that have to hold after it, not only the last one."""
 
     def __post_init__(self) -> None:
         for name, setting in settings():
@@ -254,7 +254,7 @@ class CompileRequest:
 
     @classmethod
     def of_data(cls, given: Mapping[str, Any], *, after: Watch | None = None) -> CompileRequest:
-        """Return the request for entries as a job file writes them, by name: see `entries`."""
+        """Return the request for entries by name, as a job file gives them: see `entries`."""
         values: dict[str, Any] = {}
         for name, setting in settings():
             if setting.parts:
@@ -268,25 +268,25 @@ class CompileRequest:
 
 
 def settings() -> Iterator[tuple[str, Setting]]:
-    """Yield the name of each setting and how it is read."""
+    """Yield the name and the declaration of each setting."""
     return ((one.name, one.metadata["setting"]) for one in fields(CompileRequest) if "setting" in one.metadata)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a command line and a job file write: a setting, or a part of one."""
+    """One option of the command line or key of a job file: a setting, or one part of a setting."""
 
     name: str
     setting: Setting
     doc: str
     metavar: str
     default: Any
-    """`MISSING` where it must be given."""
+    """`MISSING` if it is required."""
     part_of: str | None = None
     """The setting that this is a part of."""
 
     def check(self, value: Any) -> Any:
-        """Return what a job file gives, checked; raises `UsageError`."""
+        """Return a job file's value, checked; raises `UsageError`."""
         if not self.setting.parts:
             return (self.setting.data or self.setting.read)(self.name, value)
         number = reading.read_number(self.name, value)
@@ -294,7 +294,7 @@ class Entry:
         return number
 
     def difference(self, value: Any, plan: Plan) -> tuple[object, object] | None:
-        """Return what a job gives and what a plan says, in one form, where they disagree."""
+        """Return the values of a job and of a plan, in one form, if they disagree; else None."""
         said = self.setting.in_plan(plan) if self.setting.in_plan else None
         if value is None or (said is None and (self.part_of or not self.setting.in_plan)):
             return None

@@ -1,6 +1,6 @@
-"""The schedules, each a short generator of compute order in a file of its own; `kit` is what they are written with.
+"""Built-in schedules, one file each: short generators of compute order. `kit` holds the tools to write them.
 
-Imports `ir` and `simulation.costs`, for those that search. Passes add everything that is not an order of computation.
+Imports `ir`, and `simulation.costs` for schedules that search. Passes add all other instructions.
 """
 
 from quintsched.schedules.bfs import bfs

@@ -4,8 +4,8 @@ P=2, 2 chunks (f, b: the second one)
 rank 0  F0 F1 F2 f0 f1 f2 .. .. .. b0 b1 b2 B0 B1 B2       b, B: twice as long
 rank 1  .. F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2
 
-All microbatches pass through a stage at once, so its gradients can be added up over the replicas while the next stage
-computes. The bubble is 1/v of GPipe's, more where M < P: each chunk then waits for the first microbatch to come round.
+All microbatches pass a stage before the next one starts, so its gradients can be reduced over the replicas while the
+next stage computes. The bubble is 1/v of GPipe's, larger if M < P: each chunk then waits for the first microbatch.
 """
 
 from quintsched.ir.instructions import Bwd, Fwd

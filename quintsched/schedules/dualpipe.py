@@ -1,10 +1,10 @@
 """DualPipe (DeepSeek-V3, arXiv:2412.19437): microbatches enter at both ends, and each rank holds two stages' weights.
 
 Half of the microbatches go down the ranks through stages 0, 1, …, the other half go up through the twins of these
-stages, and where they meet, the forward of one direction stands beside the backward of the other. `SyncTied` adds up
-the twins' gradients.
+stages; where they meet, the forward of one direction is paired with the backward of the other. `SyncTied` sums the
+twins' gradients.
 
-rank 0    F0 F1 F2 … ─▶  stages 0 1 2 3        P=4: rank r has stage r, and 4 + (3 - r), which is the twin of 3 - r
+rank 0    F0 F1 F2 … ─▶  stages 0 1 2 3        P=4: rank r holds stage r, and 4 + (3 - r), the twin of 3 - r
 rank 3    F4 F5 F6 … ─▶  stages 4 5 6 7        (its microbatches: the second half)
 
 With each pair fused into one block F&B, the paper's idle time is (P/2-1)(F&B + B - 3W), B = I + W. In the plan the two
@@ -29,7 +29,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     constraint=meets_half_way,
 )
 def dualpipe(rank: int, shape: Shape) -> Order:
-    """Yield the eight phases; lane 0 comes from the nearer end of the ranks, lane 1 from the farther."""
+    """Yield the eight phases; lane 0 enters at the nearer end of the ranks, lane 1 at the farther."""
     half = shape.microbatches // 2
     down, up = shape.stages_of(rank)
     lanes = (Lane(down, range(half)), Lane(up, range(half, shape.microbatches)))

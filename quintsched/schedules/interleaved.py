@@ -1,7 +1,7 @@
 """Interleaved 1F1B (Narayanan et al., SC'21, arXiv:2104.04473): 1F1B with several stages on each rank.
 
-Units of work go round the chunks in groups of P microbatches, so that a rank has something of another chunk
-to do while it waits:
+Units of (chunk, microbatch) visit the chunks in groups of P microbatches, so that a rank has work of another chunk
+while it waits:
 
     P=2, 2 chunks, rank 0 forwards:   chunk 0: mb 0, 1   chunk 1: mb 0, 1   chunk 0: mb 2, 3   chunk 1: …
 """
@@ -29,7 +29,7 @@ from quintsched.schedules.kit.steps import Lane, Steps, alternate, rounds, side_
 def interleaved_1f1b(rank: int, shape: Shape) -> Steps:
     """Return 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse.
 
-    Where a forward and the backward behind it overlap, one unit more goes before, so that neither waits for the other.
+    With overlap the warm-up has one more unit, so that the two sides of an `Overlap` do not depend on each other.
     """
     stages = np.array(shape.stages_of(rank))
     units = shape.microbatches * shape.chunks

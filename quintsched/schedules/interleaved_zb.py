@@ -2,10 +2,10 @@
 
 P=2, 2 chunks (f, i, w: the second one)
 rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 …
-rank 1  .  F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 …       weight halves come `rank` units late
+rank 1  .  F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 …       weight halves are `rank` units late
 
-Units go round the chunks in groups of P microbatches, as in interleaved 1F1B, but a rank is only one unit ahead per
-rank after it. The makespan is M(F+I+W) + (P-1)(F+I-min(F,I,W))/v, and P microbatches' activations stand on each rank.
+Units visit the chunks in groups of P microbatches, as in interleaved 1F1B, but a rank is only one unit ahead per later
+rank. The makespan is M(F+I+W) + (P-1)(F+I-min(F,I,W))/v, and each rank holds the activations of P microbatches.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503): forwards and backwards take turns.
+"""1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503): alternating forwards and backwards.
 
-rank 0  F0 F1 .. .. B0 .... F2 B1 .... F3 B2 ....       at most P - rank activations stand
+rank 0  F0 F1 .. .. B0 .... F2 B1 .... F3 B2 ....       at most P - rank activations are resident
 rank 1  .. F0 B0 .... F1 B1 .... F2 B2 .... F3 B3
 """
 
@@ -15,7 +15,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     memory="min(P-r, M)",
 )
 def one_f_one_b(rank: int, shape: Shape) -> Order:
-    """Yield a warm-up that fills the ranks after this one, then pairs, then the backwards that are left."""
+    """Yield a warm-up of one forward per later rank, then forward-backward pairs, then the remaining backwards."""
     warmup = min(shape.pp - rank - 1, shape.microbatches)
     for microbatch in range(warmup):
         yield Fwd(rank, microbatch)

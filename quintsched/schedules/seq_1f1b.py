@@ -3,9 +3,9 @@
     q=2, P=2, rank 0   F0 F1 F2 B1 F3 B0 F4 B3 F5 B2 …       microbatch 0 is the units 0 and 1
              rank 1    .. F0 F1 B1 F2 B0 F3 B3 F4 B2 …
 
-A slice attends to those before it, so forwards run in the order of the sequence, and backwards against it: the
-gradient of a slice's keys and values is whole only after the slices behind it. The last rank therefore takes all q
-slices of a microbatch before the first backward. The bubble and what stands on a rank shrink with q.
+A slice attends to earlier slices, so forwards run in sequence order and backwards in reverse: the gradient of a
+slice's keys and values is complete only after the backwards of later slices. The last rank therefore runs all q
+forwards of a microbatch before its first backward. Bubble and memory per rank shrink with q.
 """
 
 from quintsched.ir.instructions import Bwd, Fwd

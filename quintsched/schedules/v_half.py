@@ -1,10 +1,10 @@
 """V-Half (Qi et al. 2024, arXiv:2405.15362): half of 1F1B's memory, and half of its idle time.
 
-The stages go down the ranks and up again. On the way down a microbatch takes two slots per rank, on the way up one: so
-the longer an activation stands on one chunk of a rank, the shorter it does on the other, and all ranks hold the same.
+The stages go down the ranks and up again. On the way down a microbatch takes two slots per rank, on the way up one: the
+longer an activation is resident in one chunk of a rank, the shorter it is in the other, and all ranks hold the same.
 
-P=3    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16    the block of microbatch 0, in chunks' forwards;
-rank 0 f0                   f1 i1                      i0    the next begins 6 later
+P=3    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16    block of microbatch 0; one slot = a chunk's forward;
+rank 0 f0                   f1 i1                      i0    the next block begins 6 slots later
 rank 1       f0          f1          i1             i0
 rank 2             f0 f1                   i1    i0
 """
@@ -29,7 +29,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     constraint=slot_by_slot,
 )
 def v_half(rank: int, shape: Shape) -> Order:
-    """Yield this rank's part of the blocks, repeated and closed up."""
+    """Yield this rank's part of the repeated block, with its gaps closed."""
     yield from _all_ranks(shape)[rank]
 
 
@@ -40,5 +40,5 @@ def _all_ranks(shape: Shape) -> tuple[tuple[Compute, ...], ...]:
 
 
 def _block(rank: int, pp: int) -> Block:
-    turn = 3 * pp - 1 + (3 if pp % 2 == 0 else 0)  # so no two passes of a rank ever fall into the same slot
+    turn = 3 * pp - 1 + (3 if pp % 2 == 0 else 0)  # so that no two passes of a rank ever share a slot
     return 2 * rank, 3 * pp - 2 - rank, turn + 2 * rank, turn + 3 * pp - 1 - rank

@@ -1,13 +1,13 @@
-"""zb-auto (Qi et al. 2023, arXiv:2401.10241): the best of many greedy orders under given costs and a memory cap.
+"""zb-auto (Qi et al. 2023, arXiv:2401.10241): search for the best greedy order under given costs and a memory cap.
 
 The paper's ZB-1p and ZB-2p are this search with `--memory-cap p` and `2p`. A cap of P gives ZB-H1 or better; from 2P-1
-on, no rank waits within its span if F = I = W, and without a cap 2P it is; below P, ranks do what the memory allows:
+on, no rank is idle within its span if F = I = W. The default cap is 2P. Below P, ranks do what the memory allows:
 
 rank 0  F0 F1 .  .  .  .  .  I0 W0 F2 I1 W1 F3 …             P=4, cap 2
 rank 3  .  .  .  F0 I0 F1 I1 W0 W1 .  .  .  .  .  F2 …
 
-Candidates run in simulated time, the most promising ones first, until so many passes have been looked at that it would
-take long. The shortest span wins, then the shortest makespan, then the least memory.
+Candidates run in simulated time, the most promising first, up to a budget of simulated passes. The shortest span
+wins, then the shortest makespan, then the least memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quintsched.schedules.kit.list_scheduling import Manner, Outcome, PerStage, 
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 SLOPES = (1.0, 2.1, 0.65, 0.8, 0.0, 1.65, 2.2, 0.5, 0.9, 1.3, 1.8, 0.3, 0.7, 1.1, 1.5)
-"""How much farther ahead each rank is than the next: 1 is 1F1B, 2 fills the pipeline; less is for tight memory."""
+"""Candidates for the lead of each rank over the next: 1 is 1F1B, 2 fills the pipeline; less suits tight memory."""
 HABITS = ((0.0, 1.0), (0.0, 0.0), (0.5, 1.0), (0.0, 0.25), (0.5, 0.0))
-"""How much of a forward, and of a weight half, an eager rank may be late with."""
+"""Candidates for (early_forward, early_weight) of `Manner`."""
 MOST_PASSES, FEWEST_CANDIDATES = 100_000, 8
-"""When to stop: after so many passes, but not before so many candidates."""
+"""Budget of the search: it stops after this many passes, but not before this many candidates."""
 
 
 def room_for_one(shape: Shape) -> str | None:
@@ -48,7 +48,7 @@ def room_for_one(shape: Shape) -> str | None:
     constraint=room_for_one,
 )
 def zb_auto(rank: int, shape: Shape) -> Order:
-    """Yield this rank's order of the best candidate."""
+    """Yield this rank's order in the best candidate."""
     if len(shape.stages_of(rank)) != 1 or len(shape.stage_to_pp) != shape.pp:
         raise UsageError(f"zb-auto: stages lie on {shape.stage_to_pp}; it plans for one stage on each rank")
     yield from _best(shape).orders[shape.stages_of(rank)[0]]
@@ -56,7 +56,7 @@ def zb_auto(rank: int, shape: Shape) -> Order:
 
 @lru_cache(maxsize=2)
 def _best(shape: Shape) -> Outcome:
-    """Try manner after manner; the first is eager, so that at least one comes to its end."""
+    """Return the best outcome of all candidates; the first one is eager, so that at least one always finishes."""
     work, best, looked_at = _work(shape), None, 0
     for count, manner in enumerate(_manners(work)):
         if count >= FEWEST_CANDIDATES and looked_at >= MOST_PASSES:
@@ -70,7 +70,7 @@ def _best(shape: Shape) -> Outcome:
 
 
 def _manners(work: Work) -> Iterator[Manner]:
-    """Yield the candidates, the most promising first: slopes that fill the pipeline, or what the cap has room for."""
+    """Yield the candidates, the most promising first: slopes that fill the pipeline, or that the cap has room for."""
     capped = (work.cap / (max(map(max, work.activation)) or math.inf) - 1) / max(len(work.forward) - 1, 1)
     for slope in dict.fromkeys((2.0, min(capped, 2.0), *SLOPES)):
         yield from (Manner(slope, *habit) for habit in HABITS)
@@ -98,7 +98,7 @@ def _work(shape: Shape) -> Work:
 
 
 def _per_stage(shape: Shape, *names: str) -> PerStage:
-    """Return the sum of these costs for each stage and microbatch."""
+    """Return the sum of these costs, per stage and microbatch."""
     stages, units = np.indices((len(shape.stage_to_pp), shape.num_units)).reshape(2, -1)
     shape.costs.check_fits(shape, len(shape.stage_to_pp), shape.pp)
     added: Amounts = np.add.reduce([shape.costs.of_units(name, stages, units, shape) for name in names])
@@ -106,7 +106,7 @@ def _per_stage(shape: Shape, *names: str) -> PerStage:
 
 
 def _messages(shape: Shape, *, back: bool = False) -> PerStage:
-    """Return how long the output of each stage but the last (or `back`: its gradient) is under way."""
+    """Return the travel time of the output of each stage but the last (or, with `back`, of its gradient)."""
     stages, units = np.indices((len(shape.stage_to_pp) - 1, shape.num_units)).reshape(2, -1)
     ranks = np.array(shape.stage_to_pp)
     ends = (ranks[stages + 1], ranks[stages]) if back else (ranks[stages], ranks[stages + 1])

@@ -1,7 +1,7 @@
-"""ZB-H2 (Qi et al. 2023, arXiv:2401.10241): ZB-H1 with twice the warm-up, so that no rank waits within its span.
+"""ZB-H2 (Qi et al. 2023, arXiv:2401.10241): ZB-H1 with twice the warm-up, so that no rank is idle within its span.
 
 rank 0  F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 …
-rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 …      weight halves come 2·rank late
+rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 …      weight halves are 2·rank late
 
 Where M >= 2P-1, beyond M(F+I+W) the longest span is (P-1)·max(F+I-2·min(F,W), 0), and the makespan the same with F in
 the place of 0: a step that waits for all ranks gains little over ZB-H1. The span is the paper's (P-1)(F+I-2W) exactly
@@ -20,7 +20,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     memory="min(2P-1, M)",
 )
 def zb_h2(rank: int, shape: Shape) -> Order:
-    """Yield split 1F1B, two forwards ahead per rank after this one and two weight halves late per rank before it."""
+    """Yield split 1F1B, with two forwards of lead per later rank and two microbatches of delay per earlier rank."""
     warmup, late = min(2 * (shape.pp - rank - 1), shape.microbatches), 2 * rank
     for k in windows(shape.microbatches, 0, warmup, warmup + late):
         if k < shape.microbatches:

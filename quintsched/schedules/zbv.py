@@ -1,13 +1,13 @@
-"""ZBV (Qi et al. 2024, arXiv:2405.15362, and the zero-bubble code): a V that never waits, in the memory of 1F1B.
+"""ZBV (Qi et al. 2024, arXiv:2405.15362, and the zero-bubble code): a V without idle time, in the memory of 1F1B.
 
-The stages go down the ranks and up again, so rank 0 has the first and the last: its first backward comes early, and the
-forwards of both chunks fill what little time there is until then.
+The stages go down the ranks and up again, so rank 0 has the first and the last: its first backward comes early, and
+the forwards of both chunks fill the short time until then.
 
 rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 …             P=2: rank 0 has stages 0 and 3, rank 1 has 1, 2
 rank 1  ... 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 …
 
-No rank waits within its span where F = I = W and M >= 2P-1; the ranks begin one chunk's forward after each other. Where
-I >= F >= W, the longest span is (P-1)(I-W) beyond M(F+I+W).
+No rank is idle within its span if F = I = W and M >= 2P-1; each rank begins one chunk's forward after the previous
+one. If I >= F >= W, the longest span is (P-1)(I-W) beyond M(F+I+W).
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Time and memory of a plan: the event graph run under a cost model, and what ranks hold at their fullest.
+"""Time and memory of a plan: the event graph timed under a cost model, and the peak memory of ranks.
 
-`simulator` times a plan by `costs` (`cost_forms`: what they may look like; `durations`: of each instruction),
-`activation_memory` and `state_memory` count what is resident on a rank, `time_grid` lays a simulation on a raster.
-Imports `graph`, `ir` and `files`.
+`simulator` times a plan by `costs` (`cost_forms`: their forms in files; `durations`: time per instruction),
+`activation_memory` and `state_memory` compute peaks per rank, `time_grid` prints a simulation as text. Imports `graph`,
+`ir` and `files`.
 """

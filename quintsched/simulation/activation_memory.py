@@ -1,4 +1,4 @@
-"""What stands on a rank at its fullest: activations, and received messages that nobody has taken yet."""
+"""Peak activation memory of each rank, and its peak of messages received but not yet consumed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HELD = {
     Kind.FETCHED: "activation",
     Kind.PENDING: "activation_after_input",
 }
-"""The values that count as activations, and which of the costs says how much each holds."""
+"""Kinds of values that count as activations, with the cost that gives their size."""
 
 HELD_BY_HOST = {Kind.OFFLOADED: "activation"}
-"""Those that are in the host's memory."""
+"""Kinds of activations in host memory."""
 
 
 def peak_activations(plan: PlanData, costs: Costs) -> tuple[float, ...]:
@@ -32,32 +32,32 @@ def peak_activations(plan: PlanData, costs: Costs) -> tuple[float, ...]:
 
 
 def peak_host(plan: PlanData, costs: Costs) -> tuple[float, ...]:
-    """Return each pp rank's peak of activations in its host's memory, likewise."""
+    """Return each pp rank's peak of activations in host memory, in the same unit."""
     net, _ = _changes(plan, costs, HELD_BY_HOST)
     return tuple(peak / plan.schedule.parts for peak in _peaks(plan.columns, net, np.maximum(net, 0.0)))
 
 
 class Changes(NamedTuple):
-    """By how much each row changes what its rank holds, and how much more than before it holds while it runs."""
+    """Per row: the net change of its rank's memory, and the increase above the previous level while it runs."""
 
     net: Amounts
     most: Amounts
 
 
 def activation_changes(plan: PlanData, costs: Costs) -> Changes:
-    """Return by how much each row changes what its rank holds of activations, times the plan's chunks and slices.
+    """Return the changes of activation memory by each row, times the plan's chunks and slices.
 
-    An activation is held from its forward to the end of its backward; between the halves of a backward, what
-    `activation_after_input` says is left of it, and between a forward and its recomputation, what
-    `activation_checkpointed` says; in the host's memory it is not held. The keys and values of a microbatch count
-    with its first slice. While an `Overlap` runs, what its forward makes is held beside what its backward takes.
+    An activation is held from its forward to the end of its backward. Between the halves of a backward
+    `activation_after_input` is held instead, between a forward and its recomputation `activation_checkpointed`; in host
+    memory it does not count. The keys and values of a microbatch count with its first slice. While an `Overlap` runs,
+    the activations of its forward are held beside those of its backward.
     """
     change, made = _changes(plan, costs, (*HELD, Kind.KEYS) if plan.schedule.slices > 1 else HELD)
     return Changes(change, np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0)))
 
 
 def _changes(plan: PlanData, costs: Costs, kinds: Iterable[Kind]) -> tuple[Amounts, Amounts]:
-    """Return by how much each row changes what there is of values of some kinds, and how much of them it makes."""
+    """Return the net change by each row of values of these kinds, and the amount that it produces."""
     change, made = np.zeros((2, len(plan.columns)))
     for kind in kinds:
         _add(change, made, plan, costs, kind)
@@ -65,9 +65,9 @@ def _changes(plan: PlanData, costs: Costs, kinds: Iterable[Kind]) -> tuple[Amoun
 
 
 def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Kind) -> None:
-    """Add to each row what the values of a kind hold that it makes, less those that it takes.
+    """Add to `change` the sizes of a kind's values that each row produces, less those that it consumes.
 
-    What it makes is added to `made` as well.
+    Produced sizes are added to `made` as well.
     """
     numbering = plan.flows.numbering
     for uses, sign in ((plan.flows.produces, 1.0), (plan.flows.consumes, -1.0)):
@@ -80,9 +80,9 @@ def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Kin
 
 
 def held_by(plan: PlanData, costs: Costs, kind: Kind, stages: Ints, units: Ints) -> Amounts:
-    """Return what values of a kind hold, an entry per stage and unit, times the plan's chunks and slices.
+    """Return the sizes of a kind's values, one entry per stage and unit, times the plan's chunks and slices.
 
-    Keys and values are one per microbatch, that of its first slice.
+    Keys and values are counted once per microbatch, with its first slice.
     """
     spec = plan.schedule
     if kind is not Kind.KEYS:
@@ -93,7 +93,7 @@ def held_by(plan: PlanData, costs: Costs, kind: Kind, stages: Ints, units: Ints)
 
 
 def peak_receives(plan: PlanData) -> tuple[int, ...]:
-    """Return the most messages that each pp rank has received, in program order, and not yet taken."""
+    """Return each pp rank's peak number of messages received and not yet consumed, in program order."""
     columns, flows = plan.columns, plan.flows
     received = columns.are(Recv)
     makers = flows.first_makers[flows.consumes.places]
@@ -104,13 +104,13 @@ def peak_receives(plan: PlanData) -> tuple[int, ...]:
 
 
 def while_running(columns: Columns, rank: int, net: Amounts, most: Amounts) -> Amounts:
-    """Return how much a rank holds at most while each of its instructions runs."""
+    """Return the peak of a rank's memory while each of its instructions runs."""
     rows = columns.rows_of(rank)
     mine = net[rows.start : rows.stop]
     return np.cumsum(mine) - mine + most[rows.start : rows.stop]
 
 
 def _peaks(columns: Columns, net: Amounts, most: Amounts) -> list[float]:
-    """Return the peak on each rank of what `net` adds up to, row by row."""
+    """Return the peak of the running sum of `net` on each rank."""
     ranks = range(columns.num_ranks)
     return [float(while_running(columns, rank, net, most).max(initial=0.0)) for rank in ranks]

@@ -1,15 +1,15 @@
-"""What a cost may look like: a number, a list or an object; and the wires between pipeline ranks.
+"""Forms of a cost in a costs file: a number, a list or an object; and the wires between pipeline ranks.
 
-    18.5                                                    a number: a whole rank's worth
-    [18.5, 20.1]                                            a list: a value per stage
+    18.5                                                    a number: for the layers of a whole rank
+    [18.5, 20.1]                                            a list: one value per stage
     {"stages": …, "microbatches": [1, 2], "slices": [1, 3]} an object: either of these, times a factor per
                                                             microbatch, times a factor per slice
 
-    {"latency": 0.1, "bandwidth": 4}                        a message of size s is under way for 0.1 + s / 4
+    {"latency": 0.1, "bandwidth": 4}                        a message of size s takes 0.1 + s / 4
     {…, "nodes": [0, 0, 1, 1], "within": {…}, "across": {…}, "links": [{"source": 1, "destination": 2, …}]}
 
-A wire between two ranks is that of the link that names them, or else `within` a node or `across` nodes, or else the
-one given first. A link that is given one way only is the same the other way.
+The wire between two ranks is the link that names them, or else `within` a node or `across` nodes, or else the default
+given first. A link that is given in one direction only also holds for the other.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from quintsched.files.strictjson import LIST, NUMBER, OBJECT, pointer
 from quintsched.ir.columns import LARGEST, Amounts, Ints
 
 MOST = 1e100
-"""The largest cost: sums and products of costs stay finite numbers."""
+"""Largest cost, so that sums and products of costs stay finite."""
 
 MOST_TIMES = 1e9
-"""How many times as much as another a microbatch, or a slice, may cost."""
+"""Largest factor of a microbatch or a slice."""
 
 Cost = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
@@ -38,7 +38,7 @@ Number = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
 
 def form_of(value: object) -> str:
-    """Return the form of a value, by which pydantic then judges it; what has none is refused as a number."""
+    """Return the form of a value, the tag of pydantic's union; other values count as numbers, and are refused."""
     if isinstance(value, dict | BaseModel):
         return OBJECT
     return LIST if isinstance(value, Iterable) and not isinstance(value, str) else NUMBER
@@ -51,7 +51,7 @@ OneOrMany = Annotated[
 ]
 
 PerStage = OneOrMany[Cost]
-"""A whole rank's worth, or a value per stage."""
+"""One value for the layers of a whole rank, or one value per stage."""
 
 PerStageShare = OneOrMany[Share]
 
@@ -61,19 +61,19 @@ class _Form(BaseModel):
 
 
 class PerMicrobatch(_Form):
-    """A cost that differs from microbatch to microbatch."""
+    """Cost that differs between microbatches."""
 
     stages: PerStage
-    """What it is where the factors are 1."""
+    """Cost at factors of 1."""
     microbatches: tuple[Factor, ...] | None = None
-    """A factor for each microbatch; None: those of the file."""
+    """One factor per microbatch; None: those of the file."""
 
 
 class PerUnit(PerMicrobatch):
-    """A cost that also differs from slice to slice."""
+    """Cost that also differs between slices."""
 
     slices: tuple[Factor, ...] | None = None
-    """A factor for each slice; None: those of the file. Of a scalar, 1 is an equal share of the microbatch."""
+    """One factor per slice; None: those of the file. For a scalar cost, 1 is an equal share of the microbatch."""
 
 
 MicrobatchCost = Annotated[
@@ -87,15 +87,15 @@ UnitCost = Annotated[
 
 
 class Wire(_Form):
-    """How long a message is under way: the latency, and its size by the bandwidth."""
+    """Cost of a message on a wire: latency + size / bandwidth."""
 
     latency: Cost = 0.0
     bandwidth: Bandwidth | None = None
-    """What passes in one unit of time, in the unit of `message`; None: no limit."""
+    """Size per unit of time, in the unit of `message`; None: no limit."""
 
 
 class Link(Wire):
-    """The wire from one pipeline rank to another."""
+    """Wire from one pipeline rank to another."""
 
     source: Number
     destination: Number
@@ -108,18 +108,18 @@ class Link(Wire):
 
 
 class Wires(Wire):
-    """The wires between all pipeline ranks; `latency` and `bandwidth` are those of the pairs of which no more is said.
+    """Wires between all pipeline ranks; `latency` and `bandwidth` are the defaults for pairs without their own wire.
 
-    `nodes` says on which node each pipeline rank is.
+    `nodes` gives the node of each pipeline rank.
     """
 
     nodes: tuple[Number, ...] | None = None
     within: Wire | None = None
-    """The wire between ranks of one node."""
+    """Wire between ranks of one node."""
     across: Wire | None = None
-    """The wire between ranks of different nodes."""
+    """Wire between ranks of different nodes."""
     links: tuple[Link, ...] = ()
-    """The wires of single pairs of ranks, instead of all else that is said of these."""
+    """Wires of single pairs of ranks, which take precedence."""
 
     @model_validator(mode="after")
     def _says_each_thing_once(self) -> Wires:
@@ -134,7 +134,7 @@ class Wires(Wire):
         return self
 
     def misfits(self, num_ranks: int) -> Iterator[str]:
-        """Yield what is said of ranks that there are not, or not of all ranks, each with its place."""
+        """Yield each entry that names a rank out of range or does not cover all ranks, with its place."""
         if self.nodes is not None and len(self.nodes) != num_ranks:
             yield f"/nodes has {len(self.nodes)} values"
         for number, link in enumerate(self.links):
@@ -143,7 +143,7 @@ class Wires(Wire):
                     yield f"{pointer('links', number, end)} is {getattr(link, end)}"
 
     def between(self, sources: Ints, destinations: Ints) -> tuple[Amounts, Amounts]:
-        """Return the latency and the bandwidth (without a limit: infinite) from each of the sources to its partner."""
+        """Return the latency and the bandwidth (infinite if unlimited) from each source to its destination."""
         given = {(link.destination, link.source): link for link in self.links}
         given |= {(link.source, link.destination): link for link in self.links}
         wires = [

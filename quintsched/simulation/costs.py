@@ -1,17 +1,16 @@
-"""How long instructions take and what they hold: the cost model of the simulator.
+"""Cost model of the simulator: times of instructions and sizes of values.
 
 A costs file is JSON, in one unit of time that it names:
 
     {"unit": "ms", "forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337, "p2p": 0.601,
      "optimizer": 4.1, "activation": 1.0, "microbatches": [1, 0.5, 2, 0.5]}
 
-What stands for good (`weights`, `gradients`, `optimizer_state`) is in the activations' unit of memory, and what a rank
-holds where nothing is shared out.
+Permanent state (`weights`, `gradients`, `optimizer_state`) is in the activations' unit of memory, and is the amount of
+a rank without sharding.
 
-A scalar is for a whole rank's worth of layers, so that a chunk costs 1/chunks of it; a list has one value per
-stage, taken as it is. What is done once per slice, like a forward, costs 1/slices of a scalar. Whatever is done or held
-per microbatch may differ from one to the next, and from slice to slice: then it is that times a factor. The forms of
-costs, and of wires between ranks, are in `cost_forms`.
+A scalar is for the layers of a whole rank, so that a chunk costs 1/chunks of it; a list has one value per stage, used
+unchanged. Costs per slice, such as a forward's, are 1/slices of a scalar. Costs per microbatch may differ between
+microbatches and slices, by factors. The forms of costs, and of wires between ranks, are in `cost_forms`.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ from quintsched.simulation.cost_forms import (
 )
 
 MAX_BYTES = 2**24
-"""Of a costs file."""
+"""Maximum number of bytes of a costs file."""
 
 
 class Counts(Protocol):
-    """Into how many parts a step is cut: a plan's schedule, or the shape that one is asked for."""
+    """Numbers of parts into which a step is cut: of a plan's schedule, or of the shape given to a schedule."""
 
     @property
     def microbatches(self) -> int:
-        """Of the batch."""
+        """Microbatches of the batch."""
 
     @property
     def chunks(self) -> int:
@@ -59,72 +58,72 @@ class Counts(Protocol):
 
     @property
     def slices(self) -> int:
-        """Of a microbatch."""
+        """Slices of a microbatch."""
 
 
 class Costs(BaseModel):
-    """Costs of a rank's computations (scalar), of each stage's (one value per stage), or of each microbatch's."""
+    """Costs of computations, messages and memory: per rank (scalar), per stage (list) or per microbatch (object)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     unit: str = "forward"
-    """The unit of all times, for people: "ms", "s", or "forward" for multiples of a forward."""
+    """Name of the unit of all times: "ms", "s", or "forward" for multiples of a forward."""
     microbatches: tuple[Factor, ...] | None = None
-    """How many times as much as usual each microbatch takes and holds, in computations, exchanges, messages and
-    activations that do not say it themselves; None: all are alike."""
+    """Factor of each microbatch for times and sizes of computations, exchanges, messages and activations that have no
+    factors of their own; None: all 1."""
     slices: tuple[Factor, ...] | None = None
-    """The same of each slice of a microbatch, but for `keys`."""
+    """Factor of each slice of a microbatch, likewise, but not for `keys`."""
     forward: UnitCost = 1.0
-    """A forward."""
+    """Time of a forward."""
     backward_input: UnitCost = 1.0
-    """The half of a backward that makes the input's gradient."""
+    """Time of the input half of a backward, which computes the gradient of the input."""
     backward_weight: UnitCost = 1.0
-    """The half of a backward that makes the weights' gradient; a full backward is the sum of the halves."""
+    """Time of the weight half of a backward; a full backward is the sum of the halves."""
     recompute: UnitCost | None = None
-    """A forward run again, where activations were dropped; None: what the forward takes."""
+    """Time of a recomputed forward; None: that of the forward."""
     exchange: UnitCost = 0.0
-    """Communication inside a stage (of tp, cp and ep) in a forward, beside its computation."""
+    """Time of communication inside a stage (tp, cp and ep) in a forward, beside its computation."""
     exchange_backward: UnitCost | None = None
-    """That in the input half of a backward; None: what the forward's takes. There is none in the weight half."""
+    """Time of such communication in the input half of a backward (the weight half has none); None: as in forward."""
     p2p: WireCost = 0.0
-    """A message between two pipeline ranks that holds 1; or the wires between them, in `latency` and `bandwidth`."""
+    """Time of a message of size 1 between two pipeline ranks; or the wires, with `latency` and `bandwidth`."""
     message: UnitCost = 1.0
-    """What a message with the output of a stage holds, and one with its gradient; a scalar is taken as it is."""
+    """Size of a message with the output of a stage or its gradient; a scalar is used unchanged for every stage."""
     host_latency: Cost = 0.0
-    """What any copy of activations to the host's memory, or back, takes besides."""
+    """Latency of a copy of activations to host memory or back."""
     host_bandwidth: Bandwidth | None = None
-    """How much of the activations such a copy moves in a unit of time, each way; None: copies take no time."""
+    """Size of activations copied per unit of time, in each direction; None: copies take no time."""
     clip: PerStage = 0.0
-    """The gradient norm of a stage; all ranks meet for it, so that the one with the most to do decides."""
+    """Time of a stage's gradient norm; all ranks synchronise for it, so that the slowest rank decides."""
     optimizer: PerStage = 0.0
-    """The optimizer's step of a stage."""
+    """Time of a stage's optimizer step."""
     reduce_scatter: PerStage = 0.0
-    """Adding up a stage's gradients over its replicas, each of which keeps a share of the sum."""
+    """Time of the reduce-scatter of a stage's gradients over its replicas."""
     all_gather: PerStage = 0.0
-    """Gathering a stage's weights from the shares that were stepped; an all-reduce is a reduce-scatter and this."""
+    """Time of the all-gather of a stage's weights after the sharded step; an all-reduce takes both together."""
     gather_params: PerStage = 0.0
-    """Gathering a stage's weights for a computation."""
+    """Time of the all-gather of a stage's weights before a computation (ZeRO-3)."""
     weights: PerStage = 0.0
-    """What the weights hold in memory."""
+    """Size of the weights."""
     gradients: PerStage = 0.0
-    """What their gradients hold."""
+    """Size of their gradients."""
     optimizer_state: PerStage = 0.0
-    """What the optimizer keeps of them."""
+    """Size of their optimizer state."""
     experts: PerStageShare = 0.0
-    """Which share of a stage's weights on a rank are experts', where ep shares them out."""
+    """Fraction of a stage's weights on a rank that are experts', where ep shards experts."""
     activation: UnitCost = 1.0
-    """What a microbatch holds in memory from its forward to the end of its backward."""
+    """Size of a microbatch's activations from its forward to the end of its backward."""
     activation_after_input: UnitCost | None = None
-    """What of it still stands between the halves of a backward; None: all of it."""
+    """Size that remains between the halves of a backward; None: all of it."""
     activation_checkpointed: UnitCost = 0.0
-    """What stands of it between a forward and its recomputation, on stages that are recomputed."""
+    """Size that remains between a forward and its recomputation, on stages that recompute."""
     keys: MicrobatchCost = 0.0
-    """What the keys and values of a whole microbatch hold, from the forward of its first slice to the backward of that
-    slice; nothing where microbatches are not cut into slices."""
+    """Size of the keys and values of a whole microbatch, from the forward of its first slice to the backward of that
+    slice; 0 if microbatches are not cut into slices."""
 
     @classmethod
     def load(cls, path: Path) -> Costs:
-        """Read a costs file; raises `UsageError` (missing) or `InputError` (broken), saying where."""
+        """Read a costs file; raises `UsageError` (missing) or `InputError` (broken), with the place."""
         text = read_whole(path, MAX_BYTES, "the costs file")
         try:
             return cls.model_validate_json(json.dumps(parse_strict(text)))
@@ -134,7 +133,7 @@ class Costs(BaseModel):
             raise InputError(f"{path}: {error}") from error
 
     def check_fits(self, counts: Counts, num_stages: int, num_ranks: int) -> None:
-        """Raise `InputError`, with a JSON pointer, for a list of another length than the plan has, or other ranks."""
+        """Raise `InputError`, with a JSON pointer, for a list of a wrong length, or a rank that is out of range."""
         for fault, has in self._misfits(counts, num_stages, num_ranks):
             raise InputError(f"costs: {fault}, but the plan has {has}")
 
@@ -154,12 +153,12 @@ class Costs(BaseModel):
             yield from ((f"/p2p{fault}", f"{num_ranks} pipeline ranks") for fault in self.p2p.misfits(num_ranks))
 
     def of_stage(self, name: str, stage: int, chunks: int, slices: int) -> float:
-        """What is there or done once for a whole `stage` costs, times chunks x slices: so whole numbers stay exact."""
+        """Cost of an item that exists or is done once per stage, times chunks x slices: whole numbers stay exact."""
         value = self._of_stages(name)
         return float(value[stage]) * chunks * slices if isinstance(value, tuple) else float(value) * slices
 
     def with_stages(self, change: Callable[[str, PerStage], PerStage]) -> Costs:
-        """Return these costs with each one's scalar or list of stages changed: (name, value) → the value instead."""
+        """Return these costs with each scalar or list of stages replaced by `change(name, value)`."""
         found: dict[str, object] = {}
         for name, value in self:
             if isinstance(value, PerMicrobatch):
@@ -169,9 +168,9 @@ class Costs(BaseModel):
         return self.model_copy(update=found)
 
     def spread(self, shares: Sequence[float], slices: int) -> Costs:
-        """Return these costs with what is for a whole rank's worth of layers spread over stages, a value for each.
+        """Return these costs with the scalars for a whole rank spread over stages, one value for each.
 
-        `shares` says how much of a rank's worth each stage is; where it is empty, the costs stay as they are.
+        `shares` gives each stage's share, in ranks' worth of layers; if it is empty, the costs are unchanged.
         """
 
         def per_stage(name: str, value: PerStage) -> PerStage:
@@ -183,24 +182,24 @@ class Costs(BaseModel):
         return self.with_stages(per_stage) if shares else self
 
     def of_units(self, name: str, stages: Ints, units: Ints, counts: Counts) -> Amounts:
-        """What computations cost, an entry per computation, times chunks x slices likewise."""
+        """Costs of computations, one entry each, times chunks x slices likewise."""
         each = self._of_each(name, stages, units, counts)
         return each * (counts.chunks * counts.slices) if isinstance(self._of_stages(name), tuple) else each
 
     def of_microbatches(self, name: str, stages: Ints, microbatches: Ints, counts: Counts) -> Amounts:
-        """What is there or done once per microbatch costs, an entry per stage and microbatch, likewise."""
+        """Costs of items that exist or are done once per microbatch, one entry per stage and microbatch, likewise."""
         each = self._of_each(name, stages, microbatches, counts) * counts.slices
         return each * counts.chunks if isinstance(self._of_stages(name), tuple) else each
 
     @property
     def message_time(self) -> float | None:
-        """How long every message is under way; None where they may differ."""
+        """Time of every message; None if messages may differ."""
         if isinstance(self.p2p, Wires) or isinstance(self.message, tuple | PerUnit):
             return None
         return None if self.microbatches or self.slices else self.p2p * self.message
 
     def message_times(self, stages: Ints, units: Ints, sources: Ints, destinations: Ints, counts: Counts) -> Amounts:
-        """How long messages are under way; `stages` are those whose outputs, or the gradients of these, they hold."""
+        """Times of messages; `stages` are those whose outputs, or the gradients of these, they carry."""
         sizes = self._of_each("message", stages, units, counts)
         if not isinstance(self.p2p, Wires):
             return self.p2p * sizes
@@ -211,13 +210,13 @@ class Costs(BaseModel):
         return times
 
     def _of_each(self, name: str, stages: Ints, units: Ints, counts: Counts) -> Amounts:
-        """Return the values of a cost with their factors, as they stand in the file."""
+        """Return the values of a cost with their factors, in the units of the file."""
         value, factors = self._of_stages(name), self.factors(name, counts)
         each: Amounts = np.array(value)[stages] if isinstance(value, tuple) else np.full(len(stages), float(value))
         return each if factors is None else each * factors[units]
 
     def factors(self, name: str, counts: Counts) -> Amounts | None:
-        """How many times as much as usual each unit costs (of `keys`: each microbatch); None where all are alike."""
+        """Factors of a cost per unit (of `keys`: per microbatch); None if all are 1."""
         value = self._of(name)
         microbatches = (value.microbatches if isinstance(value, PerMicrobatch) else None) or self.microbatches
         slices = (value.slices if isinstance(value, PerUnit) else None) or self.slices
@@ -228,7 +227,7 @@ class Costs(BaseModel):
         return np.outer(microbatches or [1.0] * counts.microbatches, slices or [1.0] * counts.slices).ravel()
 
     def experts_of(self, stage: int) -> float:
-        """The share of a stage's weights that are experts'."""
+        """Fraction of a stage's weights that are experts'."""
         return self.experts[stage] if isinstance(self.experts, tuple) else self.experts
 
     def _of_stages(self, name: str) -> PerStage:
@@ -241,16 +240,16 @@ class Costs(BaseModel):
 
 
 _NOT_OF_STAGES = frozenset({"unit", "microbatches", "slices", "p2p", "host_latency", "host_bandwidth"})
-"""What says nothing of stages."""
+"""Fields without a value per stage."""
 
 _TAKEN_AS_IT_IS = frozenset({"message", "experts"})
-"""What of a scalar does not depend on how much of the model a stage is."""
+"""Scalars that do not scale with the share of the model in a stage."""
 
 _PER_UNIT = frozenset(
     {"forward", "backward_input", "backward_weight", "recompute", "exchange", "exchange_backward"}
     | {"activation", "activation_after_input", "activation_checkpointed"}
 )
-"""What costs anew for each slice; all else of a stage is there, or done, once."""
+"""Costs that are incurred for each slice; all others of a stage are incurred once."""
 
 _INSTEAD = {"recompute": "forward", "exchange_backward": "exchange", "activation_after_input": "activation"}
-"""Which cost stands for one that is not given."""
+"""Costs that replace those left out."""

@@ -1,13 +1,13 @@
-"""How long each instruction of a plan takes under a cost model.
+"""Duration of each instruction of a plan under a cost model.
 
     Fwd        f + x                       f: forward, x: exchange, the communication inside the stage (of tp, cp, ep)
     Bwd        b + y                       b: backward_input + backward_weight, y: exchange_backward
     Overlap    max(f + b, f + x, b + y)    one side exchanges while the other computes
     SendAct    latency + size / bandwidth  of the wire between the two ranks
     OffloadAct latency + activation / bandwidth  of the link to the host
-    OptStep    optimizer, of its stages    and so on: what each class of instruction names
+    OptStep    optimizer, of its stages    and so on: the sum of the costs that each class names
 
-The parts of a computation can be had alone: `computation_times` and `exchange_times`, of any stages and microbatches.
+The parts of computations are given by `computation_times` and `exchange_times`, for any stages and microbatches.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from quintsched.simulation.costs import Costs
 from quintsched.simulation.state_memory import bucket_share
 
 BETWEEN_INPUTS = (RecvAct, SendGrad)
-"""The messages that name the stage whose input they hold, or its gradient; others name the one of the output."""
+"""Messages that name the stage whose input (or its gradient) they carry; the others name the stage of the output."""
 
 
 def event_durations(plan: PlanData, events: Events, costs: Costs) -> Times:
-    """Return how long each event takes, times the plan's chunks and slices (so that whole numbers stay exact)."""
+    """Return the duration of each event, times the plan's chunks and slices (so that whole numbers stay exact)."""
     columns = plan.columns
     durations = np.zeros(len(columns))
     for kind in ALL:
@@ -56,15 +56,15 @@ def event_durations(plan: PlanData, events: Events, costs: Costs) -> Times:
 
 
 def computation_times(kind: type[Compute], stages: Ints, units: Ints, plan: PlanData, costs: Costs) -> Times:
-    """Return how long computations of one class take, without their exchanges, an entry per stage and unit.
+    """Return the times of computations of one class without their exchanges, one entry per stage and unit.
 
-    All times here are times the plan's chunks and slices.
+    All times in this module are multiplied by the plan's chunks and slices.
     """
     return _added(kind.costs, stages, units, plan, costs)
 
 
 def exchange_times(kind: type[Compute], stages: Ints, units: Ints, plan: PlanData, costs: Costs) -> Times:
-    """Return how long the communication inside such computations takes, likewise."""
+    """Return the times of the communication inside such computations, likewise."""
     return _added(kind.exchanges, stages, units, plan, costs)
 
 
@@ -76,7 +76,7 @@ def _added(names: Iterable[str], stages: Ints, units: Ints, plan: PlanData, cost
 
 
 def exposed_exchanges(plan: PlanData, costs: Costs) -> tuple[float, ...]:
-    """Return how long each pp rank communicates inside stages while it computes nothing."""
+    """Return the time that each pp rank spends on communication inside stages that no computation hides."""
     columns = plan.columns
     exposed = np.zeros(len(columns))
     for kind in COMPUTATIONS:
@@ -89,7 +89,7 @@ def exposed_exchanges(plan: PlanData, costs: Costs) -> tuple[float, ...]:
 
 
 def _overlaps(rows: Ints, plan: PlanData, costs: Costs) -> tuple[Times, Times]:
-    """Return how long these compute, and for how long beyond that an exchange is left that nothing hides.
+    """Return the computation time of these overlaps, and the exchange time beyond it that remains exposed.
 
     The sides compute one after the other, and each exchanges while the other computes.
     """
@@ -100,7 +100,7 @@ def _overlaps(rows: Ints, plan: PlanData, costs: Costs) -> tuple[Times, Times]:
 
 
 def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
-    """Return how long instructions of one class take: what their class says that adds up to it."""
+    """Return the durations of instructions of one class, from the costs that the class names."""
     columns = plan.columns
     if issubclass(kind, Message):
         return _message_times(kind, rows, plan, costs)
@@ -133,7 +133,7 @@ def _message_times(kind: type[Message], rows: Ints, plan: PlanData, costs: Costs
     stages, units = columns.stage[rows], columns.unit[rows]
     if issubclass(kind, BETWEEN_INPUTS):
         stages = plan.layout.all_before(stages, units)
-    if issubclass(kind, SKIP_MESSAGES):  # as large as what the stage leaves that makes it
+    if issubclass(kind, SKIP_MESSAGES):  # as large as the output of the stage that makes the skip
         stages = np.array([plan.skips[name][0] for name in columns.values("skip", rows)])
     ends = (columns.rank[rows], columns.peer[rows])
     sources, destinations = ends if issubclass(kind, Send) else ends[::-1]
@@ -141,5 +141,5 @@ def _message_times(kind: type[Message], rows: Ints, plan: PlanData, costs: Costs
 
 
 def _once(plan: PlanData, costs: Costs, kind: type[Instruction], stage: int) -> float:
-    """Return what is done once for a stage, times the plan's chunks and slices."""
+    """Return the time of an instruction that runs once for a stage, times the plan's chunks and slices."""
     return sum(costs.of_stage(name, stage, plan.schedule.chunks, plan.schedule.slices) for name in kind.costs)

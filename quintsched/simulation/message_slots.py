@@ -1,17 +1,17 @@
-"""How many buffers the messages of a rank need: the largest clique of an interval graph, and which one each is given.
+"""Receive and send buffers for messages of a rank: lifetimes as intervals, their maximum overlap, and an assignment.
 
     program     RecvAct 0  Fwd 0  RecvAct 1  Fwd 1  RecvGrad 0  Bwd 0  RecvAct 2  Fwd 2  RecvGrad 1  Bwd 1   …
     slot 0      ├─ input 0, kept for its backward ────────────────────┤├─ input 2 ──────────────────────────
     slot 1                        ├─ input 1 ────────────────────────────────────────────────────────────┤
     slot 2                                          ├─ grad 0 ────────┤                  ├─ grad 1 ──────┤
 
-A receive slot is a buffer, needed from where the receive is posted to the end of the last instruction that may look
-into it: a forward keeps its input for its backward, and the first half of a backward keeps input and gradient for the
-second. A send slot is an output that is alive only since its send is in flight. Messages count as equally long, so that
-all of a rank share its slots; the runtime shares them among tensors of the same shape and type.
+A receive slot is a buffer, needed from the posting of the receive to the end of the last instruction that may read
+it: a forward keeps its input for its backward, and the input half of a backward keeps input and gradient for the weight
+half. A send slot is an output that is alive only because its send is in flight. All messages count as equal in size,
+so that they share a rank's slots; the runtime shares slots among tensors of the same shape and type.
 
-Two such intervals are in conflict if they meet. Numbering them in the order in which they begin, each with the first
-number that is free, takes as many as are alive at once where most are, and nothing takes less.
+Two overlapping intervals conflict. Giving each interval, in order of start, the lowest free number needs as many slots
+as are alive at once at the peak, which is the minimum (colouring of an interval graph).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from quintsched.ir.ragged import Ragged
 from quintsched.ir.values import Kind, Value
 
 AHEAD = 2
-"""How many receives of a stage's activations, and of its gradients, are in flight where they are posted ahead."""
+"""Number of receives of a stage's activations, and of its gradients, in flight if they are posted ahead."""
 
 MAX_SENDS = 4
-"""How many sends of a channel may be in flight; the next one first waits for the oldest of them.
+"""Maximum number of sends in flight on a channel; the next send first waits for the oldest of them.
 
-That wait is free of deadlock only for plans that are so under the `blocking` profile; for others nothing is awaited.
+That wait is free of deadlock only for plans that are so under the `blocking` profile; other plans wait for no send.
 """
 
 FRESH = frozenset(
@@ -61,21 +61,21 @@ FRESH = frozenset(
         Kind.FETCHED,
     }
 )
-"""What has memory of its own, whatever it was made of; but a skip that is handed on has that of the one taken."""
+"""Kinds of values with memory of their own; but a skip that is passed on shares the memory of the received one."""
 
 KEEPS = tuple(kind for kind in Kind if kind not in FRESH)
-"""What holds on to the memory of what the instruction took that made it."""
+"""Kinds of values that keep alive the memory of the inputs of the instruction that produced them."""
 
 
 @dataclass(frozen=True)
 class MessageRule:
-    """When messages are posted, and what is awaited.
+    """Rule by which messages are posted and awaited.
 
     Attributes:
-        ahead: how many receives are in flight of values that are alike but for their microbatch (one number, or what
-            gives it for one of them): each is posted when the value of the one that many before it was taken. Sends are
-            issued as soon as there is something to send. None: receives and sends keep their places in the program.
-        max_sends: how many sends of a channel may be in flight; None: any number.
+        ahead: number of receives in flight of values that differ only in their microbatch (or a function that returns
+            it for a value): each receive is posted when the value `ahead` places before it was consumed. Sends are
+            issued as soon as their value exists. None: receives and sends keep their places in the program.
+        max_sends: maximum number of sends in flight on a channel; None: any number.
     """
 
     ahead: int | Callable[[Value], int] | None = None
@@ -83,16 +83,16 @@ class MessageRule:
 
     @classmethod
     def of(cls, profile: Profile, *, may_wait: bool) -> MessageRule:
-        """Return what the runtime does on a transport; `may_wait` says whether the plan is free under `blocking`."""
+        """Return the runtime's rule on a transport; `may_wait`: the plan is free of deadlock under `blocking`."""
         return cls(AHEAD if profile.matches_by_tag else None, MAX_SENDS if may_wait else None)
 
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """When the buffers of messages are needed, an entry for each: those of the messages in `rows`, in that order.
+    """Lifetimes of message buffers, one entry per message in `rows`.
 
-    A buffer is needed from before the instruction in row `first` to the end of the one in row `last`. `places` says
-    which values of the data flow the messages carry.
+    A buffer is needed from before the instruction in row `first` to the end of that in row `last`. `places` are the
+    places (in the data flow) of the values that the messages carry.
     """
 
     rows: Ints
@@ -101,38 +101,38 @@ class Lifetimes:
     last: Ints
 
     def of_rank(self, columns: Columns, rank: int) -> Lifetimes:
-        """Return those of one pp rank, with instructions counted in its program instead of rows."""
+        """Return the lifetimes of one pp rank, with positions in its program instead of rows."""
         rows = columns.rows_of(rank)
         mine = slice(*np.searchsorted(self.rows, (rows.start, rows.stop)))
         first, last = self.first[mine] - rows.start, self.last[mine] - rows.start
         return Lifetimes(self.rows[mine] - rows.start, self.places[mine], first, last)
 
     def num_slots(self, columns: Columns) -> tuple[int, ...]:
-        """Return for each pp rank how many buffers are needed at once at most: its largest clique."""
+        """Return each pp rank's maximum number of buffers needed at once."""
         change = np.zeros(len(columns) + columns.num_ranks, np.int64)
         rank = columns.rank[self.rows]
         np.add.at(change, self.first + rank, 1)
-        np.subtract.at(change, self.last + rank + 1, 1)  # each rank has a row more, where all is given back
+        np.subtract.at(change, self.last + rank + 1, 1)  # one extra entry per rank, for buffers alive at its end
         ends = columns.first + np.arange(columns.num_ranks + 1)
         counts = [change[begin:end] for begin, end in pairwise(ends.tolist())]
         return tuple(int(np.cumsum(of_rank).max(initial=0)) for of_rank in counts)
 
 
 class MessageSlots(NamedTuple):
-    """How many receive and send slots each pp rank needs, for messages of equal shapes."""
+    """Number of receive and send slots of each pp rank, for messages of equal shapes."""
 
     receive: tuple[int, ...]
     send: tuple[int, ...]
 
 
 def message_slots(plan: PlanData, rule: MessageRule) -> MessageSlots:
-    """Return how many slots each pp rank of a sound plan needs."""
+    """Return the number of slots of each pp rank of a sound plan."""
     receives, sends = receive_lifetimes(plan, rule), send_lifetimes(plan, rule)
     return MessageSlots(receives.num_slots(plan.columns), sends.num_slots(plan.columns))
 
 
 def receive_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
-    """Return when the buffers of a sound plan's receives are needed."""
+    """Return the lifetimes of the receive buffers of a sound plan."""
     rows, places = _messages(plan, plan.flows.produces, Recv)
     taken = plan.flows.first_takers[places]
     first = rows if rule.ahead is None else _posted(plan, rule.ahead, rows, places, taken)
@@ -140,10 +140,10 @@ def receive_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
 
 
 def send_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
-    """Return when the outputs that a sound plan sends are in flight.
+    """Return the lifetimes of outputs whose sends are in flight, for a sound plan.
 
-    An activation's send is done when the gradient that belongs to it comes back; any other, at the latest, when
-    `max_sends` later ones of its channel want to begin, or when the program has ended.
+    The send of an activation is known to be complete when the corresponding gradient comes back; any other send, at the
+    latest, when `max_sends` later ones on its channel are to start, or at the end of the program.
     """
     columns, flows = plan.columns, plan.flows
     rows, places = _messages(plan, flows.consumes, Send)
@@ -161,7 +161,7 @@ def send_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
 
 
 def assign_slots(first: Sequence[int], last: Sequence[int]) -> list[int]:
-    """Return a number for each interval, ends included, as few as can be: two that meet never have the same."""
+    """Return a slot for each interval (ends included), with as few slots as possible; overlapping ones differ."""
     busy: list[tuple[int, int]] = []
     free: list[int] = []
     found = [0] * len(first)
@@ -174,14 +174,14 @@ def assign_slots(first: Sequence[int], last: Sequence[int]) -> list[int]:
 
 
 def _messages(plan: PlanData, uses: Uses, kind: type[Message]) -> tuple[Ints, Ints]:
-    """Return the rows of messages of a kind, in order, and the place of the value that each of them carries."""
+    """Return the rows of messages of a kind, in order, and the place of the value that each carries."""
     mine = np.flatnonzero(plan.columns.are(kind)[uses.rows])
     mine = mine[np.argsort(uses.rows[mine], kind="stable")]
     return uses.rows[mine], uses.places[mine]
 
 
 def _posted(plan: PlanData, ahead: int | Callable[[Value], int], rows: Ints, places: Ints, taken: Ints) -> Ints:
-    """Return before which rows receives are posted ahead of their own."""
+    """Return the rows before which receives are posted, ahead of their own rows."""
     columns, flows = plan.columns, plan.flows
     names = _Names.of(plan, flows.keys(places))
     order, begins = _grouped(columns.rank[rows], columns.peer[rows], names.kinds, names.stages, names.lanes)
@@ -200,7 +200,7 @@ def _posted(plan: PlanData, ahead: int | Callable[[Value], int], rows: Ints, pla
 
 
 def _grouped(*names: Ints) -> tuple[Ints, Ints]:
-    """Return the order that puts entries of the same names side by side, and where in it the group of each begins."""
+    """Return an order that groups entries with the same names, and for each entry the start of its group in it."""
     order = np.lexsort(names)
     is_new = np.zeros(len(order), np.bool_)
     is_new[:1] = True
@@ -210,12 +210,11 @@ def _grouped(*names: Ints) -> tuple[Ints, Ints]:
 
 
 def _let_go(plan: PlanData) -> Ints:
-    """Return for the value at each place after which row nobody keeps its memory any more.
+    """Return, for the value at each place, the last row that keeps its memory alive.
 
-    That is when it was taken, or, where the same instruction makes something of the same microbatch that keeps what it
-    was made of, when nobody keeps that any more. A forward whose activations go to the host keeps none: it has copied
-    its input. A skip that is handed on is the one that was taken, and keeps no other value. A plan that only computes
-    forward keeps nothing.
+    That is its consumer. If the consumer produces a value of the same microbatch that keeps its inputs alive, it is the
+    last row of that value instead. A forward whose activations are offloaded keeps none: its input was copied. A skip
+    that is passed on shares the memory of the received one. A forward-only plan keeps nothing alive.
     """
     flows = plan.flows
     if not plan.layout.trains:
@@ -240,7 +239,7 @@ def _let_go(plan: PlanData) -> Ints:
 
 
 def _pairs(makers: Ints, of_makers: Ints, others: Ints, of_others: Ints) -> tuple[Ints, Ints]:
-    """Return the pairs of both that have the same code."""
+    """Return the pairs (maker, other) with equal codes."""
     names, groups = np.unique(of_makers, return_inverse=True)
     group = np.searchsorted(names, of_others)
     known = np.flatnonzero(group < len(names))
@@ -250,7 +249,7 @@ def _pairs(makers: Ints, of_makers: Ints, others: Ints, of_others: Ints) -> tupl
 
 
 class _Names(NamedTuple):
-    """What values are: their kinds, stages and microbatches, and `lanes` where a microbatch has several of a kind."""
+    """Kinds, stages, microbatches of values, and `lanes`: a number where a microbatch has several of a kind."""
 
     kinds: Ints
     stages: Ints
@@ -259,7 +258,7 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, plan: PlanData, keys: Ints) -> _Names:
-        """Return the names of values; those of kinds that are not of microbatches mean nothing."""
+        """Return the names of values; meaningless for kinds that are not per microbatch."""
         numbering = plan.flows.numbering
         counts = np.maximum([numbering.counts[kind] for kind in Kind], 1)
         lanes = np.maximum(counts // plan.layout.num_microbatches, 1)
@@ -269,9 +268,9 @@ class _Names(NamedTuple):
 
 
 def _answers(plan: PlanData, keys: Ints) -> tuple[Flags, Ints]:
-    """Return which of the values that are sent are answered by a gradient that is received, and the row that takes it.
+    """Return a mask of sent values whose gradient comes back by a receive, and the row that consumes the gradient.
 
-    Who takes a gradient from another rank waits for it, and it cannot come before the activation has arrived.
+    Its consumer waits for the gradient, which cannot come before the activation has arrived.
     """
     columns, flows, names = plan.columns, plan.flows, _Names.of(plan, keys)
     is_output = names.kinds == Kind.OUTPUT

@@ -1,12 +1,12 @@
-"""Time a plan: the event graph of the `channel` profile, run under a cost model.
+"""Simulator: times a plan by running the event graph of the `channel` profile under a cost model.
 
-Communication overlaps with computation as the runtime does it: a message starts when its value is made and its
-channel is free, and only who takes the value waits for it. Activations that go to the host's memory do so from the end
-of their forward on, one after the other, and the computation behind the place where their memory is free waits for
-that; those that come back are awaited by their backward. Collectives among replicas go one after the other, beside all
-that; weights are gathered into the room of those dropped before. The gradient norm is one event of all ranks.
+Communication overlaps with computation as in the runtime. A message starts when its value exists and its channel is
+free, and only the consumer of the value waits for it. Offloading copies start at the end of their forward, one after
+the other; the next computation after the place where their memory is freed waits for them. Fetches are awaited by their
+backward. Collectives among replicas run one after the other beside all that; weights are gathered into the memory of
+those freed before. The gradient norm is one event of all ranks.
 
-    makespan      when the last instruction ends
+    makespan      end of the last instruction
     bubble        1 - busy / (ranks x makespan)
     span_bubble   (longest span of a rank - its work) / longest span; a span runs from a rank's first forward to
                   its last weight gradient (the measure of the zero-bubble papers, arXiv:2401.10241)
@@ -38,7 +38,7 @@ from quintsched.simulation.state_memory import peak_memory, peak_state
 
 @dataclass(frozen=True)
 class Place:
-    """One instruction of a plan: `index` counts in the program of pp rank `rank`."""
+    """Position of an instruction: `index` in the program of pp rank `rank`."""
 
     rank: int
     index: int
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one instruction runs, in the costs' unit of time."""
+    """Start and end of one instruction, in the costs' unit of time."""
 
     instruction: Instruction
     start: float
@@ -55,9 +55,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run would look like. `start` and `end` have a time per row of the plan's columns.
+    """Simulated run. `start` and `end` have one time per row of the plan's columns.
 
-    Those follow from the plan and the costs: two simulations of an equal plan under equal costs are equal.
+    They follow from plan and costs, so simulations of equal plans under equal costs compare equal without them.
     """
 
     plan: PlanData
@@ -71,7 +71,7 @@ class Simulation:
 
     @cached_property
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans of each pp rank, in program order."""
+        """Spans of each pp rank, in program order."""
         start, end, columns = self.start.tolist(), self.end.tolist(), self.plan.columns
         return tuple(
             tuple(map(Span, program, start[rows.start : rows.stop], end[rows.start : rows.stop]))
@@ -80,10 +80,10 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[Place, ...]:
-        """What decides the makespan: from the event that ends last back to what each waited for last.
+        """Critical path: from the event that ends last back to the predecessor that ended last, and so on.
 
         Of several that ended together, the one that runs last in the order of the event graph; only events that take
-        time are kept.
+        time are listed.
         """
         events = Events.merge(self.plan)
         graph = build_graph(events, self.plan.flows, PROFILES["channel"])
@@ -100,37 +100,37 @@ class Simulation:
 
     @property
     def peak_host(self) -> tuple[float, ...]:
-        """The most activations that each pp rank has in its host's memory, in microbatches of a whole rank."""
+        """Peak of activations of each pp rank in host memory, in microbatches of a whole rank."""
         return peak_host(self.plan, self.costs)
 
     @property
     def exchange(self) -> tuple[float, ...]:
-        """How much of each pp rank's busy time is communication inside stages, while it computes nothing."""
+        """Part of each pp rank's busy time that is communication inside stages not hidden by computation."""
         return exposed_exchanges(self.plan, self.costs)
 
     @property
     def peak_state(self) -> tuple[float, ...]:
-        """The most that each pp rank holds of weights, gradients and optimizer state: see `state_memory`."""
+        """Peak of weights, gradients and optimizer state of each pp rank: see `state_memory`."""
         return peak_state(self.plan, self.costs)
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each pp rank holds of these and activations together, in the costs' unit of memory."""
+        """Peak of these and activations together on each pp rank, in the costs' unit of memory."""
         return peak_memory(self.plan, self.costs)
 
     @property
     def unit(self) -> str:
-        """The unit of all times."""
+        """Unit of all times."""
         return self.costs.unit
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time until the makespan in which they do not compute."""
+        """Fraction of all ranks' time until the makespan in which they do not compute."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
     @property
     def span(self) -> float:
-        """The longest span of a rank: from its first forward to its last weight gradient."""
+        """Longest span of a rank: from its first forward to its last weight gradient."""
         return max(self.spans)
 
     @property
@@ -140,7 +140,7 @@ class Simulation:
         return 1 - self.busy[longest] / self.span if self.span else 0.0
 
     def summary(self) -> dict[str, object]:
-        """Return the figures as plain data, for JSON."""
+        """Return the figures as JSON data."""
         path = [
             {"rank": p.rank, "index": p.index, "instruction": str(self.plan.programs[p.rank][p.index])}
             for p in self.critical_path
@@ -166,7 +166,7 @@ class Simulation:
 
 
 def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
-    """Run a plan under `costs` (default: unit costs).
+    """Simulate a plan under `costs` (default: unit costs).
 
     The plan has to be well-formed. Raises `UnsoundError` if it cannot finish, `InputError` for costs that do not fit.
     """
@@ -198,7 +198,7 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
 
 
 def _busy(plan: PlanData, durations: Times) -> Iterator[float]:
-    """Yield how long each rank computes."""
+    """Yield the computation time of each rank."""
     columns = plan.columns
     work = np.where(columns.are(*COMPUTING), durations, 0.0)
     for rows in map(columns.rows_of, range(columns.num_ranks)):
@@ -206,7 +206,7 @@ def _busy(plan: PlanData, durations: Times) -> Iterator[float]:
 
 
 def _spans(plan: PlanData, begins: Times, ends: Times) -> Iterator[float]:
-    """Yield each rank's span, from its first computation to its last; times are still undivided."""
+    """Yield each rank's span, from its first computation to its last; the given times are not yet divided by parts."""
     rows = plan.columns.rows_where(*COMPUTING)
     bounds = np.searchsorted(rows, plan.columns.first).tolist()
     for first, end in pairwise(bounds):

@@ -1,7 +1,7 @@
-"""What a rank holds for good: weights, gradients and the optimizer's state, shared out over replicas or not.
+"""Peak memory for weights, gradients and optimizer state of each rank, sharded over replicas or not.
 
 With R replicas, and a rank's weights W, gradients G and optimizer state O in memory, the peaks are (Rajbhandari et al.
-2020, "ZeRO", arXiv:1910.02054, section 5; theirs leaves out what stands for a while)
+2020, "ZeRO", arXiv:1910.02054, section 5; without the temporary parts g and w)
 
     ZeRO   weights                     gradients                    optimizer
     0      W                           G                            O
@@ -9,14 +9,14 @@ With R replicas, and a rank's weights W, gradients G and optimizer state O in me
     2      W                           G/R + g                      O/R
     3      W/R + w                     G/R + g                      O/R
 
-    g    the most full gradients that stand at once: a stage's, from a backward to its next reduce-scatter, at which
-         they stand beside the share that is kept of them (from the first one on)
-    w    the most full weights that stand at once: a stage's, from `GatherParams` to `FreeParams`, beside the shares
+    g    the peak of full gradients: a stage's, from a backward to its next reduce-scatter, during which they are
+         resident beside the shard that is kept (from the first one on)
+    w    the peak of full weights: a stage's, from `GatherParams` to `FreeParams`, beside the shards
 
-Gradients come to stand in the first backward and go with the optimizer's step; with ZeRO-1 a rank's share of their sum
-takes no room of its own. Experts' weights (`Costs.experts`) are shared out over dp x cp only: R is smaller for them.
-Everything is counted in program order, as the activations are; within an instruction, what it makes stands beside
-what it takes.
+Gradients are allocated in the first backward and freed by the optimizer's step; with ZeRO-1 a rank's shard of their
+sum needs no extra memory. Experts' weights (`Costs.experts`) are sharded over dp x cp only: R is smaller for them. All
+is counted in program order, like activations; during an instruction, values that it produces are resident beside
+those that it consumes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quintsched.simulation.costs import Costs
 
 
 def peak_state(plan: PlanData, costs: Costs) -> tuple[float, ...]:
-    """Return the most that each pp rank holds of weights, gradients and optimizer state, in the activations' unit."""
+    """Return each pp rank's peak of weights, gradients and optimizer state, in the activations' unit."""
     state = _State(plan, costs)
     return tuple(
         float(state.while_running(rank).max(initial=state.always(rank))) for rank in range(plan.columns.num_ranks)
@@ -44,7 +44,7 @@ def peak_state(plan: PlanData, costs: Costs) -> tuple[float, ...]:
 
 
 def peak_memory(plan: PlanData, costs: Costs) -> tuple[float, ...]:
-    """Return the most that each pp rank holds of these and of activations together."""
+    """Return each pp rank's peak of these and of activations together."""
     state = _State(plan, costs)
     net, most = (amounts / plan.schedule.parts for amounts in activation_changes(plan, costs))
     peaks = []
@@ -55,25 +55,25 @@ def peak_memory(plan: PlanData, costs: Costs) -> tuple[float, ...]:
 
 
 def bucket_share(plan: PlanData, costs: Costs, stage: int, bucket: int) -> float:
-    """Return which share of a stage's weights a bucket holds: the dense ones in equal parts, or all experts'."""
+    """Return the fraction of a stage's weights in a bucket: an equal part of the dense ones, or all experts'."""
     dense, experts = plan.buckets_per_stage, _experts(plan, costs, stage)
     return experts if bucket == dense else (1 - experts) / dense
 
 
 def _experts(plan: PlanData, costs: Costs, stage: int) -> float:
-    """Return the share of experts; 0 where every rank holds all of them, so that they are weights like others."""
+    """Return the fraction of experts; 0 if every rank holds all experts, as their weights are then like others."""
     return costs.experts_of(stage) if plan.mesh.axis_size("ep") > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class _State:
-    """The state of every rank of a plan under some costs."""
+    """State of all ranks of a plan under some costs."""
 
     plan: PlanData
     costs: Costs
 
     def always(self, rank: int) -> float:
-        """What a rank holds before the step begins: its weights and the optimizer's state, or its shares of them."""
+        """Memory of a rank before the step: its weights and the optimizer's state, or its shards of them."""
         zero = self.plan.zero
         return sum(
             self._of("weights", stage) * (self._kept(stage) if zero.shards_weights else 1.0)
@@ -82,7 +82,7 @@ class _State:
         )
 
     def while_running(self, rank: int) -> Amounts:
-        """What a rank holds while each of its instructions runs."""
+        """Memory of a rank while each of its instructions runs."""
         made, taken = np.zeros((2, len(self.plan.programs[rank])))
         for index, amount in self._changes(rank):
             (made if amount > 0 else taken)[index] += amount
@@ -91,7 +91,7 @@ class _State:
         return held
 
     def _changes(self, rank: int) -> Iterator[tuple[int, float]]:
-        """Yield (index, change): full weights, full gradients of a bucket and shares of these as they come and go."""
+        """Yield (index, change) when full weights, full gradients of a bucket, or shards are allocated or freed."""
         zero, full, shares = self.plan.zero, dict[tuple[int, int], float](), dict[tuple[int, int], float]()
         for index, i in enumerate(self.plan.programs[rank]):
             if isinstance(i, ins.GatherParams | ins.FreeParams):
@@ -114,7 +114,7 @@ class _State:
 
     @cached_property
     def _gradients(self) -> Mapping[int, Mapping[int, float]]:
-        """What each bucket of each stage's gradients holds; experts' are one even where they have no replicas."""
+        """Size of each gradient bucket per stage; experts count as one bucket even if they have no replicas."""
         numbers = range(self.plan.buckets_per_stage + 1)
         return {
             stage: {b: self._of("gradients", stage) * bucket_share(self.plan, self.costs, stage, b) for b in numbers}
@@ -122,12 +122,12 @@ class _State:
         }
 
     def _kept(self, stage: int) -> float:
-        """Which share of a stage a rank keeps where it is shared out."""
+        """Fraction of a stage's state that a rank keeps if it is sharded."""
         experts, dense = _experts(self.plan, self.costs, stage), self.plan.buckets_per_stage
         return (1 - experts) / self._replicas(0) + experts / self._replicas(dense)
 
     def _replicas(self, bucket: int) -> int:
-        """How many ranks share out a bucket."""
+        """Number of ranks that shard a bucket."""
         return prod(map(self.plan.mesh.axis_size, self.plan.layout.buckets.get(bucket, ())))
 
     def _of(self, name: str, stage: int) -> float:

@@ -1,9 +1,9 @@
-"""A simulated plan as text, on a raster of time: what `quintsched show` prints.
+"""Text grid of a simulated plan over time, as `quintsched show` prints it.
 
 rank 0 F0 F1 .  .  B0 -  B1 -
 rank 1 .  F0 B0 -  F1 B1 -  .
 
-rank 0 F3&B1 -  F4     two that run side by side are one entry; they have the room of the columns that they take
+rank 0 F3&B1 -  F4     an overlapped pair is one entry; its text may fill all columns that it takes
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quintsched.ir.instructions import Instruction, short
 from quintsched.simulation.simulator import Simulation
 
 MOST_CELLS = 2**25
-"""Of a grid, ranks and columns together."""
+"""Maximum number of cells, ranks x columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What stands in the columns from `first` up to `last`, which is not one of them."""
+    """Entry of the grid: its text in columns `first` to `last` - 1."""
 
     text: str
     first: int
@@ -30,22 +30,22 @@ class _Entry:
 
     @property
     def least_width(self) -> int:
-        """How wide columns have to be for the text, and a blank after it, to fit."""
+        """Column width that fits the text and a blank."""
         return -(-(len(self.text) + 1) // (self.last - self.first if self.spills else 1))
 
     def cells(self, width: int) -> Iterator[str]:
-        """Yield what stands in each of its columns."""
+        """Yield the text of each of its columns."""
         text = f"{self.text} "
         for place in range(self.last - self.first):
             yield text[place * width : (place + 1) * width] or "-"
 
 
 def time_grid(simulation: Simulation, width: int | None = None) -> list[str]:
-    """Return the schedule over time: a row per pipeline rank, a column per step of the shortest computation.
+    """Return the schedule over time: one row per pipeline rank, one column per duration of the shortest computation.
 
-    `F3` is the forward of microbatch 3 (`1F3`: of stage 1, where a rank holds several), `F3&B1` that beside a backward,
-    `-` a further step of what stands before it, `.` idle. `width` wraps the grid into blocks of at most that many
-    characters. Raises `UsageError` for more than `MOST_CELLS` cells.
+    `F3` is the forward of microbatch 3 (`1F3`: of stage 1, if a rank holds several), `F3&B1` an overlap with a
+    backward, `-` a further column of the entry before it, `.` idle. `width` wraps the grid into blocks of at most that
+    many characters. Raises `UsageError` for more than `MOST_CELLS` cells.
     """
     columns, rows = _entries(simulation)
     size = max((entry.least_width for row in rows for entry in row), default=2)
@@ -70,7 +70,7 @@ def _cells(entries: list[_Entry], columns: int, size: int) -> list[str]:
 
 
 def _entries(simulation: Simulation) -> tuple[int, list[list[_Entry]]]:
-    """Lay every computation on a raster of the plan's time step (one forward of a chunk at unit costs)."""
+    """Quantize all computations to the plan's time step (one forward of a chunk at unit costs)."""
     computed = [[s for s in row if s.instruction.computes] for row in simulation.timeline]
     step = min((s.end - s.start for row in computed for s in row if s.end > s.start), default=1.0)
     if simulation.makespan / step * len(computed) > MOST_CELLS:

@@ -1,6 +1,6 @@
-"""Who is to blame when a run stands still: from a plan, and what each rank said last, to a name or to "unknown".
+"""Diagnosis of stalled runs: from a plan and the last state that each rank reported, to a culprit rank or "unknown".
 
-`states` is what a rank says of itself and what became of its process, `verdict` finds the culprit along the plan's
-waits (`wait_graph`, `partners`), `report` is what it found, as a file and in `words`. Imports `formats`, `simulation`,
-`graph`, `ir`, `files` and `errors`; the runtime's watcher asks it, the command line and the pictures show its reports.
+`states` are the reports of ranks and the fates of their processes, `verdict` finds the culprit along the plan's waits
+(`wait_graph`, `partners`), `report` is the result as a file, and `words` as text. Imports `formats`, `simulation`,
+`graph`, `ir`, `files` and `errors`; used by the runtime's watcher, the command line and the pictures.
 """

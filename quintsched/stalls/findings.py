@@ -1,4 +1,4 @@
-"""What a verdict consists of: places in programs, the ranks that are to blame, and who waits for whom."""
+"""Data classes of a verdict: places in programs, culprits, and links between waiting ranks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from quintsched.stalls.states import MOST_TEXT, Fate, RankState
 MOST_S = 1e12
 
 Fault: TypeAlias = Literal["ended", "stands", "skipped", "wrong message", "other data"]
-"""What a culprit did: its process failed, it does not go on, it passed over a message, or sent one that fits nobody.
+"""Fault of a culprit: its process ended, it stands still, it skipped a message, or it sent one that does not fit.
 
-Or it was given other data than the other ranks of its replica.
+With "other data", it was given another batch than the other ranks of its replica.
 """
 
 Index = Annotated[int, Field(ge=0, le=2**40)]
 Text = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(lambda text: printable(text, MOST_TEXT))]
-"""Words of ranks and of files: what is shown of a verdict is `printable` wherever it came from."""
+"""Text from ranks and files, made `printable`."""
 
 Seconds = Annotated[float, Field(ge=-MOST_S, le=MOST_S)]
 
 
 class Strict(BaseModel):
-    """Data that is read strictly."""
+    """Base class of data that is parsed strictly."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Place(Strict):
-    """A place in a rank's program; where there is no instruction, all but the rank and its phase is None.
+    """Place in a rank's program; without an instruction, only the rank and its phase are set.
 
-    `peer` is a global rank; `num_instructions` says how many the program has.
+    `peer` is a global rank; `num_instructions` is the length of the program.
     """
 
     rank: Index
@@ -50,11 +50,12 @@ class Place(Strict):
 
 
 class Culprit(Strict):
-    """A rank that is to blame.
+    """Rank that is to blame.
 
-    `place` is that of what it did not do, or where it stands; `stands_at` the place where it said last that it is,
-    where it had been for `since_s` seconds. `where` are its coordinates in the mesh, `said` what the receiver says of
-    a message that does not fit, what else may have ended the rank, or who was given what.
+    `place` is the instruction that it failed to do, or at which it stands; `stands_at` is the index that it reported
+    last, where it had been for `since_s` seconds. `where` are its coordinates in the mesh. `said` is text: the
+    receiver's report of a message that does not fit, another possible cause of the rank's end, or the data given to
+    each rank.
     """
 
     rank: Index
@@ -72,7 +73,7 @@ class Culprit(Strict):
 
 
 class Link(Strict):
-    """A rank that waits, at which place, since when, and for whom to do what."""
+    """Waiting rank with its place, the place on another rank that it waits for, and for how long."""
 
     waiter: Place
     waits_for: Place
@@ -80,12 +81,12 @@ class Link(Strict):
 
 
 def where_it_stands(plan: PlanData, state: RankState) -> Place:
-    """Return the place at which a rank is, as far as it walks the plan."""
+    """Return a rank's current place, if it runs a program of this plan."""
     return describe_place(plan, state, state.index if state.program == plan.mode else None)
 
 
 def describe_place(plan: PlanData, state: RankState, index: int | None) -> Place:
-    """Return a place in a rank's program of the plan, with the peer as a global rank."""
+    """Return a place in a rank's program, with the peer as a global rank."""
     bare = Place(rank=state.rank, phase=state.phase)
     if index is None:
         return bare

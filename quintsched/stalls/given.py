@@ -1,7 +1,7 @@
-"""What ranks of one replica were given of a batch: where that differs, what follows is the consequence.
+"""Comparison of the batches that ranks of one replica were given: other data explains the errors that follow.
 
-rank 0    samples 4    Fwd, all-reduce over tp     gloo aborts a process, or waits for ever
-rank 1    samples 8    Fwd, all-reduce over tp     a loss is given outputs and targets of other lengths
+rank 0    samples 4    Fwd, all-reduce over tp     gloo aborts a process, or blocks forever
+rank 1    samples 8    Fwd, all-reduce over tp     a loss gets outputs and targets of different lengths
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quintsched.stalls.states import Given, RankState
 
 @dataclass(frozen=True)
 class OtherData:
-    """The ranks that were given something else than most of their replica, all that differ where there are no most.
+    """Ranks that were given other data than the majority of their replica; all ranks if there is no majority.
 
-    `said` says who was given what.
+    `said` describes the data of each rank.
     """
 
     ranks: tuple[int, ...]
@@ -27,7 +27,7 @@ class OtherData:
 
 
 def find_other_data(mesh: Mesh, states: Mapping[int, RankState], near: Sequence[int]) -> OtherData | None:
-    """Return who was given other data for the batch that ranks are at, in the replicas of `near`; all where empty."""
+    """Return the ranks with other data for the latest batch, in the replicas of `near` (or all if empty), or None."""
     replicas: dict[tuple[int, int], list[int]] = {}
     for rank in states:
         where = mesh.coordinates(rank)

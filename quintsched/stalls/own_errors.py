@@ -1,14 +1,14 @@
-"""Whose error it is that a rank raised: its own code's, or the consequence of another rank's end.
+"""Classification of an error that a rank raised: its own, or the consequence of another rank's end.
 
     in a wait for a message     ┬─ torch raised it           frames of ours and of torch.distributed: a peer is gone
-                                └─ a signal's handler did    a frame of somebody else's: this rank's own error
-    in the user's code          ┬─ a `raise` of that code    its own error, whatever it says
-                                ├─ torch.distributed did     a peer may be gone; its own error, where none is
-                                └─ a call into C did         the same, if it is an error of torch's wires
+                                └─ a signal handler did      a frame of other code: this rank's own error
+    in user code                ┬─ a `raise` of that code    its own error, whatever its message
+                                ├─ torch.distributed did     a peer may be gone; its own error, if none is
+                                └─ a call into C did         the same, if it is an error of torch's communication
     several at once             ── an ExceptionGroup         its own, if one of them is
 
-A signal's handler (torch's for a DataLoader worker that died, a time limit of the user's) runs wherever Python is, so
-also inside of what catches errors of the same kind.
+Signal handlers (torch's for a dead DataLoader worker, a time limit set by user code) can run anywhere in Python, also
+inside code that catches errors of the same kind.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from types import TracebackType
 from quintsched.errors import MisfitError, QuintschedError, StallError, printable
 
 _WORDS_OF_WIRES = re.compile(r"gloo/|\bNCCL\b|TCPStore|ProcessGroup|Connection (closed|reset) by peer")
-"""What torch's errors say that calls into C raise in the user's own frames, as `work.wait()` does."""
+"""Pattern of torch's error messages for calls into C from the user's own frames, as `work.wait()`."""
 
 _WIRE_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
-"""Kinds of torch's."""
+"""Names of torch's exception classes for communication."""
 
 MOST_CAUSES = 20
 _OWN_NAME = re.compile(r"\Arank \d+ \([^)]*\),? ")
-"""How an error begins that says itself whose it is."""
+"""Beginning of a message that already names the rank."""
 
 
 def came_from_handler(error: BaseException) -> bool:
-    """Whether an error was raised by somebody else's code than ours and torch's, in the midst of these.
+    """Return whether an error passed a frame of other code than ours, torch's and Python's, such as a signal handler.
 
-    To be asked where it is caught, around calls that run no code of the user's.
+    Call it where the error is caught, around calls that run no user code.
     """
     return any(not _is_known(name) for name in _modules(error))
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether an error is of this rank's own making: no consequence of what became of others, and no Ctrl-C."""
+    """Return whether an error is this rank's own: neither the consequence of another rank's end nor a Ctrl-C."""
     if isinstance(error, SystemExit):
         return False
     if isinstance(error, KeyboardInterrupt):
@@ -52,23 +52,23 @@ def is_own(error: BaseException) -> bool:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error says, itself or by what it was raised from, that a wait for others failed."""
+    """Return whether an error, or one of its causes, is that a wait for other ranks failed."""
     return _arose_from(error, lambda cause: isinstance(cause, StallError))
 
 
 def failed_in_code(error: BaseException) -> bool:
-    """Whether a misfit was found since somebody else's code raised an error."""
+    """Return whether a misfit was raised because user code raised an error."""
     cause = error.__cause__ if isinstance(error, MisfitError) else None
     return cause is not None and not isinstance(cause, QuintschedError) and came_from_handler(cause)
 
 
 def headline(error: BaseException) -> str:
-    """Return an error's kind and message on one line, fit for a terminal; without the rank that it begins with."""
+    """Return an error's class and message on one line, fit for a terminal, without the rank at its beginning."""
     return printable(_OWN_NAME.sub("", said(error), count=1))
 
 
 def said(error: BaseException) -> str:
-    """Return an error as the last line of a traceback has it; one of ours says enough by itself."""
+    """Return an error as the last line of a traceback; errors of this package without their class."""
     text = message_of(error)
     kind = type(error).__name__
     if isinstance(error, BaseExceptionGroup):
@@ -77,7 +77,7 @@ def said(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message, also of one that fails to say it."""
+    """Return an error's message, even if its `__str__` fails."""
     try:
         return str(error)
     except Exception:
@@ -85,13 +85,13 @@ def message_of(error: BaseException) -> str:
 
 
 class Suppressed:
-    """A context that leaves out errors of some kinds, unless it is a signal's handler that raises them."""
+    """Context that suppresses errors of some kinds, except those raised by a signal handler."""
 
     def __init__(self, *kinds: type[Exception]) -> None:
         self._kinds = kinds
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Enter the context."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,7 +100,7 @@ class Suppressed:
 
 
 def _arose_from(error: BaseException, is_such: Callable[[BaseException], bool]) -> bool:
-    """Whether an error or one of its causes is such; of a group of errors, all have to be."""
+    """Return whether an error or one of its causes satisfies `is_such`; for a group, all of its errors must."""
     return any(
         all(_arose_from(one, is_such) for one in cause.exceptions)
         if isinstance(cause, BaseExceptionGroup)
@@ -110,7 +110,7 @@ def _arose_from(error: BaseException, is_such: Callable[[BaseException], bool]) 
 
 
 def _is_of_wires(error: BaseException) -> bool:
-    """Whether torch raised an error as ranks communicate, so that a peer may be gone or late."""
+    """Return whether torch raised an error in communication, so that a peer may be gone or late."""
     is_wires_kind = type(error).__name__ in _WIRE_ERRORS
     if type(error) is not RuntimeError and not is_wires_kind:
         return False
@@ -120,13 +120,13 @@ def _is_of_wires(error: BaseException) -> bool:
 
 
 def _was_raised_in_python(error: BaseException) -> bool:
-    """Whether a `raise` statement raised an error, and no call into C."""
+    """Return whether an error was raised by a `raise` statement, not by a call into C."""
     last = list(_entries(error))[-1:]
     return any(opname[entry.tb_frame.f_code.co_code[entry.tb_lasti]] == "RAISE_VARARGS" for entry in last)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, what it was raised from, and what that was raised from."""
+    """Yield an error, its cause, the cause of that, and so on."""
     cause: BaseException | None = error
     for _ in range(MOST_CAUSES):
         if cause is None:
@@ -136,12 +136,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _modules(error: BaseException) -> Iterator[str]:
-    """Yield the names of the modules whose frames an error has passed, the last one raised it."""
+    """Yield the modules of the frames in an error's traceback; the last one raised it."""
     return (str(entry.tb_frame.f_globals.get("__name__", "")) for entry in _entries(error))
 
 
 def _entries(error: BaseException) -> Iterator[TracebackType]:
-    """Yield the entries of an error's traceback, the last is where it was raised."""
+    """Yield the entries of an error's traceback; the last is where it was raised."""
     trace = error.__traceback__
     while trace is not None:
         yield trace
@@ -149,11 +149,11 @@ def _entries(error: BaseException) -> Iterator[TracebackType]:
 
 
 def _is_known(name: str) -> bool:
-    """Whether a module is ours, torch's or Python's."""
+    """Return whether a module is this package's, torch's or Python's."""
     root = name.partition(".")[0]
     return _is_torchs(name) if root == "torch" else root == "quintsched" or root in sys.stdlib_module_names
 
 
 def _is_torchs(name: str) -> bool:
-    """Whether a module is torch's; its handler of signals counts as the user's, for it speaks of the user's loaders."""
+    """Return whether a module is torch's, except torch.utils.data, whose signal handler reports on user loaders."""
     return name.partition(".")[0] == "torch" and not name.startswith("torch.utils.data")

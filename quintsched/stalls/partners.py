@@ -1,4 +1,4 @@
-"""Who does the other half of an instruction: the send of a receive, the receives of what computes, groups of replicas.
+"""Partners of an instruction: the send of a receive, the receives of a computation's inputs, groups of replicas.
 
 rank 0   SendAct 3 ─┐                  partner(0, 3) = (1, 0)
 rank 1   RecvAct 0 ─┴▶ Fwd 1           partner(1, 0) = (0, 3)      received_by(1, 1) = [0]
@@ -20,7 +20,7 @@ from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, 
 
 
 class Partners:
-    """The other halves of a plan's instructions; ranks here are pipeline ranks, places those in their programs."""
+    """Partners of a plan's instructions; ranks here are pipeline ranks, places are indices in their programs."""
 
     def __init__(self, plan: PlanData) -> None:
         self._plan, self._columns = plan, plan.columns
@@ -32,19 +32,19 @@ class Partners:
         self._partner[sent], self._partner[received] = received, sent
 
     def row(self, pp_rank: int, index: int) -> int | None:
-        """Return the row of an instruction; None for a place that the program does not have."""
+        """Return the row of an instruction; None if the index is out of range."""
         rows = self._columns.rows_of(pp_rank)
         return rows.start + index if 0 <= index < len(rows) else None
 
     def partner(self, pp_rank: int, index: int) -> tuple[int, int] | None:
-        """Return (rank, place) of the other end of a message; None for what is no message."""
+        """Return (rank, place) of the other end of a message; None for other instructions."""
         row = self.row(pp_rank, index)
         if row is None or self._partner[row] == ABSENT:
             return None
         return self._columns.place(int(self._partner[row]))
 
     def meeting(self, pp_rank: int, index: int, other: int) -> int | None:
-        """Return the place of a collective in another rank's program; None where that has no part in it."""
+        """Return the place of a collective in another rank's program; None if that rank has no part in it."""
         row = self.row(pp_rank, index)
         if row is None:
             return None
@@ -58,7 +58,7 @@ class Partners:
         return self._meetings[event, other]
 
     def received_by(self, pp_rank: int, index: int) -> list[int]:
-        """Return the places of the receives that bring what an instruction takes; of a receive, its own."""
+        """Return the places of the receives that provide an instruction's inputs; for a receive, its own place."""
         row = self.row(pp_rank, index)
         if row is None:
             return []
@@ -71,7 +71,7 @@ class Partners:
         return places
 
     def received_from(self, pp_rank: int, index: int) -> list[int]:
-        """Return the places of the receives whose messages an instruction, or a later one, takes."""
+        """Return the places of the receives whose messages are consumed by this or a later instruction."""
         rows = self._columns.rows_of(pp_rank)
         produces, takers = self._plan.flows.produces, self._plan.flows.first_takers
         found = [
@@ -82,14 +82,14 @@ class Partners:
         return [at for at in found if isinstance(self._columns.instruction(rows.start + at), Recv)]
 
     def issued_by(self, pp_rank: int, index: int) -> int:
-        """Return the first place at which a message that is issued or posted ahead is so for sure."""
+        """Return the first place at which a message that may be issued ahead has certainly been issued."""
         row = self.row(pp_rank, index)
         first = index if row is None else int(self._ahead[row]) - (row - index)
         return min(first, index)
 
     @cached_property
     def _ahead(self) -> Ints:
-        """For each message the row before which it is issued at the latest, where tags match messages."""
+        """Row before which each message is issued at the latest, if messages match by tag."""
         found = np.arange(len(self._columns))
         rule = MessageRule.of(find_profile("tagged"), may_wait=True)
         for lifetimes in (receive_lifetimes(self._plan, rule), send_lifetimes(self._plan, rule)):
@@ -97,7 +97,7 @@ class Partners:
         return found
 
     def group_axes(self, instruction: Instruction) -> tuple[str, ...]:
-        """Return the axes over which ranks have to come together in an instruction, besides those of its messages."""
+        """Return the axes over which ranks synchronise in an instruction, besides its messages."""
         if isinstance(instruction, WHOLE_MESH):
             return tuple(name for name, _ in self._plan.mesh.axes)
         if isinstance(instruction, AMONG_REPLICAS):

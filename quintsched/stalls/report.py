@@ -1,4 +1,4 @@
-"""A verdict as data: who is to blame, who waits for them, what every rank said, and the plan, in one JSON file.
+"""Stall report: culprits, chain of waits, last states of all ranks, and the plan, in one JSON file.
 
     {"format": "quintsched.stall", "version": 1,
      "culprits": [{"rank": 2, "host": "a", "fault": "ended", "fate": {"kind": "signal", "code": 9}, "step": 17,
@@ -7,7 +7,7 @@
      "states": [{"rank": 0, "phase": "step", "index": 4, …}, …],
      "plan": {"format": "quintsched.plan", …}}
 
-No culprit means that nobody can be told from the others: `words` then says where all stand.
+No culprit means that none can be told from the others; the text then lists the positions of all ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FORMAT = "quintsched.stall"
 VERSION = 1
 MAX_BYTES = 2**27
 MOST_OF_A_RANK = 4
-"""How many culprits, links or states there are at most for each rank of the mesh."""
+"""Maximum number of culprits, links or states per rank of the mesh."""
 
 
 class StallReport(Strict):
-    """Who is to blame for a stall, and all that was known of it; `culprits` is empty where nobody can be named."""
+    """Diagnosis of a stall with all known facts; `culprits` is empty if none can be named."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
@@ -47,21 +47,21 @@ class StallReport(Strict):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are to blame."""
+        """Culprit ranks."""
         return tuple(culprit.rank for culprit in self.culprits)
 
     def words(self) -> str:
-        """Return the report as one message of a few lines."""
+        """Return the report as a message of a few lines."""
         return in_words(self.culprits, self.chain, self.states)
 
     def to_json(self) -> str:
-        """Return the text of a report file; the plan is in it."""
+        """Return the text of a report file, which contains the plan."""
         head: dict[str, Any] = {"format": FORMAT, "version": VERSION, **self.model_dump(mode="json")}
         return json.dumps(head, allow_nan=False)[:-1] + ', "plan": ' + plan_json.dumps(self.plan) + "}\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StallReport:
-        """Read a report file's text; raises `InputError` with a JSON pointer to what is wrong."""
+        """Parse a report file; raises `InputError` with a JSON pointer to the fault."""
         if len(text) > MAX_BYTES:
             raise InputError(f"the file has {len(text)} bytes; a report has at most {MAX_BYTES}")
         data = parse_strict(text)
@@ -103,7 +103,7 @@ class StallReport(Strict):
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write the report, whole or not at all; raises `UsageError` where that cannot be done."""
+        """Write the report atomically; raises `UsageError` on failure."""
         write_whole(Path(path), self.to_json(), "the report")
 
     @classmethod

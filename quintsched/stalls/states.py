@@ -1,9 +1,9 @@
-"""What each rank said last: where in its program it was, for how long, what it waited for, and what became of it.
+"""Last reported state of each rank: its place in the program, for how long, its wait, and the fate of its process.
 
-    rank 0   step 17   index 12  Bwd(stage=0, microbatch=1)   waits for its receive 11   for 5.1 s   heard 0.1 s ago
-    rank 1   step 17   index  9  Fwd(stage=1, microbatch=3)   waits for nothing          for 5.2 s   heard 5.1 s ago
+    rank 0   step 17   index 12  Bwd(stage=0, microbatch=1)   waits for its receive 11   for 5.1 s   reported 0.1 s ago
+    rank 1   step 17   index  9  Fwd(stage=1, microbatch=3)   waits for nothing          for 5.2 s   reported 5.1 s ago
 
-The states of a run are taken at slightly different times: each says how old it is.
+The states are taken at slightly different times: each has its age.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Literal, TypeAlias
 from quintsched.errors import printable
 
 Phase: TypeAlias = Literal["setup", "data", "step", "evaluate", "save", "load", "idle", "ended"]
-"""What a rank is about; instructions have an index in `step` and `evaluate` only."""
+"""Activity of a rank; instructions have an index in `step` and `evaluate` only."""
 
 FateKind: TypeAlias = Literal["exit", "signal", "stopped", "error", "gone", "unreachable", "silent"]
-"""What became of a process.
+"""Kind of a process's fate.
 
-`exit`: it ended, its code is known. `signal`: a signal ended it. `stopped`: it lives but does not run, as after a
-SIGSTOP. `error`: it raised, `text` says what. `gone`: it ended, nobody knows how. `unreachable`: its connection is cut,
-and it may live. `silent`: it does not answer though its machine does, which is not that of who asks: it is stopped, or
-its interpreter is held.
+`exit`: it ended with a known exit code. `signal`: a signal killed it. `stopped`: it is alive but does not run, as after
+a SIGSTOP. `error`: it raised, see `text`. `gone`: it ended in an unknown way. `unreachable`: its connection is cut, and
+it may be alive. `silent`: it does not answer, although its machine (another than the observer's) does: it is stopped,
+or its interpreter is blocked.
 """
 
 
 MOST_TEXT = 2**16
-"""The letters of a text."""
+"""Maximum number of characters of a text."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a process; `code` is an exit code or the number of a signal.
+    """Fate of a process; `code` is an exit code or a signal number.
 
-    `text` is made `printable`. `ago_s` is how long ago it was noticed, in seconds: processes that end after the first
+    `text` is made `printable`. `ago_s` is the time in seconds since it was noticed: processes that end after the first
     may end because of it.
     """
 
@@ -49,11 +49,11 @@ class Fate:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank is waiting for, in a call that returns when another rank has done its part.
+    """Blocking call of a rank, which returns when another rank has done its part.
 
-    `receive`: what the receive at `index` of its program brings. `send`: that its send at `index` is received; between
-    programs, that is one of the program that it ran last. `collective`: the others of the group `ranks`, itself
-    included. `nothing`: it says that it waits for nobody.
+    `receive`: the message of the receive at `index` of its program. `send`: completion of its send at `index`; between
+    programs, of the program that it ran last. `collective`: the other members of the group `ranks` (which includes
+    itself). `nothing`: it waits for no rank.
     """
 
     kind: Literal["receive", "send", "collective", "nothing"]
@@ -63,9 +63,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank was given of its latest batch, which is the `number`-th of its run; 0: it was not, or need not be.
+    """Sizes of the latest batch given to a rank, the `number`-th of its run; 0: it was given none, or needs none.
 
-    `samples` of inputs, their `length` (dimension 1), and rows of `targets`.
+    Number of `samples` of the inputs, their `length` (dimension 1), and rows of `targets`.
     """
 
     number: int = 0
@@ -76,26 +76,25 @@ class Given:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a global rank said last.
+    """Last reported state of a global rank.
 
     Attributes:
-        rank: the global rank; `host` and `pid` say where it runs.
-        phase: what it is about.
-        step: the number of the training step that it has begun last, the first of the run is 1; None before that.
-        program: which of the run's plans it walks, or walked last, "train" or "forward": their modes.
-        index: the instruction at whose place in its program it is. A receive that is posted ahead of its place, and a
-            send that is issued ahead, are at the place where that is done. None between programs.
-        since_s: how long it has been there, in seconds up to now.
-        heard_s: how long ago it said so, in seconds.
-        fate: what became of its process; None while that runs.
-        awaits: what it waits for at that place; None where it does not say, as on accelerators, whose host waits last.
-        run: how many programs it has begun to walk: the same number on all ranks for the same program, also where a
-            step has several of them. It has ended that one where `index` is None. None where it does not say; the
-            step's number then has to tell them apart.
-        sent: the bytes of the last message that it has sent which was longer than those before it by the instruction
-            `sent_at`; 0 where there was none, or it does not say.
-        room: the bytes of the longest message that it has room for; 0 where it does not say.
-        given: what it was given of its latest batch.
+        rank: the global rank; `host` and `pid` locate its process.
+        phase: its activity.
+        step: the training step begun last, counted from 1 within the run; None before the first.
+        program: mode of the plan that it runs, or ran last: "train" or "forward".
+        index: its current instruction. A receive that is posted ahead of its place, and a send that is issued ahead,
+            count as the place where that is done. None between programs.
+        since_s: seconds that it has been there, up to now.
+        heard_s: seconds since it reported this.
+        fate: fate of its process; None while it runs.
+        awaits: its wait at that place; None if not reported, as on accelerators, whose host blocks late.
+        run: number of programs that it has begun: equal on all ranks for the same program, even if a step has several.
+            That program has ended if `index` is None. None if not reported; the step then has to tell them apart.
+        sent: bytes of its last message that was longer than those before it, sent by the instruction `sent_at`; 0 if
+            there was none, or it is not reported.
+        room: bytes of the longest message that it has a buffer for; 0 if not reported.
+        given: sizes of its latest batch.
     """
 
     rank: int

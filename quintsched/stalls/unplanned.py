@@ -1,4 +1,4 @@
-"""Who is to blame before anybody knows the plan: as ranks come together nobody waits for a message yet.
+"""Diagnosis before the plan is known: ranks that come together do not wait for messages yet.
 
 rank 1 (host a) was killed by SIGKILL setting up
 rank 0 waits for it since 0.4 s
@@ -14,7 +14,7 @@ from quintsched.stalls.words import LEFT, MOST_LISTED, doing, ending, in_seconds
 
 
 def find_without_plan(states: Sequence[RankState]) -> tuple[tuple[int, ...], str]:
-    """Return who is to blame, nobody where that cannot be told, and the message; it is never empty."""
+    """Return the culprits (() if unknown) and the message, which is never empty."""
     dead = first_dead({state.rank: state for state in states})
     others = [state for state in states if state.rank not in dead]
     waiting = [state for state in others if state.awaits is not None and state.awaits.kind != "nothing"]

@@ -1,12 +1,12 @@
-"""Who is to blame: the first that died; else those at the ends of all waits, who wait for nobody; else who skipped.
+"""Verdict: the first rank that died; else ranks at the ends of all waits, that wait for none; else ranks that skipped.
 
-    rank 0 ──▶ rank 1 ──▶ rank 2     waits for nobody, stands at Fwd(2, 3) for 12 s: rank 2
-    rank 0 ──▶ rank 1 ──▶ rank 0     nobody can go on, but rank 1 is past its send: rank 1
-    rank 0 ──▶ rank 1 ──▶ rank 0     and everybody has done what they could: unknown
+    rank 0 ──▶ rank 1 ──▶ rank 2     waits for none, has been at Fwd(2, 3) for 12 s: rank 2
+    rank 0 ──▶ rank 1 ──▶ rank 0     a cycle, but rank 1 is past its send: rank 1
+    rank 0 ──▶ rank 1 ──▶ rank 0     a cycle, and all have done what they could: unknown
 
-A rank that raised since a peer was lost, or that gave up with exit code 4, is a victim: it counts as if it still waited
-where it was. What a rank said is taken for what it does only if it has been there for a while, longer than the oldest
-word of any other: so no rank is blamed for what it has done since. Nobody is named on a guess.
+A rank that raised because a peer was lost, or that gave up with exit code 4, is a victim: it counts as still waiting
+where it was. A reported state is trusted only if the rank has been there for a while, longer than the age of any other
+report: so no rank is blamed for having moved on since. No rank is named on a guess.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from quintsched.stalls.wait_graph import Edge, WaitGraph
 from quintsched.stalls.words import ending
 
 STILL_S = 1.0
-"""How long a rank has to be at a place for it to count as standing still, in seconds."""
+"""Seconds that a rank has to be at a place to count as standing still."""
 
 TOGETHER_S = 1.0
-"""Ranks of a host that end within this time have ended together."""
+"""Seconds within which ranks of one host count as having ended together."""
 
 SILENT_S = 3.0
-"""After so many seconds of silence a rank of another host may be out of reach: it says each second where it is."""
+"""Seconds of silence after which a rank of another host may be unreachable: ranks report every second."""
 
 LOST_PEER = re.compile(r"\AStallError\b")
-"""How the errors begin that are the consequence of another rank's; ranks know their own from these, and say so."""
+"""Beginning of errors that are the consequence of another rank's error; ranks classify their own and mark them so."""
 
 MISFIT = re.compile(r"\A(MisfitError\b|(rank \d+ (\([^)]*\) )?)?received (from rank \d+ )?what it did not expect)")
-"""How the errors begin that say that a message does not fit."""
+"""Beginning of errors for a message that does not fit."""
 
 LEFT_OVER = re.compile(
     r"expected: (?P<message>.+), of step (?P<step>\d+); what came is: (?P=message), of step (?P<came>\d+)"
 )
-"""What a receiver says of a message that it should have taken in an earlier step, and has passed over there."""
+"""Report of a receiver of a message that it should have received in an earlier step, and skipped there."""
 
 _LATER = {"stopped": 0, "signal": 0, "gone": 0, "error": 1, "exit": 2, "unreachable": 3, "silent": 3}
-"""Of fates that came at about the same time, those of a higher number may be the consequence of the others'."""
+"""Order of fates noticed at about the same time: those of a higher number may be the consequence of the others."""
 
 SIGTERM = 15
 
 
 def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float = STILL_S) -> StallReport:
-    """Return who is to blame for a run that stands still, or whose processes ended, and who waits for whom.
+    """Return the culprits of a run that stands still, or whose processes ended, with the chain of waits.
 
-    `plan` is the one that the ranks walk. A rank counts as standing still that has been at its place for `still_s`
-    seconds; give half of the limit that was passed. Without a culprit, nobody can be told from the others.
+    `plan` is the plan that the ranks run. A rank counts as standing still after `still_s` seconds at its place; pass
+    half of the limit that was exceeded. Without a culprit, none can be told from the others.
     """
     known = {state.rank: state for state in states if 0 <= state.rank < plan.mesh.size}
     dead = first_dead(known)
@@ -74,7 +74,7 @@ def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float 
 
 @dataclass(frozen=True)
 class Accusation:
-    """A rank and what it did; of a message that this is about its place, its step, and what its receiver says of it."""
+    """Accused rank and its fault; for a message, its index and step, and the receiver's report."""
 
     rank: int
     fault: Fault
@@ -84,7 +84,7 @@ class Accusation:
 
 
 def first_dead(states: Mapping[int, RankState]) -> set[int]:
-    """Return the ranks whose process failed first; those who ended by that, or cannot be told from it, are not."""
+    """Return the ranks whose process failed first, without those that may have ended because of them."""
     suspects = [state for state in states.values() if state.fate is not None and not _is_victim(state)]
     if any(state.fate is not None and state.fate.kind != "unreachable" for state in suspects):
         suspects = [state for state in suspects if state.fate is not None and state.fate.kind != "unreachable"]
@@ -97,7 +97,7 @@ def first_dead(states: Mapping[int, RankState]) -> set[int]:
 
 
 def _raised_alike(state: RankState, other: RankState) -> bool:
-    """Whether two ranks raised in the same words, as those do that refuse something together."""
+    """Return whether two ranks raised errors with the same text, as ranks do that refuse something together."""
     if state.fate is None or other.fate is None or not state.fate.text:
         return False
     return state.fate.kind == other.fate.kind == "error" and state.fate.text == other.fate.text
@@ -106,7 +106,7 @@ def _raised_alike(state: RankState, other: RankState) -> bool:
 def _given_other_data(
     plan: PlanData, states: Mapping[int, RankState], accused: Sequence[Accusation]
 ) -> list[Accusation]:
-    """Accuse the ranks that were given other data, if what became of the accused may be the consequence of that."""
+    """Accuse the ranks with other data, if the fates of the accused may be the consequence of that."""
     ranks = sorted({one.rank for one in accused})
     if not all(_may_follow_from_data(one, states[one.rank], alone=len(ranks) == 1) for one in accused):
         return []
@@ -119,7 +119,7 @@ def _given_other_data(
 
 
 def _may_follow_from_data(accused: Accusation, state: RankState, *, alone: bool) -> bool:
-    """Whether a rank may be accused since ranks of its replica compute with other shapes."""
+    """Return whether a rank's fault can result from different shapes on the ranks of its replica."""
     if state.fate is None or accused.fault != "ended":
         return True
     if state.fate.kind == "error":
@@ -132,7 +132,7 @@ def _is_unreachable(state: RankState) -> bool:
 
 
 def _is_cut_off(states: Mapping[int, RankState]) -> bool:
-    """Whether nothing is heard of any host but that of rank 0, beside which one listens: its own link may be cut."""
+    """Return whether all hosts but rank 0's, where the observer runs, are silent: its own link may be cut."""
     here = states[min(states)].host
     return all(_is_unreachable(one) or one.heard_s > SILENT_S for one in states.values() if one.host != here) and any(
         one.host != here for one in states.values()
@@ -140,7 +140,7 @@ def _is_cut_off(states: Mapping[int, RankState]) -> bool:
 
 
 def _is_victim(state: RankState) -> bool:
-    """Whether what became of a process is the consequence of another's end, or no fault at all."""
+    """Return whether a process ended as the consequence of another's end, or without any fault."""
     fate = state.fate
     if fate is None:
         return False
@@ -153,19 +153,19 @@ def _is_victim(state: RankState) -> bool:
 
 
 def _ago_s(state: RankState) -> float:
-    """Return how long ago a process failed."""
+    """Return the seconds since a process failed."""
     return state.fate.ago_s if state.fate is not None else 0.0
 
 
 def _rank_of_fate(state: RankState) -> int:
     fate = state.fate
     if fate is None or (fate.kind == "signal" and fate.code == SIGTERM):
-        return max(_LATER.values())  # what ends the others when one has failed
+        return max(_LATER.values())  # launchers end the other ranks so once one has failed
     return _LATER[fate.kind]
 
 
 def _went_together(state: RankState, first: RankState) -> bool:
-    """Whether two processes ended by one cause: those of a host, or by hosts that cannot be reached."""
+    """Return whether two processes ended by one cause: on one host, or on hosts that became unreachable."""
     if state.fate is None or first.fate is None or _rank_of_fate(state) != _rank_of_fate(first):
         return False
     if state.fate.kind == "error" or state.fate.kind == "exit":
@@ -174,7 +174,7 @@ def _went_together(state: RankState, first: RankState) -> bool:
 
 
 def _ended(graph: WaitGraph, state: RankState) -> list[Accusation]:
-    """Return who is to blame for a process that failed: itself, or who sent what it could not take."""
+    """Return the culprits of a failed process: itself, or the sender of a message that it could not receive."""
     fate, awaits = state.fate, state.awaits
     assert fate is not None
     is_misfit = fate.kind == "error" and MISFIT.search(fate.text)
@@ -192,14 +192,14 @@ def _ended(graph: WaitGraph, state: RankState) -> list[Accusation]:
 
 
 _ABORTS = (6, 134)
-"""SIGABRT, as a signal and as an exit code: so gloo ends a process that is sent more than there is room for."""
+"""SIGABRT, as a signal and as an exit code: gloo aborts a process that gets more bytes than its buffer has."""
 
 
 def _aborted(state: RankState, graph: WaitGraph) -> list[Accusation]:
-    """Return who is to blame for a process that was aborted: itself, unless what it waited for was too long for it.
+    """Return the culprits of an aborted process: itself, unless the message that it waited for was too long.
 
-    Gloo ends a process so that is sent more than it has room for, be it by a message or by another collective than its
-    own. Where the sender does not say that it has, there is a doubt, and the message has it.
+    Gloo aborts a process that gets more bytes than its buffer has, by a message or by another collective than its own.
+    If the sender does not report its bytes, the cause is in doubt, and the message says so.
     """
     is_receiving = state.awaits is not None and state.awaits.kind == "receive"
     for edge in graph.edges(state.rank) if is_receiving else ():
@@ -215,7 +215,7 @@ def _sent_too_much(sender: RankState, receiver: RankState) -> bool:
 
 
 def _doubt(graph: WaitGraph, state: RankState) -> str:
-    """Say how gloo may have aborted a process; nothing where nothing was on the way to it."""
+    """Return how gloo may have aborted a process, as text; "" if no message was on the way to it."""
     senders = sorted({edge.on for edge in graph.arriving(state.rank)})
     too_much = [rank for rank in senders if _sent_too_much(graph.state(rank), state)]
     is_receiving = state.awaits is not None and state.awaits.kind == "receive"
@@ -229,7 +229,7 @@ def _doubt(graph: WaitGraph, state: RankState) -> str:
 def _standing(
     graph: WaitGraph, states: Mapping[int, RankState], edges: Mapping[int, Sequence[Edge]], still_s: float
 ) -> list[Accusation]:
-    """Return who holds up ranks that all live."""
+    """Return the accusations where all ranks are alive and some hold up the others."""
     still = {rank for rank, state in states.items() if _stands_still(state, still_s)}
     waits = [edge for rank in still for edge in edges[rank] if edge.on in still]
     for skipped in ([edge for edge in waits if edge.skipped], [edge for edge in waits if edge.early]):
@@ -246,20 +246,20 @@ def _standing(
 
 
 def _step_of_message(waiter: RankState) -> int | None:
-    """Return the step of the message that a rank waits for: before it begins a program, that is the one before."""
+    """Return the step of the message that a rank waits for: between programs, that is the previous step."""
     begins = waiter.index is None and waiter.phase == "step" and waiter.step is not None
     return waiter.step - 1 if begins and waiter.step is not None else waiter.step
 
 
 def _stands_still(state: RankState, still_s: float) -> bool:
-    """Whether a rank surely is where it said that it was; who has ended stays so."""
+    """Return whether a rank certainly still is where it reported to be; one that has ended is."""
     return state.phase == "ended" or (state.since_s >= still_s and state.heard_s <= still_s)
 
 
 def _chain(
     plan: PlanData, accused: Sequence[int], edges: Mapping[int, Sequence[Edge]], states: Mapping[int, RankState]
 ) -> Iterable[Link]:
-    """Yield who waits for the accused, the nearest first, each with what it waits for."""
+    """Yield the ranks that wait for the accused, nearest first, each with the place that it waits for."""
     waiters: dict[int, list[Edge]] = {}
     for of_rank in edges.values():
         for edge in of_rank:
@@ -285,7 +285,7 @@ def _link(plan: PlanData, edge: Edge, states: Mapping[int, RankState]) -> Link:
 
 
 def _culprit(plan: PlanData, state: RankState, accusation: Accusation) -> Culprit:
-    """Return all that is known of a rank that is to blame."""
+    """Return all known facts about an accused rank."""
     is_message = accusation.index is not None
     return Culprit(
         rank=state.rank,

@@ -1,12 +1,12 @@
-"""Which rank waits for which: the plan's waits, where ranks stand in them.
+"""Wait graph between ranks: the waits of the plan at the ranks' current places.
 
-    rank 0 awaits its receive 11 ──▶ rank 1 has not come to its send 14: rank 0 waits for rank 1
+    rank 0 awaits its receive 11 ──▶ rank 1 has not reached its send 14: rank 0 waits for rank 1
                                  ──▶ rank 1 is past its send 14: it skipped it
-    rank 2 awaits ranks 0, 2     ──▶ rank 0 is not there yet: rank 2 waits for rank 0
-    rank 3 awaits nothing        ──▶ it stands by itself
+    rank 2 awaits ranks 0, 2     ──▶ rank 0 has not reached it: rank 2 waits for rank 0
+    rank 3 awaits nothing        ──▶ it stands still by itself
 
-Who is how far is known by the run of a program, and by the place in it. A rank that does not say what it awaits waits
-for those who are behind, as far as its plan lets it.
+Progress of ranks is compared by the number of programs begun, then by the place in the program. A rank that does not
+report its wait counts as waiting for all partners of its instruction that are behind.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BEFORE, AT, PAST = -1, 0, 1
 
 @dataclass(frozen=True)
 class Edge:
-    """Rank `waiter` waits, at `index`, for rank `on` to do what it has at `on_index`.
+    """Wait of rank `waiter`, at `index`, for rank `on` to reach `on_index`.
 
-    Both are places in programs; None where it is no instruction that is waited for, or with. `skipped` says that `on`
-    is past it, so that it never will; `early` that it is so if messages are issued ahead of their places.
+    Both are indices in programs; None if the wait is not for an instruction. `skipped`: `on` is past it, so that it
+    never will do it; `early`: `on` is past it if messages are issued ahead of their places.
     """
 
     waiter: int
@@ -40,7 +40,7 @@ class Edge:
 
 
 class WaitGraph:
-    """The waits of all ranks of a plan that said where they are, by global rank."""
+    """Waits of all ranks of a plan that reported a state, by global rank."""
 
     def __init__(self, plan: PlanData, states: Mapping[int, RankState]) -> None:
         self._plan, self._states, self._partners = plan, states, Partners(plan)
@@ -54,11 +54,11 @@ class WaitGraph:
         }
 
     def state(self, rank: int) -> RankState:
-        """Return what a rank said."""
+        """Return the state that a rank reported."""
         return self._states[rank]
 
     def edges(self, rank: int) -> list[Edge]:
-        """Return what a rank waits for; nothing where that is nobody, or where nobody can tell."""
+        """Return the waits of a rank; [] if it waits for none, or they cannot be known."""
         state = self._states[rank]
         if state.awaits is None:
             return [edge for edge in self._possible(state) if not edge.skipped]
@@ -69,7 +69,7 @@ class WaitGraph:
         return [] if state.awaits.index is None else self._message(state, state.awaits.index, state.awaits.kind)
 
     def arriving(self, rank: int) -> list[Edge]:
-        """Return the messages that others may have sent to a rank and that it has not taken yet, as waits for them."""
+        """Return the messages that may be on the way to a rank and not yet received, as waits for their senders."""
         state = self._states[rank]
         if state.index is None or state.program != self._plan.mode:
             return []
@@ -78,14 +78,14 @@ class WaitGraph:
         return [edge for edge in found if edge.skipped or edge.early or not self._is_before(edge)]
 
     def _is_before(self, edge: Edge) -> bool:
-        """Whether a rank has not come to where it issues a message at the earliest."""
+        """Return whether the sender has not yet reached the earliest place at which it may issue the message."""
         on = self._states[edge.on]
         assert edge.on_index is not None
         issued = self._partners.issued_by(self._plan.mesh.pp_rank(edge.on), edge.on_index)
         return self.standing(edge.on, self._states[edge.waiter], issued) == BEFORE and on.fate is None
 
     def partners(self, rank: int) -> list[int]:
-        """Return with whom a rank has to come together where it is: in what it waits for, or in its instruction."""
+        """Return the ranks that a rank synchronises with: those of its wait, or of its current instruction."""
         state, mesh = self._states[rank], self._plan.mesh
         if state.awaits is not None and state.awaits.kind == "collective":
             return [other for other in state.awaits.ranks if other != rank]
@@ -99,14 +99,14 @@ class WaitGraph:
         return [other for other in group if other != rank]
 
     def stands_alone(self, rank: int) -> bool:
-        """Whether a rank says that it waits for nobody; who does not say may wait for anybody."""
+        """Return whether a rank reports that it waits for none; one without a report may be waiting for any."""
         awaits = self._states[rank].awaits
         return awaits is not None and awaits.kind == "nothing"
 
     def standing(self, rank: int, beside: RankState, index: int) -> int | None:
-        """Return whether a rank is before, at or past a place of the program that another one walks, or walked last.
+        """Return whether a rank is before, at or past a place of the program that `beside` runs, or ran last.
 
-        None where nobody can tell.
+        None if it cannot be known.
         """
         state = self._states[rank]
         if state.run is not None and beside.run is not None:
@@ -122,7 +122,7 @@ class WaitGraph:
         return None if state.index is None else _compare(state.index, index)
 
     def _message(self, state: RankState, index: int, kind: str) -> list[Edge]:
-        """Return the wait for the other end of a message, of which this one is to "receive" or "send"."""
+        """Return the wait for the other end of a message, which this rank is to "receive" or "send"."""
         mesh = self._plan.mesh
         where = mesh.coordinates(state.rank)
         found = self._partners.partner(where.get("pp", 0), index) if state.program == self._plan.mode else None
@@ -136,12 +136,12 @@ class WaitGraph:
         early = False
         awaits = self._states[on].awaits
         if standing in (BEFORE, AT) and awaits is not None and awaits.kind != "nothing":
-            # Whoever waits at a place has issued what is due before it.
+            # A rank that waits at a place has issued all messages due before it.
             early = self.standing(on, state, self._partners.issued_by(pp_rank, on_index)) in (AT, PAST)
         return [Edge(state.rank, index, on, on_index, skipped=standing == PAST, early=early)]
 
     def _collective(self, state: RankState, ranks: tuple[int, ...]) -> list[Edge]:
-        """Return the waits for the members of a group that have not come."""
+        """Return the waits for the members of a group that have not reached the collective."""
         pp_rank = self._plan.mesh.pp_rank(state.rank)
         key = self._groups[state.rank], pp_rank, *_place(state)
         if key not in self._missing:
@@ -151,12 +151,12 @@ class WaitGraph:
         return [Edge(state.rank, state.index, one.rank, one.index) for one in missing if one.rank != state.rank]
 
     def _has_come(self, state: RankState, beside: RankState, pp_rank: int) -> bool:
-        """Whether a rank has come to the collective that another one, of a pipeline rank, waits for."""
+        """Return whether a rank has reached the collective that `beside`, on pipeline rank `pp_rank`, waits for."""
         standing = self._standing_at_place(state, beside, pp_rank)
         return standing == PAST or (standing != BEFORE and self._groups[state.rank] == self._groups[beside.rank])
 
     def _standing_at_place(self, state: RankState, beside: RankState, pp_rank: int) -> int | None:
-        """Return whether a rank is before, at or past what another one is at; None where nobody can tell."""
+        """Return whether a rank is before, at or past the place of `beside`; None if it cannot be known."""
         own, other = _progress(state, beside)
         if own is None or other is None:
             return None
@@ -168,7 +168,7 @@ class WaitGraph:
         return None if place is None else _compare(state.index, place)
 
     def _possible(self, state: RankState) -> Iterator[Edge]:
-        """Yield what a rank may wait for that does not say so; `skipped` where the other one has done it."""
+        """Yield the possible waits of a rank that does not report its wait; `skipped` if the partner is past them."""
         if state.index is None or state.program != self._plan.mode:
             return
         pp_rank = self._plan.mesh.pp_rank(state.rank)
@@ -185,7 +185,7 @@ def _compare(index: float, other: float) -> int:
 
 
 def _progress(*states: RankState) -> list[tuple[float, float] | None]:
-    """Return how far each of some ranks is, as tuples that compare; None where nobody can tell."""
+    """Return the progress of ranks as tuples that compare; None where it cannot be known."""
     if all(state.run is not None for state in states):
         return [(state.run or 0, math.inf if state.index is None else state.index) for state in states]
     return [_progress_in_steps(state) for state in states]

@@ -1,4 +1,4 @@
-"""A verdict in words: one message of a few lines, which a person reads in a terminal after something went wrong.
+"""Text of a verdict: one message of a few lines for the terminal.
 
 rank 2 (host a, pp=2) was killed by SIGKILL in step 17 at instruction 9 of 24: Fwd(stage=2, microbatch=3)
 rank 1 waits for its RecvGrad(stage=1, microbatch=0, peer=2) from it since 0.4 s, and rank 0 for rank 1
@@ -15,10 +15,10 @@ from quintsched.stalls.findings import Culprit, Link, Place
 from quintsched.stalls.states import Fate, RankState
 
 MOST_LISTED = 8
-"""How many ranks one message tells of; of more, it says how many there are."""
+"""Maximum number of ranks that a message lists; it counts the others."""
 
 MOST_LETTERS = 400
-"""How much of an error's own words is repeated."""
+"""Maximum number of characters of an error's message that is repeated."""
 
 PHASES = {
     "setup": "setting up",
@@ -32,10 +32,10 @@ PHASES = {
 
 
 _EXCEPTION = re.compile(r"(?:\w+\.)*[A-Z]\w*(?::|$)")
-"""How the words of an exception begin that is not ours: with its class."""
+"""Beginning of an exception's text that is not this package's: with its class."""
 
 LEFT = "it left its loop, or closed its engine, while others go on"
-"""What a rank did that has done all it should, by its own account, and that others wait for."""
+"""Explanation for a rank that has finished, by its own report, while others wait for it."""
 
 
 def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequence[RankState]) -> str:
@@ -51,7 +51,7 @@ def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequenc
 
 
 def _together(culprits: Sequence[Culprit]) -> str:
-    """Say once what several ranks did alike: they raised in the same words, or were given different data."""
+    """Return one line for culprits with the same fault: the same error, or different data; "" for others."""
     first, ranks = culprits[0], listed_ranks(culprit.rank for culprit in culprits)
     in_step = "" if first.step is None else f" in step {first.step}"
     if len(culprits) == 1:
@@ -84,7 +84,7 @@ def _accusation(culprit: Culprit) -> str:
 
 
 def on_host(host: str) -> str:
-    """Say on which host a rank runs; one that never connected has not said it."""
+    """Return the host of a rank as text; it is unknown for a rank that never connected."""
     return f"host {host or 'unknown'}"
 
 
@@ -96,7 +96,7 @@ def _where(place: Place, in_step: str) -> str:
 
 
 def doing(phase: str) -> str:
-    """Say what a rank is about outside of its program; nothing for within."""
+    """Return a rank's activity outside of a program as text; "" within one."""
     return PHASES.get(phase, "")
 
 
@@ -111,7 +111,7 @@ def _now(culprit: Culprit) -> str:
 
 
 def ending(fate: Fate) -> str:
-    """Say what became of a process."""
+    """Return the fate of a process as text."""
     text = _shortened(fate.text)
     because = f" ({text})" if text else ""
     match fate.kind:
@@ -133,7 +133,7 @@ def ending(fate: Fate) -> str:
 
 
 def _verb(text: str) -> str:
-    """Say how an error of a rank is introduced: what is a sentence of ours already says who raised what."""
+    """Return the verb before a rank's error: messages of this package already are sentences."""
     return "raised" if _EXCEPTION.match(text) else "failed:"
 
 
@@ -149,7 +149,7 @@ def _signal(number: int | None) -> str:
 
 
 def _waiting(chain: Sequence[Link], culprits: Sequence[int]) -> str:
-    """Return who waits for whom: those who wait for a culprit with their instructions, the others shortly."""
+    """Return the chain of waits as text: with instructions for ranks that wait for a culprit, else without."""
     parts = []
     for link in chain[:MOST_LISTED]:
         on, waiter = link.waits_for.rank, link.waiter
@@ -165,7 +165,7 @@ def _waiting(chain: Sequence[Link], culprits: Sequence[int]) -> str:
 
 
 def _awaited(place: Place, name: str) -> str:
-    """Say what a rank waits with: for a message that comes, for one that is taken, or in a collective."""
+    """Return the wait of a rank as text: to receive, to send, or in a collective."""
     instruction = place.instruction or ""
     if instruction.startswith("Recv"):
         return f"for its {instruction} from {name}"
@@ -175,11 +175,11 @@ def _awaited(place: Place, name: str) -> str:
 
 
 NOBODY = "nobody can be told from the others"
-"""How a verdict begins that names nobody."""
+"""Beginning of a verdict that names no culprit."""
 
 
 def unknown(states: Sequence[RankState]) -> str:
-    """Say that nobody can be named, and what is known of all; of those first whose processes failed."""
+    """Return the text of a verdict without culprit: the states of all ranks, failed processes first."""
     lines = [f"{NOBODY}{_lost_hosts(states)}; the ranks were last heard of here:"]
     for state in sorted(states, key=lambda state: (state.fate is None, state.rank))[:MOST_LISTED]:
         step = "" if state.step is None else f" in step {state.step}"
@@ -193,7 +193,7 @@ def unknown(states: Sequence[RankState]) -> str:
 
 
 def _other_calls(states: Sequence[RankState]) -> list[str]:
-    """Say that some ranks evaluate and others train, where that is so and may be why they wait for each other."""
+    """Return a hint if some ranks evaluate while others train, which may be why they wait for each other."""
     calls = {phase: [state for state in states if state.phase == phase] for phase in ("evaluate", "step")}
     if not all(calls.values()):
         return []
@@ -206,7 +206,7 @@ def _other_calls(states: Sequence[RankState]) -> list[str]:
 
 
 def _lost_hosts(states: Sequence[RankState]) -> str:
-    """Say which hosts are out of reach of that of rank 0, where that is why nobody is named."""
+    """Return the hosts that are unreachable from rank 0's, if that is why no rank is named."""
     lost = dict.fromkeys(one.host for one in states if one.fate is not None and one.fate.kind == "unreachable")
     if not lost:
         return ""
@@ -215,5 +215,5 @@ def _lost_hosts(states: Sequence[RankState]) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Say how long."""
+    """Return a duration as text."""
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"

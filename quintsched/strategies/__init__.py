@@ -1,10 +1,10 @@
-"""What a step costs before anything runs, and which strategy is best: a package beside the compiler, without torch.
+"""Prediction of step time and memory before a run, and search for the best strategy; without torch.
 
     commands      quintsched predict, tune, calibrate
-    tuning        the best strategies, a certificate of what was left out, and the files that run them
+    tuning        search for the best strategies, a certificate of all that was left out, and files to run them
     prediction    operators ▶ blocks ▶ stages ▶ a step: its time, and what the fullest rank holds
-    profiles      measured times in one form, whoever measured them
+    profiles      measured times of several sources in one form
     descriptions  models, hardware and strategies as data, with presets
 
-A room imports those below it here, and any of the compiler's; of those, only the list of commands knows this package.
+A package imports those below it in this list, and any of the compiler's; of the compiler, only `cli` imports this one.
 """

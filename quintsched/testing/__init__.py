@@ -1,13 +1,13 @@
-"""Property tests for a schedule of your own; needs hypothesis (`pip install 'quintsched[testing]'`).
+"""Property tests for user-defined schedules; needs hypothesis (`pip install 'quintsched[testing]'`).
 
     from quintsched.testing import assert_sound
 
     def test_my_schedule():
         assert_sound(my_schedule, pp=range(1, 7), microbatches=range(1, 13), memory=lambda rank, shape: shape.pp - rank)
 
-`assert_sound` explores shapes and fails with the smallest one that is not sound. For properties of your own, `meshes`,
-`microbatch_counts`, `placements` and `costs` are hypothesis strategies, and `assert_plan_sound` judges one plan.
-Imports `sweep` and below.
+`assert_sound` explores shapes and fails with the smallest one that is not sound. To test other properties, `meshes`,
+`microbatch_counts`, `placements` and `costs` are hypothesis strategies, and `assert_plan_sound` checks one plan.
+Imports `sweep` and packages below.
 """
 
 try:

@@ -1,6 +1,6 @@
-"""Explore the shapes of a schedule, and say in which way the smallest one fails.
+"""Search over the shapes of a schedule for the smallest one that fails, with the reason.
 
-shape ──compile──▶ plan ──▶ sound under every transport profile ──▶ within its author's memory ──▶ equivalent
+shape ──compile──▶ plan ──▶ sound under every transport profile ──▶ within the stated memory ──▶ equivalent
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from quintsched.verify.equivalence import equivalence
 
 Sizes = int | Sequence[int]
 Memory = Callable[[int, Shape], float]
-"""(rank, shape) → the most activations that the rank may hold, in microbatches of a whole rank."""
+"""(rank, shape) → maximum of activations on the rank, in microbatches of a whole rank."""
 
 REPLICAS = (1, 2)
 
 STRICTEST = next(iter(PROFILES))
-"""A plan that is free of deadlock under this transport profile is so under all others."""
+"""Strictest transport profile: a plan that is free of deadlock under it is so under all others."""
 
 
 def assert_sound(
@@ -48,21 +48,21 @@ def assert_sound(
     memory: Memory | None = None,
     max_examples: int = 200,
 ) -> None:
-    """Assert that a schedule gives sound plans at all shapes of these sizes that it takes.
+    """Assert that a schedule gives sound plans at all shapes of these sizes that it accepts.
 
     Args:
         schedule: the schedule, or the name of a registered one.
-        pp: the numbers of pipeline ranks to try, one or several; likewise the next three.
+        pp: the number of pipeline ranks, one or several values; likewise the next three.
         microbatches: the numbers of microbatches.
         chunks: stages per rank; None takes the fewest that the schedule allows, and the next two.
         slices: pieces of a microbatch along the sequence; None takes 1, and 2 where the schedule does.
-        memory: the bound that the author states: (rank, shape) → the most microbatches' activations.
-        max_examples: how many shapes are tried at most; all, where there are no more.
+        memory: the bound stated by the author: (rank, shape) → maximum of activations, in microbatches.
+        max_examples: the maximum number of shapes to try; all, if there are no more.
 
-    Each shape has to be sound under every transport profile, with and without replicas; within the memory bound; and
-    equivalent to the sequential program, by a symbolic run. A schedule with `overlaps=True` is tried both ways.
-    Schedules that search get costs drawn at random.
-    The `AssertionError` shows the smallest shape that fails, what is wrong, and the schedule's grid.
+    Each shape must be sound under every transport profile, with and without replicas; within the memory bound; and
+    equivalent to the sequential program, by a symbolic run. A schedule with `overlaps=True` is tried with and without
+    overlap. Schedules that search get random costs.
+    The `AssertionError` shows the smallest failing shape, the fault, and the schedule's grid.
     """
     __tracebackhide__ = True  # pytest then shows the message, not this function
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
@@ -82,7 +82,7 @@ def assert_sound(
 def assert_plan_sound(plan: Plan, *, memory: Sequence[float] | None = None) -> None:
     """Assert that one plan is sound under every transport profile and equivalent to the sequential program.
 
-    `memory`: the most microbatches' activations that each pipeline rank may hold.
+    `memory`: maximum of activations on each pipeline rank, in microbatches.
     """
     __tracebackhide__ = True
     fault = _fault(plan, memory)
@@ -92,7 +92,7 @@ def assert_plan_sound(plan: Plan, *, memory: Sequence[float] | None = None) -> N
 
 @dataclass(frozen=True, order=True)
 class _Case:
-    """A shape to try; smaller ones are plainer."""
+    """Shape to try; sorted by size, so that smaller ones come first."""
 
     size: int
     pp: int
@@ -121,7 +121,7 @@ def _several(sizes: Sizes) -> Sequence[int]:
 def _cases(
     pp: Sequence[int], chunks: Sequence[int], slices: Sequence[int], microbatches: Sizes, *, overlaps: bool
 ) -> list[_Case]:
-    """All shapes, the smallest first."""
+    """All shapes, smallest first."""
     sizes = (pp, chunks, slices, _several(microbatches), REPLICAS, (False, True) if overlaps else (False,))
     num_shapes = math.prod(map(len, sizes))
     if not 1 <= num_shapes <= MAX_SHAPES:
@@ -131,7 +131,7 @@ def _cases(
 
 @dataclass(eq=False)
 class _Failure(Exception):
-    """A shape that fails, and how."""
+    """Failing shape, with its fault."""
 
     case: _Case
     costs: Costs | None
@@ -145,7 +145,7 @@ class _Failure(Exception):
 
 
 class _Trial:
-    """A schedule on trial: judges shapes, and remembers whether it took any."""
+    """Schedule under test: checks shapes, and records whether it accepted any."""
 
     def __init__(self, schedule: Schedule, memory: Memory | None) -> None:
         self.schedule, self.memory = schedule, memory
@@ -153,7 +153,7 @@ class _Trial:
         self.refusal = ""
 
     def failure(self, case: _Case, costs: Costs | None) -> _Failure | None:
-        """Return how a shape fails; None where it does not, or where the schedule does not take it."""
+        """Return the failure of a shape; None if it is sound, or the schedule does not accept it."""
         try:
             sizes = (case.pp, case.microbatches, case.chunks, case.slices)
             shape = self.schedule.shape(*sizes, costs, overlap=case.overlap)
@@ -186,12 +186,12 @@ class _Trial:
     def _order(self, shape: Shape, case: _Case) -> list[str]:
         try:
             return _rows(Plan.of(order_of_computation(self.schedule, shape, case.mesh)))
-        except UnsoundError:  # its own code fails: the message says so
+        except UnsoundError:  # the schedule's code itself fails: the message says so
             return []
 
 
 def _explore(trial: _Trial, cases: Sequence[_Case], max_examples: int) -> _Failure | None:
-    """Let hypothesis look for a shape that fails, and shrink it."""
+    """Search for a failing shape with hypothesis, which shrinks it."""
 
     @settings(
         max_examples=max_examples,
@@ -221,7 +221,7 @@ def _explore(trial: _Trial, cases: Sequence[_Case], max_examples: int) -> _Failu
 
 
 def _fault(plan: Plan, memory: Sequence[float] | None) -> str | None:
-    """Return what is wrong with a plan, in words."""
+    """Return the fault of a plan as text, or None."""
     verdict = plan.check(profile=STRICTEST)
     if not verdict.sound:
         return verdict.explain()
@@ -234,7 +234,7 @@ def _fault(plan: Plan, memory: Sequence[float] | None) -> str | None:
 
 
 def _picture(plan: Plan) -> list[str]:
-    """The grid over time, or the bare order where the plan cannot run to its end."""
+    """Grid over time, or the bare order if the plan cannot run to its end."""
     try:
         return time_grid(plan.simulate())
     except UnsoundError:

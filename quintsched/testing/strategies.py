@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what a plan is made of; all of them shrink to the smallest and plainest."""
+"""Hypothesis strategies for the inputs of a plan; all of them shrink to the smallest and simplest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def microbatch_counts(*, most: int = 16, multiple_of: int = 1) -> st.SearchStrat
 
 @st.composite
 def placements(draw: st.DrawFn, pp: int, *, max_chunks: int = 3) -> tuple[int, ...]:
-    """Draw which rank holds which stage: linear, in a loop, in a V, or any order in which no rank is left empty."""
+    """Draw a placement of stages on ranks: linear, loop, V, or any order in which every rank has a stage."""
     chunks = draw(st.integers(1, max_chunks))
     known = [placement.loop(pp, chunks), placement.v(pp, chunks)]
     more = st.lists(st.integers(0, pp - 1), max_size=pp * (chunks - 1))
@@ -38,9 +38,9 @@ def placements(draw: st.DrawFn, pp: int, *, max_chunks: int = 3) -> tuple[int, .
 
 @st.composite
 def costs(draw: st.DrawFn, *, num_stages: int | None = None) -> Costs:
-    """Draw costs in whole and half numbers, so that times are exact; with `num_stages`, some per stage.
+    """Draw costs in multiples of 0.5, so that times are exact; with `num_stages`, some per stage.
 
-    Communication takes time too: messages, and exchanges inside stages, which forwards and backwards side by side hide.
+    Communication takes time too: messages, and exchanges inside stages, which overlapped pairs can hide.
     """
     halves = st.integers(0, 12).map(lambda count: count / 2)
     positive = st.integers(1, 12).map(lambda count: count / 2)

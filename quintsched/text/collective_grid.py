@@ -1,4 +1,4 @@
-"""A collective as text: a row per rank, a column per step, in each cell the chunk that arrives.
+"""Text grid of a collective: one row per rank, one column per step; each cell names the chunk that arrives.
 
 rank 0  1+ 0+ 2  1        1+: chunk 1 arrives and is added
 rank 1  2+ 1+ 0  2        2:  chunk 2 arrives and is stored        a dot: the rank only sends, or waits
@@ -12,7 +12,7 @@ from quintsched.ir.communication import Wire
 
 
 def time_grid(plan: CollectiveProgram, width: int | None = None) -> list[str]:
-    """Return the grid of a sound collective, a message being one step long.
+    """Return the grid of a sound collective, where a message takes one step.
 
     `width` wraps it into blocks of at most that many characters.
     """

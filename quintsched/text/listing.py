@@ -1,4 +1,4 @@
-"""A plan as text: one rank's list, the surroundings of a fault, aligned columns."""
+"""Plan as text: list of a rank's instructions, excerpt around a fault, aligned columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AROUND = 4
 
 
 def excerpt(plan: PlanData, places: Sequence[tuple[int, int]]) -> list[str]:
-    """Return one line per rank that is marked: the instructions around its marked ones, which stand in >< ."""
+    """Return one line per rank with marked instructions: an excerpt around them, with the marked ones in >< ."""
     lines = []
     for rank in sorted({rank for rank, _ in places}):
         marked = {index for r, index in places if r == rank}
@@ -34,7 +34,7 @@ def listing(program: Sequence[Instruction]) -> Iterator[str]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return aligned columns of text."""
+    """Return rows as lines with aligned columns."""
     all_rows = [tuple(header), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*all_rows, strict=True)]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in all_rows]

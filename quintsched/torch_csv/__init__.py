@@ -1,10 +1,10 @@
-"""The schedule files of torch.distributed.pipelining: read, proved, and written.
+"""Schedule files of torch.distributed.pipelining (CSV): import with proof, and export.
 
-    0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,…      a line per pipeline rank, a cell per action:
+    0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,…      one line per pipeline rank, one cell per action:
     1RECV_F0,1F0,1B0,1SEND_B0,…                   stage, word, microbatch
 
-`words` has the vocabulary, `cells` reads a file's cells, `reader` makes a proved plan of them, `writer` goes the other
-way. Imports `passes`, `verify` and below.
+`words` has the vocabulary, `cells` parses a file's cells, `reader` turns them into a proved plan, `writer` exports a
+plan. Imports `passes`, `verify` and packages below.
 """
 
 from quintsched.torch_csv.cells import MAX_CHARACTERS

@@ -1,7 +1,7 @@
-"""The cells of a file, read strictly: every fault is one `InputError` that names its line and cell.
+"""Strict parser of a file's cells: every fault is one `InputError` that names its line and cell.
 
-torch reads less carefully: its pattern is not anchored, so that `0F0x` is `0F0` and `2BW0` is `2B`, and it counts
-actions as sets, so that one that stands twice counts once.
+torch's parser is more lenient: its pattern is not anchored, so that `0F0x` is read as `0F0` and `2BW0` as `2B`; and
+it stores actions in sets, so that a duplicate is counted once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OVERLAP = re.compile(rf"\(([^();]*);([^();]*)\){OVERLAP}")
 
 
 class Cell(NamedTuple):
-    """One action, and where it stands: `rank` and `step` count lines and cells from 0."""
+    """One action with its position: `rank` and `step` count lines and cells from 0."""
 
     stage: int
     word: Word
@@ -40,12 +40,12 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where the cell stands, as editors count and as torch does."""
+        """Position as text, both in the counting of editors and of torch."""
         return _place(self.rank, self.step)
 
 
 Cells: TypeAlias = tuple[Cell, ...]
-"""All actions of a file, line after line; the two of an overlap have one place."""
+"""Actions of a file, line after line; the two of an overlap have the same position."""
 
 
 def by_place(cells: Iterable[Cell]) -> Iterator[Cells]:
@@ -55,13 +55,13 @@ def by_place(cells: Iterable[Cell]) -> Iterator[Cells]:
 
 
 def run_side_by_side(found: Cells) -> bool:
-    """Whether the actions of a cell are an `Overlap`: a forward, and a whole backward that does not need it."""
+    """Return whether a cell's actions form an `Overlap`: a forward, and a full backward that does not depend on it."""
     forwards, backwards = ([cell for cell in found if cell.word is word] for word in (Word.FORWARD, Word.BACKWARD))
     return bool(forwards and backwards) and forwards[0]._replace(word=Word.BACKWARD) != backwards[0]
 
 
 def written(cells: Iterable[object]) -> str:
-    """Return the text of a cell that holds these actions."""
+    """Return the text of a cell with these actions."""
     words = [*map(str, cells)]
     return words[0] if len(words) == 1 else f"({';'.join(words)}){OVERLAP}"
 
@@ -93,7 +93,7 @@ def _line(line: str, rank: int) -> Iterator[Cell]:
     cells: list[Cell] = []
     for step, text in enumerate(line.split(",")):
         match = _ACTION.fullmatch(text)
-        if match and match[3] and (word := _NUMBERED.get(match[2])):  # nearly all
+        if match and match[3] and (word := _NUMBERED.get(match[2])):  # fast path: nearly all cells
             cells.append(Cell(int(match[1]), word, int(match[3]), rank, step))
         elif text:
             cells += _actions(text.strip(" \t"), rank, step)
@@ -142,7 +142,7 @@ def _refuse_repetitions(cells: Cells) -> None:
 
 
 def _refuse_wrong_homes(cells: Cells) -> None:
-    """A stage is on the rank that computes it, and nothing of it elsewhere."""
+    """Refuse an action of a stage on another rank than the one that computes the stage."""
     homes: dict[int, Cell] = {}
     for cell in cells:
         if cell.word in COMPUTATIONS:
@@ -156,7 +156,7 @@ def _refuse_wrong_homes(cells: Cells) -> None:
 
 
 def _refuse_gaps(cells: Cells) -> None:
-    """Stages and microbatches are numbered from 0 upwards, and each stage computes each microbatch."""
+    """Refuse gaps: stages and microbatches are numbered from 0, and each stage computes each microbatch."""
     forwards = [cell for cell in cells if cell.word is Word.FORWARD]
     stages = {cell.stage: cell for cell in cells}
     microbatches = {cell.microbatch or 0: cell for cell in forwards}
@@ -171,7 +171,7 @@ def _refuse_gaps(cells: Cells) -> None:
 
 
 def _refuse_older_alphabet(cells: Cells) -> None:
-    """Refuse the weight half of a backward that stands whole: B was the input half before it was the whole."""
+    """Refuse a weight half beside a full backward: in the older alphabet, B was the input half."""
     whole = {(cell.stage, cell.microbatch): cell for cell in cells if cell.word is Word.BACKWARD}
     halved = {(cell.stage, cell.microbatch) for cell in cells if cell.word is Word.INPUT_HALF}
     for cell in cells:
@@ -195,7 +195,7 @@ def _refuse_disorder(cells: Cells) -> None:
 
 
 def _refuse_reductions_out_of_place(cells: Cells) -> None:
-    """Where a file says when gradients are reduced, it does so for each stage, after its last backward."""
+    """Refuse gradient reductions that do not follow each stage's last backward, if the file has any."""
     reductions = {cell.stage: cell for cell in cells if cell.word is Word.REDUCE_GRAD}
     if not reductions:
         return

@@ -1,7 +1,7 @@
-"""From the cells of a file to a proved plan.
+"""Import of a schedule file: from its cells to a proved plan.
 
-Which rank holds which stage is read off who computes what. The proof is the one of every plan; what it finds is said
-in places of the file too.
+The placement of stages follows from the ranks that compute them. The proof is the same as for every plan; its findings
+are also reported as positions in the file.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read from a file, proved; `notes` say what of the file it leaves out."""
+    """Proved plan read from a file; `notes` lists the parts of the file that it leaves out."""
 
     verdict: Verdict
     notes: tuple[str, ...]
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan."""
+        """Plan of the verdict."""
         return Plan.of(self.verdict.plan)
 
 
@@ -61,21 +61,19 @@ def loads(
     profile: str = "channel",
     name: str = "torch-csv",
 ) -> Imported:
-    """Read a schedule file and prove the plan it makes.
+    """Read a schedule file and prove its plan.
 
     Args:
         text: the file.
-        mesh: the mesh that the plan is for; its pp is the number of lines. None takes just these pipeline ranks, and a
-            note says so.
-        zero: what replicas share out; with 3, weights too, the file's `UNSHARD` and `RESHARD` say when they are
-            gathered and freed.
-        profile: the transport profile under which the plan must be free of deadlock.
-        name: what the plan's schedule is to be called.
+        mesh: mesh of the plan; its pp is the number of lines. None: pipeline ranks only, as a note states.
+        zero: ZeRO stage; with 3, the file's `UNSHARD` and `RESHARD` determine when weights are gathered and freed.
+        profile: transport profile under which the plan must be free of deadlock.
+        name: name of the plan's schedule.
 
     Raises:
         UsageError: a mesh that does not fit, an unknown profile.
         InputError: a fault of the file, with its line and cell.
-        UnsoundError: a plan that is not sound; the message is the counter-example, with the cells it is about.
+        UnsoundError: a plan that is not sound; the message is the counter-example, with the cells concerned.
     """
     find_profile(profile)
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
@@ -99,7 +97,7 @@ def loads(
 
 
 def _words_kept(cells: Cells, zero: Zero) -> set[Word]:
-    """Return the words of the file that the plan keeps: where messages are ours, so are reductions and gatherings."""
+    """Return the words of the file that the plan keeps; if passes place messages, they place all but computations."""
     words = {cell.word for cell in cells}.difference(WAITS)
     if not words & MESSAGES.keys():
         return words & COMPUTATIONS.keys()
@@ -107,7 +105,7 @@ def _words_kept(cells: Cells, zero: Zero) -> set[Word]:
 
 
 def _already_done(step: str, kept: set[Word]) -> bool:
-    """Whether the file has done what this pass does."""
+    """Return whether the file contains the instructions that a pass would add."""
     words: dict[str, Iterable[Word]] = {
         "place-messages": MESSAGES,
         "gather-params": SHARDING,
@@ -117,7 +115,7 @@ def _already_done(step: str, kept: set[Word]) -> bool:
 
 
 def _draft(cells: Sequence[Cell], mesh: Mesh, name: str, zero: Zero) -> PlanData:
-    """Return the plan that holds what the file says and nothing else; torch reduces a stage's gradients once."""
+    """Return the plan with the file's instructions only; torch reduces a stage's gradients once."""
     home = {cell.stage: cell.rank for cell in cells}
     stage_to_pp = tuple(home[stage] for stage in range(len(home)))
     microbatches = len({cell.microbatch for cell in cells if cell.word is Word.FORWARD})
@@ -138,7 +136,7 @@ def _draft(cells: Sequence[Cell], mesh: Mesh, name: str, zero: Zero) -> PlanData
 
 
 def _zero(stage: int, mesh: Mesh) -> Zero:
-    """Return what replicas share out; raises `UsageError`."""
+    """Return the ZeRO setting; raises `UsageError`."""
     zero = Zero(stage)
     for fault in zero_faults(zero, mesh, "train"):
         raise UsageError(fault)
@@ -146,7 +144,7 @@ def _zero(stage: int, mesh: Mesh) -> Zero:
 
 
 def _with_last_frees(program: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Yield a program with a `FreeParams` after the last use of weights that it leaves gathered, as FSDP frees them."""
+    """Yield a program with a `FreeParams` after the last use of weights that the file leaves gathered, as FSDP does."""
     gathered = Counter(i.stage for i in program if isinstance(i, GatherParams))
     gathered.subtract(i.stage for i in program if isinstance(i, FreeParams))
     sides = ((index, side) for index, i in enumerate(program) for side in i.sides)
@@ -159,7 +157,7 @@ def _with_last_frees(program: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def _instructions(found: Cells, plan: PlanData) -> Sequence[Instruction]:
-    """Return what a cell of the file stands for."""
+    """Return the instructions of a cell."""
     if not run_side_by_side(found):
         return [instruction for cell in found for instruction in _of_action(cell, plan)]
     forward, backward = ((cell.stage, cell.microbatch or 0) for cell in sorted(found, key=_forward_first))
@@ -171,7 +169,7 @@ def _forward_first(cell: Cell) -> bool:
 
 
 def _of_action(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
-    """Return what an action stands for: an instruction, or for gradients one per bucket that replicas sum."""
+    """Return the instructions of an action: one, or for reductions one per bucket that replicas sum."""
     stage, microbatch = cell.stage, cell.microbatch or 0
     if cell.word in COMPUTATIONS:
         return [COMPUTATIONS[cell.word](stage, microbatch)]
@@ -187,7 +185,7 @@ def _of_action(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
 
 
 def _raise_if_unsound(verdict: Verdict, cells: Cells) -> None:
-    """Raise `UnsoundError` with the counter-example and the cells it is about, unless the verdict is good."""
+    """Raise `UnsoundError` with the counter-example and the cells concerned, unless the verdict is sound."""
     if verdict.sound:
         return
     cell_of = {instruction: found for found in by_place(cells) for instruction in _instructions(found, verdict.plan)}

@@ -1,15 +1,15 @@
-"""The words of the format, and the instructions they stand for.
+"""Vocabulary of the format, and the instructions that its words stand for.
 
-There are two forms. *Compute-only* files hold F, B, I and W alone, and empty cells where a rank idles: our passes add
-the rest, as for a schedule of ours. Files *with communication* hold the messages too, whose order is kept, and
-`REDUCE_GRAD`, which stands where gradients are summed over the replicas.
+There are two forms. *Compute-only* files hold F, B, I and W alone, and empty cells where a rank idles: the passes add
+all other instructions, as for a schedule of this package. Files *with communication* also hold the messages, whose
+order is kept, and `REDUCE_GRAD`, at which gradients are summed over the replicas.
 
-What a plan has and torch has not (metrics, the gradient norm, the optimizer) is added on the way in and left out on
-the way out. `UNSHARD` and `RESHARD`, FSDP's gathering of weights, are the `GatherParams` and `FreeParams` of a plan
-whose replicas share their weights out (`zero=3`); in a plan in which a stage keeps its full weights they are dropped,
-with a note. An `OVERLAP_F_B` of a forward and a whole backward is an `Overlap`; one with an input half, or of one
-microbatch of one stage, becomes its two parts, in order, as torch's own runtime takes it. Words that wait for a send
-or a reduction, which torch 2.15 wants, are written if asked for, and dropped with a note: a run waits where it must.
+Instructions of a plan that torch does not have (metrics, gradient norm, optimizer) are added by the import and left
+out by the export. `UNSHARD` and `RESHARD`, FSDP's gathering of weights, are the `GatherParams` and `FreeParams` of a
+plan whose replicas shard their weights (`zero=3`); for other plans they are dropped, with a note. An `OVERLAP_F_B` of
+a forward and a full backward is an `Overlap`; one with an input half, or of one microbatch of one stage, becomes its
+two parts, in order, as in torch's own runtime. Words that wait for a send or a reduction, required since torch 2.15,
+are written on request, and dropped on import with a note: the runtime waits where it must.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quintsched.ir.instructions import (
 
 
 class Word(Enum):
-    """What a cell says of its stage; the values are those of torch's `_ComputationType`, the waits since 2.15."""
+    """Words of actions; the values are those of torch's `_ComputationType`, the waits since torch 2.15."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -52,7 +52,7 @@ class Word(Enum):
 
 
 OVERLAP = "OVERLAP_F_B"
-"""The word after two actions in brackets that torch may run at the same time."""
+"""Word after two actions in brackets that torch may run concurrently."""
 
 COMPUTATIONS: dict[Word, type[Compute]] = {
     Word.FORWARD: Fwd,
@@ -76,7 +76,7 @@ WAITS = {
     Word.WAIT_SEND_BACKWARD: Word.SEND_BACKWARD,
     Word.WAIT_REDUCE_GRAD: Word.REDUCE_GRAD,
 }
-"""Words that wait for what another one has begun."""
+"""Words that wait for an action that another word has started."""
 
 NEEDS = {
     Word.BACKWARD: Word.FORWARD,
@@ -84,10 +84,10 @@ NEEDS = {
     Word.WEIGHT_HALF: Word.INPUT_HALF,
     **WAITS,
 }
-"""Which action of the same stage and microbatch must come first."""
+"""Action of the same stage and microbatch that must come first."""
 
 SHARDING: dict[Word, type[GatherParams] | type[FreeParams]] = {
     Word.UNSHARD: GatherParams,
     Word.RESHARD: FreeParams,
 }
-"""Words about a stage's weights, which may stand several times; a plan has them where replicas share weights out."""
+"""Words for gathering and freeing a stage's weights, which may occur several times; kept if replicas shard weights."""

@@ -1,7 +1,7 @@
-"""From a plan to a file that torch's `_PipelineScheduleRuntime._load_csv` reads.
+"""Export of a plan to a file that torch's `_PipelineScheduleRuntime._load_csv` reads.
 
-`format="compute_only"` takes what `dumps(plan, compute_only=True)` writes, `format="compute_comms"` the rest, with
-`waits` since torch 2.15. Stages wrapped in FSDP want the first: torch then adds its own `UNSHARD` and `RESHARD`.
+`format="compute_only"` loads the result of `dumps(plan, compute_only=True)`, `format="compute_comms"` the others; torch
+2.15 and later needs `waits`. FSDP-wrapped stages want compute-only: torch then adds its own `UNSHARD` and `RESHARD`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _LEFT_TO_THE_USER = (ShareMetrics, ClipGrad, OptStep)
 
 
 def dumps(plan: PlanData, *, compute_only: bool = False, waits: bool = False) -> str:
-    """Return the file's text; the same plan always gives the same bytes.
+    """Return the file's text; equal plans give identical bytes.
 
-    With `waits` each send and reduction is waited for, as torch wants it since 2.15: a forward's send behind the
-    backward that follows from it, other sends at the end, a reduction at once.
+    With `waits` each send and reduction is waited for, as torch requires since 2.15: a forward's send after the
+    backward that depends on it, other sends at the end, a reduction at once.
 
     Raises `UnsoundError` for a plan that is not sound, `UsageError` for one that torch's runtime cannot express.
     """
@@ -57,7 +57,7 @@ def dumps(plan: PlanData, *, compute_only: bool = False, waits: bool = False) ->
 
 
 def left_out(plan: PlanData) -> Iterator[str]:
-    """Yield what a plan's file does not say, and how to say it where it is read."""
+    """Yield the properties of a plan that its file does not contain, with the option that restores each on import."""
     if plan.mesh.size > plan.mesh.pp:
         yield f"the mesh; import it with --mesh {plan.mesh}"
     if plan.zero.stage:
@@ -90,7 +90,7 @@ def _with_communication(program: Sequence[Instruction]) -> Iterator[str]:
 
 
 def _with_waits(program: Sequence[Instruction]) -> Iterator[str]:
-    """Yield every action, and the waits for what some of them begin."""
+    """Yield every action, with the waits for sends and reductions."""
     pending = [i for i in program if isinstance(i, SendAct | SendGrad)]
     backwards = {side: i for i in program for side in i.sides if isinstance(side, Bwd | BwdInput)}
     behind: dict[str, list[str]] = {}
@@ -121,7 +121,7 @@ def _cell(i: Instruction) -> str:
 
 
 def _beyond_torch(plan: PlanData) -> str | None:
-    """Say what of a sound plan torch has no word for, or would compute wrongly."""
+    """Return a feature of a sound plan that torch cannot express, or would compute wrongly; None if there is none."""
     last_stage = len(plan.stage_to_pp) - 1
     if plan.mode != "train":
         return "it only computes forward; torch's runtime refuses schedules without backwards"

@@ -1,5 +1,5 @@
-"""What a run really did, in the words of its plan: the files that ranks leave (`trace_json`), and what they say.
+"""Traces of real runs, by instruction of the plan: files written by ranks (`trace_json`), and their analysis.
 
-`measured` lays a step of a trace beside its simulation, `measured_costs` works out costs. Imports `formats`,
-`simulation` and below.
+`measured` compares a step of a trace with its simulation, `measured_costs` derives costs. Imports `formats`,
+`simulation` and packages below.
 """

@@ -1,11 +1,11 @@
-"""What the pairs of a trace say: how much communication inside stages one side hides behind the other.
+"""Estimate, from overlapped pairs of a trace, of the communication inside stages that one side hides behind the other.
 
-    alone           Fwd  f + x     Bwd  b + y       x, y: exchanges, while which nothing is computed
-    side by side    f + b                           where each is shorter than what it hides behind
-    so              x + y  =  Fwd + Bwd - both      half of it each: a backward exchanges what its forward did
+    alone           Fwd  f + x     Bwd  b + y       x, y: exchanges, during which nothing is computed
+    side by side    f + b                           if each exchange is shorter than the computation that hides it
+    so              x + y  =  Fwd + Bwd - both      half each: a backward exchanges as much as its forward
 
-Of exchanges that nothing ever hides a trace says nothing: they stay in the computations. Where a pair takes longer than
-its sides do alone, the computations take it over, so that all of them together take as long as they did.
+Exchanges that are never hidden cannot be separated: they stay part of the computations. If a pair takes longer than
+its sides alone, the excess is added to the computations, so that the total time is preserved.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from quintsched.ir.columns import Columns, Flags, Ints
 from quintsched.ir.instructions import Overlap
 
 FORWARD_SHARE = 1 / 3
-"""Of the computation of a pair, where nothing else is known."""
+"""Forward's share of a pair's computation, if nothing else is known."""
 
 ROUNDS = 50
-"""How often what is usual follows from factors, and these from what is usual."""
+"""Number of rounds of the alternating fit of factors and usual times."""
 
 TINY = float(np.finfo(float).tiny)
 
 
 class Alone(NamedTuple):
-    """What the computations of each stage take that run alone (0 where none does), and how many there are of them."""
+    """Times of the computations of each stage that run alone (0 if none does), with their numbers."""
 
     forward: Times
     num_forward: Ints
@@ -39,7 +39,7 @@ class Alone(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """How many times as much as usual forwards of each unit take, backwards of each unit, and each pair."""
+    """Factors on the usual time: of forwards per unit, of backwards per unit, and of each pair."""
 
     of_forward: Times
     of_backward: Times
@@ -48,7 +48,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The forwards and backwards side by side: an entry per row that holds such a pair."""
+    """Overlapped forwards and backwards, one entry per row that holds such a pair."""
 
     rows: Ints
     forward_stage: Ints
@@ -58,7 +58,7 @@ class Pairs:
 
     @classmethod
     def of(cls, columns: Columns) -> Pairs:
-        """Find those of a plan."""
+        """Find the overlapped pairs of a plan."""
         rows = columns.rows_where(Overlap)
         return cls(rows, *columns.pairs("forward", rows), *columns.pairs("backward", rows))
 
@@ -66,7 +66,7 @@ class Pairs:
         return len(self.rows)
 
     def costs(self, run: Times, alone: Alone) -> dict[str, list[float]]:
-        """Return computations and exchanges per stage; `run` is what each row takes, replicas x steps x rows."""
+        """Return computations and exchanges per stage; `run` is the time of each row, (replicas, steps, rows)."""
         took = run[..., self.rows]
         forward, inputs, weights = self._filled(took, alone)
         backward, stages = inputs + weights, len(forward)
@@ -92,7 +92,7 @@ class Pairs:
         return {name: values.tolist() for name, values in found.items()}
 
     def _filled(self, took: Times, alone: Alone) -> tuple[Times, Times, Times]:
-        """Return what a forward and the halves of a backward take alone, found out from pairs where none runs alone."""
+        """Return the times of a forward and of both halves of a backward alone, estimated from pairs if need be."""
         stages, both = len(alone.forward), np.median(took, axis=(0, 1))
         forward, backward = alone.forward, alone.backward_input + alone.backward_weight
         known_forward, known_backward = alone.num_forward > 0, alone.num_backward > 0
@@ -104,10 +104,10 @@ class Pairs:
         return forward, inputs, np.where(known_backward, alone.backward_weight, guess)
 
     def factors(self, run: Times, alone: Alone, forwards: Times, backwards: Times) -> Factors:
-        """Return how many times as much as usual units take, and rows that hold a pair.
+        """Return the factors of units, and of rows that hold a pair, on the usual time.
 
-        `forwards` and `backwards`, stages x units, are what those take that run alone, 0 for others. What is usual
-        follows from the factors, and these from what is usual; the time of a pair is its sides' as both say so far.
+        `forwards` and `backwards`, (stages, units), are the times of those that run alone, else 0. Usual times and
+        factors are fitted in turn; the time of a pair is split between its sides by the current estimate.
         """
         took, stages = np.median(run[..., self.rows], axis=(0, 1)), len(forwards)
         forward, inputs, weights = self._filled(run[..., self.rows], alone)
@@ -128,14 +128,14 @@ class Pairs:
 
 
 def _usual(took: Times, factors: Times, otherwise: Times) -> Times:
-    """Return what a stage's units usually take alone, stages x units, or where none does, something else."""
+    """Return each stage's mean of `took` / factors, (stages, units), over those that ran alone; else `otherwise`."""
     there = took > 0
     means = np.where(there, took / np.maximum(factors, TINY), 0.0).sum(axis=1) / np.maximum(there.sum(axis=1), 1)
     return np.where(there.any(axis=1), means, otherwise)
 
 
 def _unit_means(alone: Times, usual: Times, places: tuple[Ints, Ints], of_pairs: Times) -> Times:
-    """Return how many times as much as usual each unit takes, alone and in pairs, a mean over stages; 1 on average."""
+    """Return the factor of each unit, alone and in pairs, averaged over stages and normalized to mean 1."""
     took = alone.copy()
     took[places] = of_pairs
     there = (took > 0) & (usual[:, None] > 0)
@@ -145,7 +145,7 @@ def _unit_means(alone: Times, usual: Times, places: tuple[Ints, Ints], of_pairs:
 
 
 def unit_factors(took: Times, visits: Flags) -> Times:
-    """Return how much of their stage's mean the units take, a mean over the stages that they visit; stages x units."""
+    """Return each unit's time relative to its stage's mean, averaged over its stages; `took` is (stages, units)."""
     usual = took.sum(axis=1, keepdims=True) / np.maximum(visits.sum(axis=1, keepdims=True), 1)
     counted = visits & (usual > 0)
     share = np.divide(took, usual, out=np.zeros_like(took), where=counted)
@@ -155,7 +155,7 @@ def unit_factors(took: Times, visits: Flags) -> Times:
 
 
 def _typical(took: Times, group: Ints, groups: int) -> tuple[Times, Ints]:
-    """Return what the entries of each group take (0 where there is none), and how many there are."""
+    """Return the typical time of each group's entries (0 if it has none), and their number."""
     counts = np.bincount(group, minlength=groups)
     means = np.zeros((*took.shape[:-1], groups))
     for number in np.flatnonzero(counts):
@@ -165,13 +165,13 @@ def _typical(took: Times, group: Ints, groups: int) -> tuple[Times, Ints]:
 
 
 def _means(values: Times, group: Ints, groups: int) -> Times:
-    """Return the mean of each group, 0 where it has no entry."""
+    """Return the mean of each group, 0 if it has no entry."""
     counts = np.bincount(group, minlength=groups)
     found: Times = np.bincount(group, values, minlength=groups) / np.maximum(counts, 1)
     return found
 
 
 def _taken_over(more: Times, pairs: Ints, alone: Ints) -> Times:
-    """Return by how much all of a stage have to take longer for its pairs to take so much more than their sides."""
+    """Return the increase of all times of a stage that yields its pairs' excess over their sides in total."""
     found: Times = np.maximum(more, 0.0) * pairs / np.maximum(pairs + alone, 1)
     return found

@@ -1,11 +1,11 @@
-"""Traces: what a run really did, in the words of its plan, and what that says about costs.
+"""Trace of a run, and the timelines and costs derived from it.
 
-span of an instruction   [wait ···][run ─────────]   then, before the next one, the interpreter's own time
+span of an instruction   [wait ···][run ─────────]   then, before the next one, the interpreter's overhead
                          start                  end
 
 trace = Trace.load(Path("traces"), plan)
 trace.step().timeline            one step of one replica, like `Simulation.timeline`, with waits
-plan.simulate(trace.costs())     the same plan under what its instructions really took
+plan.simulate(trace.costs())     the same plan under the measured costs
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from quintsched.trace.trace_json import RankTrace, load_ranks
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpan(Span):
-    """When an instruction ran, and for how much of that time, at its beginning, it waited for another rank."""
+    """Measured span of an instruction; during `wait`, at its beginning, it waited for another rank."""
 
     wait: float
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of one pipeline, from the moment its first computation runs."""
+    """One step of one pipeline (one replica), from the start of its first computation."""
 
     plan: PlanData
     number: int
@@ -45,12 +45,12 @@ class MeasuredStep:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last instruction ends."""
+        """End of the last instruction."""
         return max((span.end for row in self.timeline for span in row), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each pp rank computes."""
+        """Computation time of each pp rank."""
         return tuple(
             math.fsum(span.end - span.start - span.wait for span in row if span.instruction.computes)
             for row in self.timeline
@@ -58,37 +58,37 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time until the makespan in which they do not compute."""
+        """Fraction of all ranks' time until the makespan in which they do not compute."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
     def summary(self) -> dict[str, object]:
-        """Return the figures as plain data, for JSON."""
+        """Return the figures as JSON data."""
         return {"step": self.number, "unit": self.unit, "makespan": self.makespan, "bubble": self.bubble}
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The traces of all ranks of a plan, in the order of ranks."""
+    """Traces of all ranks of a plan, in order of rank."""
 
     plan: PlanData
     ranks: tuple[RankTrace, ...]
 
     @classmethod
     def load(cls, directory: Path, plan: PlanData) -> Trace:
-        """Read the trace that a run of `plan` left; raises what `trace_json.load_ranks` does."""
+        """Read the trace of a run of `plan`; raises as `trace_json.load_ranks` does."""
         return cls(plan, load_ranks(directory, plan))
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The numbers of the steps that were recorded."""
+        """Numbers of the recorded steps."""
         return self.ranks[0].steps
 
     def makespan(self, step: int, rank: int = 0) -> float:
-        """How long a step took the replica of global rank `rank`, in seconds."""
+        """Duration of a step on the replica of global rank `rank`, in seconds."""
         return self.step(step, rank, "s").makespan
 
     def step(self, number: int | None = None, rank: int = 0, unit: str = "ms") -> MeasuredStep:
-        """Return one step, as the replica of global rank `rank` ran it; by default the one with the median makespan.
+        """Return one step of the replica of global rank `rank`; by default the one with the median makespan.
 
         Raises `UsageError` for a step that was not recorded, a rank outside the mesh or an unknown unit.
         """
@@ -103,17 +103,17 @@ class Trace:
         return MeasuredStep(self.plan, number, unit, _timeline(self.plan, times, per_second(unit)))
 
     def costs(self, unit: str = "ms", *, per_microbatch: bool = False) -> Costs:
-        """Return what instructions took, per stage: means over a step's microbatches, medians over steps and replicas.
+        """Return the measured costs per stage: means over a step's microbatches, medians over steps and replicas.
 
-        Only the sum of the halves of a full `Bwd` is known: it is split in equal halves, or, where a stage has both
-        kinds of backward, as its split ones are. `ClipGrad` counts from when the last rank has come to it. `p2p` is
-        the median, over the messages whose taker waited for them, of the time from the send to the end of the wait;
-        0 if nobody waited. Pairs of ranks whose messages took much longer or shorter get a link of their own.
-        `host_bandwidth` is that of the median copy of activations to the host's memory or back.
+        The halves of a full `Bwd` are not measured separately: the sum is split equally, or, if a stage has both kinds
+        of backward, in the ratio of its split ones. `ClipGrad` counts from the arrival of the last rank. `p2p` is the
+        median, over messages whose consumer waited for them, of the time from the send to the end of the wait; 0 if
+        none waited. Pairs of ranks whose messages took much longer or shorter get a link of their own. `host_bandwidth`
+        is that of the median copy of activations to host memory or back.
 
-        With `per_microbatch`, computations also have factors per microbatch (and slice), means over the stages: one
-        for forwards, one for recomputations and one for both halves of backwards. What disturbed a run at the same
-        microbatch of most steps is in them too.
+        With `per_microbatch`, computations also have factors per microbatch (and slice), averaged over the stages: one
+        set for forwards, one for recomputations and one for both halves of backwards. Disturbances at the same
+        microbatch of most steps are included.
         """
         return measure(self.plan, self._times, unit, per_microbatch)
 
@@ -126,20 +126,20 @@ class Trace:
         return RowTimes(*(self._stacked(name) for name in ("start", "end", "wait")))
 
     def _stacked(self, name: str) -> Times:
-        """Return the times of all: replicas x steps x rows of the plan's columns."""
+        """Return the times of all ranks: (replicas, steps, rows of the plan's columns)."""
         return np.stack(
             [np.concatenate([getattr(self.ranks[r], name) for r in group], axis=1) for group in self._replicas]
         )
 
 
 def _timeline(plan: PlanData, times: RowTimes, scale: float) -> tuple[tuple[MeasuredSpan, ...], ...]:
-    """Return the spans of a step by pp rank; what a rank waited before the step's beginning is left out."""
+    """Return the spans of a step by pp rank; waits before the step's beginning are left out."""
     columns = plan.columns
     running = (times.start + times.wait)[columns.are(*COMPUTING)]
     origin = running.min(initial=np.inf) if len(running) else times.start.min(initial=0.0)
     start = np.maximum(times.start - origin, 0.0)
     end = np.maximum(times.end - origin, start)
-    wait = np.clip(times.start + times.wait - origin - start, 0.0, end - start)  # what is left out was waiting
+    wait = np.clip(times.start + times.wait - origin - start, 0.0, end - start)  # time before the origin was waiting
     found = [(array * scale).tolist() for array in (start, end, wait)]
     rows = [slice(rows.start, rows.stop) for rows in map(columns.rows_of, range(len(plan.programs)))]
     return tuple(

@@ -1,10 +1,10 @@
-"""What a trace says about costs: how long the instructions of a plan really took.
+"""Costs measured by a trace: the time that each instruction of a plan took.
 
     [wait ···][run ─────────] ── [next
               ╰── a cost ──────╯
 
-A cost is an instruction's run time and what follows it until the next instruction starts, sends included, so that a
-simulation under the costs of a trace takes as long as what was traced.
+A cost is an instruction's run time plus all time until the next instruction starts, sends included. So a simulation
+under the costs of a trace takes as long as the traced run.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from quintsched.trace.trace_json import DIGITS
 Kind = TypeVar("Kind", bound=Instruction)
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
-"""The units of a trace's times, and how many of each make a second."""
+"""Units of a trace's times, with the number of each per second."""
 
 REALLY_WAITED = 0.1
-"""The share of a message's way for which its taker has to wait, or else it had most likely arrived before."""
+"""Minimum fraction of a message's transfer during which its consumer waited; below it, it had likely arrived before."""
 
 ANOTHER_LINK = 0.1
-"""By how much of the usual time the messages of a pair of ranks have to differ for a link of their own."""
+"""Relative deviation of a pair of ranks' messages from the usual time that gives them a link of their own."""
 
 FACTOR_DIGITS = 4
-"""How many digits the factors of microbatches have behind the point."""
+"""Decimals of the factors of microbatches."""
 
 FORWARDS, BACKWARDS, RECOMPUTES = (Fwd,), (Bwd, BwdInput, BwdWeight), (Recompute,)
 
@@ -64,11 +64,11 @@ KINDS: dict[str, tuple[type[Compute], ...]] = {
     "exchange_backward": BACKWARDS,
     "recompute": RECOMPUTES,
 }
-"""The computations from which the factors of a cost are taken."""
+"""Computations from which the factors of each cost are taken."""
 
 
 def per_second(unit: str) -> float:
-    """Return how many of a unit make a second; raises `UsageError` for what is no unit of real time."""
+    """Return the number of a unit per second; raises `UsageError` for other units than those of real time."""
     if unit not in UNITS:
         raise UsageError(f"a trace cannot be told in {unit!r}; its costs have to be in {', '.join(UNITS)}")
     return UNITS[unit]
@@ -76,19 +76,19 @@ def per_second(unit: str) -> float:
 
 @dataclass(frozen=True, eq=False)
 class RowTimes:
-    """Seconds: replicas x steps x rows of the plan's columns; or rows only, for one step of one replica."""
+    """Times in seconds: (replicas, steps, rows of the plan's columns); or (rows,), for one step of one replica."""
 
     start: Times
     end: Times
     wait: Times
 
     def of(self, replica: int, step: int) -> RowTimes:
-        """One step of one replica."""
+        """Times of one step of one replica."""
         return RowTimes(self.start[replica, step], self.end[replica, step], self.wait[replica, step])
 
 
 def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) -> Costs:
-    """Return the costs that a trace shows, as `Trace.costs` says; raises `UsageError` for another unit of time."""
+    """Return the costs measured by a trace, see `Trace.costs`; raises `UsageError` for another unit of time."""
     scale = per_second(unit)
     decimals = DIGITS - round(math.log10(scale))
     until, waited = _handovers(plan, times)
@@ -108,7 +108,7 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
 
 
 def _of_stages(plan: PlanData, run: Times) -> dict[str, list[float]]:
-    """Return what computations of each stage take, and where they run side by side, their exchanges."""
+    """Return the times of computations per stage, and, for overlapped ones, of their exchanges."""
     columns, pairs = plan.columns, Pairs.of(plan.columns)
     found: dict[str, list[float]] = {"forward": _of_kind(plan, run, Fwd)[0]}
     if plan.mode == "train":
@@ -131,7 +131,7 @@ def _backwards(plan: PlanData, run: Times) -> list[tuple[list[float], list[int]]
 
 
 def _alone(plan: PlanData, run: Times) -> Alone:
-    """Return what computations take that do not run side by side with another one."""
+    """Return the times of computations that do not overlap with another one."""
     forward, num_forward = _of_kind(plan, run, Fwd)
     whole, inputs, weights = _backwards(plan, run)
     backward_input, backward_weight = map(np.array, _halves(whole, inputs, weights))
@@ -140,7 +140,7 @@ def _alone(plan: PlanData, run: Times) -> Alone:
 
 
 def _factors(plan: PlanData, run: Times) -> tuple[dict[tuple[type[Compute], ...], Times], Times]:
-    """Return how many times as much as usual each unit takes in computations, and what rows would usually take."""
+    """Return the factors of units on the usual time of computations, and the rows' times divided by them."""
     columns, pairs, visits = plan.columns, Pairs.of(plan.columns), plan.layout.visits_all
     took = {kinds: _took(plan, run, kinds) for kinds in KINDS.values()}
     found = {kinds: unit_factors(of_kinds, visits) for kinds, of_kinds in took.items()}
@@ -157,7 +157,7 @@ def _factors(plan: PlanData, run: Times) -> tuple[dict[tuple[type[Compute], ...]
 
 
 def _took(plan: PlanData, run: Times, kinds: tuple[type[Compute], ...]) -> Times:
-    """Return what these computations take that run alone: stages x units."""
+    """Return the times of computations of these kinds that run alone: (stages, units)."""
     columns = plan.columns
     rows = columns.rows_where(*kinds)
     took = np.zeros((len(plan.stage_to_pp), plan.schedule.num_units))
@@ -167,7 +167,7 @@ def _took(plan: PlanData, run: Times, kinds: tuple[type[Compute], ...]) -> Times
 
 
 def _by_slice(plan: PlanData, of_units: Times) -> dict[str, tuple[float, ...]]:
-    """Return the factors of microbatches, and of slices."""
+    """Return the factors per microbatch and per slice."""
     by_slice = of_units.reshape(plan.schedule.microbatches, -1)
     found = {"microbatches": by_slice.mean(axis=1)}
     if plan.schedule.slices > 1:
@@ -176,10 +176,10 @@ def _by_slice(plan: PlanData, of_units: Times) -> dict[str, tuple[float, ...]]:
 
 
 def _handovers(plan: PlanData, times: RowTimes) -> tuple[Times, Times]:
-    """Return until when each instruction occupies its rank, and how much of that it waits.
+    """Return until when each instruction occupies its rank, and how long it waits in that time.
 
-    That is until the next one starts; sends belong to what stands before them, and receives and copies to the host's
-    memory and back occupy nobody.
+    It occupies the rank until the next one starts. Sends count to the instruction before them; receives, and copies to
+    host memory and back, occupy no time.
     """
     columns = plan.columns
     until, waited = times.end.copy(), times.wait.copy()
@@ -197,9 +197,9 @@ def _handovers(plan: PlanData, times: RowTimes) -> tuple[Times, Times]:
 
 
 def _typical(run: Times, rows: Flags, stage: Ints, stages: int) -> tuple[list[float], list[int]]:
-    """Return what these rows take per stage (0 where it has none), and how many rows each stage has.
+    """Return the typical time of these rows per stage (0 if it has none), and the number of rows of each stage.
 
-    A step is a sum: within one the mean counts, since times are skewed and sums of medians come out low.
+    Within a step the mean counts, as a step is a sum: times are skewed, and sums of medians would be too low.
     """
     of_stage = [rows & (stage == number) for number in range(stages)]
     found = [float(np.median(run[..., own].mean(axis=-1))) if own.any() else 0.0 for own in of_stage]
@@ -209,7 +209,7 @@ def _typical(run: Times, rows: Flags, stage: Ints, stages: int) -> tuple[list[fl
 def _halves(
     full: tuple[list[float], list[int]], inputs: tuple[list[float], list[int]], weights: tuple[list[float], list[int]]
 ) -> tuple[list[float], list[float]]:
-    """Return both halves of a backward per stage, so that all backwards of the stage together take their time."""
+    """Return both halves of a backward per stage, such that the total time of all its backwards is preserved."""
     found = []
     for whole, num_whole, given, num_split, weight in zip(*full, *inputs, weights[0], strict=True):
         split = given + weight
@@ -220,7 +220,7 @@ def _halves(
 
 
 def _optimizer(plan: PlanData, run: Times) -> list[float]:
-    """Return a step of the optimizer per stage; one that steps several stages is shared out equally."""
+    """Return the time of an optimizer step per stage; a step of several stages is divided equally."""
     found = [0.0] * len(plan.stage_to_pp)
     for row, step in _rows_of(plan, OptStep):
         for stage in step.stages:
@@ -229,9 +229,9 @@ def _optimizer(plan: PlanData, run: Times) -> list[float]:
 
 
 def _clip(plan: PlanData, start: Times, until: Times, scale: float) -> list[float]:
-    """Return the global norm's time per stage: a rank's, from when the last rank comes to it, shared out equally.
+    """Return the time of the global norm per stage: from the arrival of the last rank, divided equally among stages.
 
-    What a rank does for the whole batch right before (reducing, sharing metrics) is part of it.
+    Work for the whole batch right before it (reductions, metrics) is included.
     """
     found = [0.0] * len(plan.stage_to_pp)
     rows = [row for row, _ in _rows_of(plan, ClipGrad)]
@@ -246,7 +246,7 @@ def _clip(plan: PlanData, start: Times, until: Times, scale: float) -> list[floa
 
 
 def _first_of_batch(plan: PlanData, row: int) -> int:
-    """Return the first row of the stretch before `row` that works for the whole batch and has no cost of its own."""
+    """Return the first row of the run of instructions before `row` that have no cost of their own."""
     rank, index = plan.columns.place(row)
     program = plan.programs[rank]
     first = index
@@ -268,14 +268,14 @@ def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
 
 
 def _host_bandwidth(plan: PlanData, times: RowTimes, scale: float) -> float | None:
-    """Return the speed of a link that copies activations as fast as the median of all copies; None: in no time."""
+    """Return the bandwidth at which a copy takes the median time of all copies; None if copies take no time."""
     took = (times.end - times.start)[..., plan.columns.rows_where(HostCopy)] * scale * plan.schedule.parts
     typical = float(np.median(took)) if took.size else 0.0
     return 1 / typical if typical > 0 else None
 
 
 def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float | Wires:
-    """Return the median of the ways of the messages that were waited for, with links where a pair of ranks differs."""
+    """Return the median transfer time of messages that were waited for, with links for pairs of ranks that differ."""
     channels = Channels.of(plan.columns)
     sent, received = channels.pairs
     way = np.maximum(times.end[..., received] - times.end[..., sent], 0.0)

@@ -1,13 +1,13 @@
-"""Trace files: what each rank of a run really did, one file per rank, one span per instruction of its program.
+"""Trace files: measured times of a run, one file per rank, one span per instruction of its program.
 
     DIR/rank0.json   {"format": "quintsched.trace", "version": 1, "plan": "<sha256 of the plan's JSON>",
     DIR/rank1.json    "rank": 0, "pp_rank": 0, "unit": "s",
     …                 "steps": [{"step": 7, "start": […], "end": […], "wait": […]}, …]}
 
 Times are seconds on a clock that all ranks share, in the order of the program. `wait` is the part of a span in which
-the instruction waited for another rank: a message, a collective, a send's buffer. A send's span is its call. A receive
-starts where it is posted and ends where its taker has it; its `wait` is how long the taker waited for it, which is
-part of the taker's own span and `wait` as well.
+the instruction waited for another rank: for a message, a collective, or a send's buffer. A send's span is the call. A
+receive starts when it is posted and ends when its consumer has the data; its `wait` is the time that the consumer
+waited, which is also part of the consumer's own span and `wait`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ VERSION = 1
 MAX_BYTES = 2**28
 
 DIGITS = 7
-"""Decimals of a second in a file: a tenth of a microsecond."""
+"""Decimals of seconds in a file: a tenth of a microsecond."""
 
 SLACK_S = 1e-6
-"""By how much rounding may make a wait longer than its span."""
+"""Seconds by which a wait may exceed its span due to rounding."""
 
 MOST_S = 1e12
-"""The latest time of a trace, in seconds either way; no clock of a computer shows one."""
+"""Largest time of a trace, in seconds, of either sign; beyond any real clock."""
 
 Seconds = Annotated[float, Field(ge=-MOST_S, le=MOST_S)]
 Index = Annotated[int, Field(ge=0)]
@@ -68,7 +68,7 @@ class _RankFile(_Strict):
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """What one rank did: `start`, `end` and `wait` have a row per step and a column per instruction, in seconds."""
+    """Trace of one rank: `start`, `end` and `wait` in seconds, (steps, instructions)."""
 
     plan: str
     rank: int
@@ -79,7 +79,7 @@ class RankTrace:
     wait: Times
 
     def save(self, directory: Path) -> None:
-        """Write `rank<rank>.json`, whole or not at all; raises `UsageError` where that cannot be done."""
+        """Write `rank<rank>.json` atomically; raises `UsageError` on failure."""
         head = {"format": FORMAT, "version": VERSION, "plan": self.plan, "rank": self.rank, "pp_rank": self.pp_rank}
         times = {name: np.round(getattr(self, name), DIGITS).tolist() for name in ("start", "end", "wait")}
         steps = [
@@ -95,20 +95,20 @@ class RankTrace:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of a global rank's file."""
+    """Return the file name of a global rank."""
     return f"rank{rank}.json"
 
 
 def digest_of(plan: PlanData) -> str:
-    """Return what a trace knows its plan by: the SHA-256 of the plan file's text."""
+    """Return the digest by which a trace identifies its plan: the SHA-256 of the plan file's text."""
     return hashlib.sha256(dumps(plan).encode()).hexdigest()
 
 
 def load_ranks(directory: Path, plan: PlanData) -> tuple[RankTrace, ...]:
-    """Read the files of all ranks of a plan.
+    """Read the trace files of all ranks of a plan.
 
-    Raises `UsageError` (no such directory), `MisfitError` (a trace of another plan) or `InputError` (a rank without
-    a file, a broken file, ranks that recorded different steps).
+    Raises `UsageError` (no such directory), `MisfitError` (a trace of another plan) or `InputError` (a missing or
+    broken file, ranks that recorded different steps).
     """
     if not directory.is_dir():
         raise UsageError(f"{directory}: there is no such directory; a run leaves its trace where `--trace` says")

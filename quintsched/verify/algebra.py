@@ -1,14 +1,14 @@
-"""A model as five random numbers modulo a prime per piece, and the gradients of its sequential program.
+"""Algebraic model of training: five random numbers modulo a prime per piece, with the sequential gradients.
 
 The model is its pieces 0, 1, 2, … in this order, and a stage has the weights of the piece that it holds. A piece
 computes on each slice of a microbatch
 
-    y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
+    y = w·x + b + v·k        k' = q·k + u·x        k: the state passed from the previous slice, 0 for the first
 
-with the gradients worked out by hand. A named weight that several stages hold is one more number, added to w on each of
-these stages. A skip is m·y of the piece that makes it, and a piece that takes it adds t times that to its own output; m
-and t are numbers of the model that are not trained. Pieces that have a loss have targets of their own.
-`quintsched.verify.equivalence` runs plans on it.
+with gradients derived by hand. A named weight that several stages hold is one more number, added to w on each of these
+stages. A skip is m·y of the piece that makes it, and a piece that takes it adds t times that to its own output; m and t
+are constants of the model that are not trained. Pieces with a loss have targets of their own.
+`quintsched.verify.equivalence` runs plans on this model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from quintsched.ir.plan_data import PlanData
 PRIME = 2**61 - 1
 
 Number: TypeAlias = npt.NDArray[np.object_]
-"""Whole numbers modulo `PRIME`, one per replica: a dimension per replica axis."""
+"""Array of integers modulo `PRIME`, one entry per replica: two along each replica axis."""
 
 Gradient: TypeAlias = tuple[Number, ...]
-"""The gradients of w, b, v, q and u, and then of each named weight that the stage holds with others."""
+"""Gradients of w, b, v, q and u, and then of each named weight that the stage shares with others."""
 
 
 class Weights(NamedTuple):
-    """One piece of the model."""
+    """Weights of one piece of the model."""
 
     w: int
     b: int
@@ -45,20 +45,20 @@ class Weights(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward keeps: its input, and what the slices before left behind."""
+    """Tensors that a forward saves: its input, and the state from the previous slice."""
 
     x: Number
     k: Number
 
 
 def forward(weights: Weights, saved: Saved) -> tuple[Number, Number]:
-    """Return the output, and what the next slice finds."""
+    """Return the output, and the state for the next slice."""
     w, b, v, q, u = weights
     return (w * saved.x + b + v * saved.k) % PRIME, (q * saved.k + u * saved.x) % PRIME
 
 
 def backward(weights: Weights, saved: Saved, grad_y: Number, grad_k: Number) -> tuple[Number, Number, Gradient]:
-    """Return the gradients of the input, of what the slices before left behind, and of the weights."""
+    """Return the gradients of the input, of the state from the previous slice, and of the weights."""
     w, _, v, q, u = weights
     x, k = saved
     of_weights = tuple(part % PRIME for part in (grad_y * x, grad_y, grad_y * k, grad_k * k, grad_k * x))
@@ -71,7 +71,7 @@ def added(*gradients: Gradient) -> Gradient:
 
 
 class Model:
-    """The pieces of the model and the data: the input and the target of every unit, on every replica."""
+    """Pieces of the model and the data: the input and the target of every unit, on every replica."""
 
     def __init__(self, plan: PlanData, seed: int = 0) -> None:
         layout = plan.layout
@@ -86,18 +86,18 @@ class Model:
             more = self._draw()
             self.weights |= {s: self.weights[s]._replace(w=(self.weights[s].w + more) % PRIME) for s in stages}
         self.makes = {(skip, layout.part_of(stages[0])): self._draw() for skip, (_, stages) in enumerate(layout.skips)}
-        """By how much a piece multiplies its output for each skip that it makes."""
+        """Factor of a piece's output in each skip that it makes, by (skip, piece)."""
         self.takes = {
             (skip, layout.part_of(stage)): self._draw()
             for skip, (_, stages) in enumerate(layout.skips)
             for stage in stages[1:]
         }
-        """By how much a piece multiplies each skip that it takes."""
+        """Factor of each skip that a piece takes, by (skip, piece)."""
         self.inputs = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
         self.last = max(parts)
         targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
         self.targets = {(self.last, unit): target for unit, target in enumerate(targets)}
-        """By piece and unit, of the pieces that have a loss."""
+        """Targets by (piece, unit), for pieces with a loss."""
         for piece in sorted({layout.part_of(stage) for stage in layout.losses} - {self.last}):
             self.targets |= {(piece, unit): self._numbers(self._draw) for unit in range(layout.num_microbatches)}
 
@@ -105,56 +105,56 @@ class Model:
         return self._random.randrange(1, PRIME)
 
     def _numbers(self, draw: Callable[[], int]) -> Number:
-        """Draw a number for each replica; two per axis are enough to tell sums over different axes apart."""
+        """Draw one number per replica; two replicas per axis suffice to tell sums over different axes apart."""
         drawn = [draw() for _ in range(2 ** len(self._axes))]
         return np.array(drawn, dtype=object).reshape((2,) * len(self._axes) or 1)
 
     def share(self, stage: int, of_weights: Gradient) -> Gradient:
-        """Return the gradient of all that a stage holds, given that of its own five numbers."""
+        """Return the gradient of all weights that a stage holds, given that of its own five."""
         return (*of_weights, *(of_weights[0] for _ in self.named[stage]))
 
     def held(self, tie: Tie, stage: int) -> slice:
-        """Return which entries of a stage's gradient a tie is about: all, or that of the named weight."""
+        """Return the entries of a stage's gradient that a tie covers: all, or the named weight's."""
         if not tie.number:
             return slice(None)
         at = len(Weights._fields) + self.named[stage].index(tie)
         return slice(at, at + 1)
 
     def loss(self, piece: int, unit: int, y: Number) -> Number:
-        """Return the loss (y - target)^2 of a unit behind a piece; 0 where that has none."""
+        """Return the loss (y - target)^2 of a unit after a piece; 0 if the piece has no loss."""
         off: Number = y - self.targets.get((piece, unit), y)
         return self.modulo(off * off)
 
     def loss_grad(self, piece: int, unit: int, y: Number) -> Number:
-        """Return the loss's gradient of y."""
+        """Return the gradient of the loss with respect to y."""
         return self.modulo(2 * (y - self.targets.get((piece, unit), y)))
 
     def over(self, axes: Sequence[str], number: Number) -> Number:
-        """Return the sum over these replica axes, for each replica."""
+        """Return the sum over these replica axes, on each replica (an all-reduce)."""
         along = tuple(self._axes.index(axis) for axis in axes)
         return self.modulo(self.zero + number.sum(axis=along, keepdims=True))
 
     def share_of(self, axes: Sequence[str], gradient: Gradient) -> Gradient:
-        """Return what each replica along these axes keeps: they deal out the entries in turn; 0 for all others."""
+        """Return each replica's shard along these axes: entries are dealt out in turn; 0 for all others."""
         which = np.indices(self.zero.shape)
         owner = sum((which[self._axes.index(axis)] * 2**k for k, axis in enumerate(axes)), np.zeros_like(which[0]))
         return tuple(np.where(owner == k % 2 ** len(axes), part, self.zero) for k, part in enumerate(gradient))
 
     def over_replicas(self, number: Number) -> Number:
-        """Return the sum over all replicas, for each of them."""
+        """Return the sum over all replicas, on each replica."""
         return self.over(self._axes, number)
 
     @staticmethod
     def modulo(number: Number) -> Number:
-        """Return the number in its canonical form."""
+        """Return the numbers reduced modulo `PRIME`."""
         return np.remainder(number, PRIME)
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """The same model in one process: each microbatch forward through its pieces in their order, then back.
+    """Sequential reference in one process: each microbatch forward through all pieces in order, then backward.
 
-    It knows nothing of routes: a stage's gradient is that of the piece it holds, over all microbatches.
+    It knows no routes: a stage's gradient is that of its piece, over all microbatches.
     """
 
     plan: PlanData
@@ -162,27 +162,27 @@ class Sequential:
 
     @cached_property
     def _holders(self) -> dict[int, int]:
-        """The pieces of the model in its order, and a stage that holds each."""
+        """Pieces of the model in order, with a stage that holds each."""
         stages = range(len(self.plan.stage_to_pp) - 1, -1, -1)
         return dict(sorted({self.plan.layout.part_of(stage): stage for stage in stages}.items()))
 
     @cached_property
     def _shares(self) -> dict[tuple[int, int], Gradient]:
-        """What each (piece, unit) adds to the gradient of that piece."""
+        """Contribution of each (piece, unit) to the gradient of that piece."""
         return {place: share for place, share, _ in self._all()}
 
     def share(self, stage: int, unit: int) -> Gradient:
-        """Return what a unit adds to the gradient of the piece that a stage holds."""
+        """Return a unit's contribution to the gradient of the piece that a stage holds."""
         return self._shares[self.plan.layout.part_of(stage), unit]
 
     @cached_property
     def total_loss(self) -> Number:
-        """The sum of all losses, over all replicas."""
+        """Sum of all losses, over all replicas."""
         losses = (loss for _, _, loss in self._all())
         return self.model.over_replicas(sum(losses, self.model.zero) % PRIME)
 
     def gradient(self, stage: int, bucket: int = 0) -> Gradient:
-        """The gradient of a stage's weights: over all units, all stages that hold them and the bucket's replicas."""
+        """Gradient of a stage's weights, summed over units, all stages that hold them, and the bucket's replicas."""
         found = list(self._of_stage(stage))
         for tie in self.model.named[stage]:
             parts = [self._of_stage(holder)[self.model.held(tie, holder)] for holder in tie.stages]
@@ -190,13 +190,13 @@ class Sequential:
         return tuple(self.model.over(self.plan.layout.buckets[bucket], part) for part in found)
 
     def step(self, stage: int, bucket: int) -> Gradient:
-        """What a stage's weights are stepped with: its gradient, or each rank's share where it keeps no more."""
+        """Gradient that a stage's optimizer step must use: the full one, or each rank's shard under ZeRO-3."""
         gradient, layout = self.gradient(stage, bucket), self.plan.layout
         shared = layout.zero.shards_weights
         return self.model.share_of(layout.buckets[bucket], gradient) if shared else gradient
 
     def _of_stage(self, stage: int) -> Gradient:
-        """Return the gradient of the piece that a stage holds, over all units."""
+        """Return the gradient of the piece that a stage holds, summed over all units."""
         return added(*(self.share(stage, unit) for unit in range(self.plan.layout.num_microbatches)))
 
     def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
@@ -235,5 +235,5 @@ class Sequential:
 
 
 def _of_piece(numbers: dict[tuple[int, int], int], piece: int) -> list[tuple[int, int]]:
-    """Return the (skip, number) of a piece."""
+    """Return the (skip, factor) pairs of a piece."""
     return [(skip, number) for (skip, of), number in numbers.items() if of == piece]

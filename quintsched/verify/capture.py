@@ -1,10 +1,10 @@
-"""Whether a step can be captured in a graph of the device (a CUDA graph), decided from the plan alone.
+"""Check, from the plan alone, whether a step can be captured in a CUDA graph.
 
-    Fwd … Bwd … ShareMetrics │ ClipGrad │ OptStep        one rank, nothing but computation before the norm: yes
+    Fwd … Bwd … ShareMetrics │ ClipGrad │ OptStep        one rank, only computation before the norm: yes
     captured                 │ its sums │ by the host
 
-What is captured runs in one launch, in which a watch knows no places: where a rank hung, nobody could say. So what
-talks to other ranks is not captured. Nor is what the host does in between: memory that it keeps and frees, threads.
+A captured graph is one launch, within which a watchdog sees no instructions: if a rank hung there, its place would be
+unknown. So communication with other ranks is not captured. Nor is work of the host: memory management, threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_HOST = {
 
 
 def capture_obstacles(plan: PlanData) -> list[str]:
-    """Return why a step of the plan cannot be captured in a graph of the device, in words; nothing where it can."""
+    """Return the reasons why a step of the plan cannot be captured in a CUDA graph; [] if it can."""
     return list(_obstacles(plan))
 
 

@@ -1,4 +1,4 @@
-"""Which collectives a plan calls, and what is wrong with a plan whose spelled-out ones do not fit them.
+"""Collectives over replicas that a plan calls, and faults of its spelled-out collectives.
 
 AllReduceBucket(stage=0, bucket=0, axes=dp+cp) on mesh dp=2,pp=2,cp=2  ──▶  all_reduce over 4 ranks: one ring of all 4
 """
@@ -19,7 +19,7 @@ from quintsched.ir.plan_data import PlanData
 
 
 def calls_of(plan: PlanData) -> set[Call]:
-    """Return the collectives over replicas that a plan's instructions call."""
+    """Return the kinds and group sizes of the collectives over replicas that a plan's instructions call."""
     columns, found = plan.columns, set[Call]()
     for kind in ALL:
         if kind.on_bucket is not None:
@@ -31,12 +31,12 @@ def calls_of(plan: PlanData) -> set[Call]:
 
 
 def stays_native(calls: set[Call]) -> bool:
-    """Whether "auto" leaves these to the library: nothing is exchanged, or among more ranks than can be spelled out."""
+    """Return whether "auto" keeps these native: there are none, or a group is too large to be spelled out."""
     return not calls or max(size for _, size in calls) > MAX_SIZE
 
 
 def communication_faults(plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with the mini-plans of a plan, but for what `check` proves."""
+    """Yield the mismatches between a plan's calls and its mini-plans, without the proof of the mini-plans."""
     communication, calls = plan.communication, calls_of(plan)
     if communication.means == "native" and communication.plans:
         yield "collectives are spelled out, but communication is native; leave them out, or say ring, tree or auto"
@@ -52,7 +52,7 @@ def communication_faults(plan: PlanData) -> Iterator[str]:
 
 
 def broken_collectives(plan: PlanData) -> Iterator[Finding]:
-    """Yield what is not sound about the mini-plans; the findings name their ranks, those of an axis, in words only."""
+    """Yield the findings of the mini-plans' proofs; only their messages name ranks, those of the axis."""
     for name, mini in plan.communication.plans.items():
         for finding in prove(mini).findings:
             yield Finding(finding.point, f"collective {name!r}: {finding.message}")

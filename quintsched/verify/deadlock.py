@@ -1,4 +1,4 @@
-"""Point 4, freedom of deadlock: the event graph has no cycle, under each transport profile; or the cycle, in words.
+"""Point 4, freedom of deadlock: the event graph has no cycle under each transport profile; else the cycle is described.
 
 rank 1: 2 RecvAct(…) must end before 4 SendGrad(…) can begin     ┐ these two wait for each other
 rank 0: 3 RecvGrad(…) must end before 4 SendAct(…) can begin     ┘
@@ -20,10 +20,10 @@ from quintsched.ir.plan_data import PlanData
 def deadlocks(
     plan: PlanData, events: Events, flow_is_broken: bool
 ) -> tuple[dict[str, bool], dict[str, tuple[Finding, ...]]]:
-    """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
+    """Decide freedom of deadlock for every profile, strictest first: the first that is free implies the later ones.
 
-    With a broken data flow it does not: the later ones wait for a value that comes too late, `blocking` for nothing.
-    Each is what a run asks of such a transport, its host included, which issues a rank's program in order.
+    With a broken data flow this implication fails: later profiles wait for values that come too late, `blocking` does
+    not. The graph includes the rank's host, which issues the program in order.
     """
     free: dict[str, bool] = {}
     found: dict[str, tuple[Finding, ...]] = {}
@@ -43,7 +43,7 @@ def deadlocks(
 
 
 def _describe_cycle(plan: PlanData, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
-    """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
+    """Return the findings of a cycle: per rank of it, the instruction that has to end before another can begin."""
     lines = []
     for event, following, rank in stretches(cycle):
         here, there = events.member(event, rank), events.member(following, rank)

@@ -1,17 +1,17 @@
-"""A plan as algebra: does it compute exactly the gradient of the sequential program, no more and no less?
+"""Algebraic equivalence: a plan must compute exactly the gradient of the sequential program.
 
 Each piece of the model is five random numbers modulo a prime, and computes on each slice of a microbatch
 
-    y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
+    y = w·x + b + v·k        k' = q·k + u·x        k: the state passed from the previous slice, 0 for the first
 
-with the gradients worked out by hand. The sequential program goes through the pieces in the model's order, the plan
-through stages along its routes. Such maps do not commute, so an output knows every stage it came through, in
-which order, and a sum of gradients knows every microbatch in it. A number is one entry per replica, each with data of
-its own, so that a sum over replicas that is missing, early, done twice or over other axes shows as well. Where replicas
-share out gradients (ZeRO), each keeps some entries of a sum and 0 for all others, until they are gathered.
+with gradients derived by hand. The sequential program visits the pieces in the model's order, the plan visits stages
+along its routes. These maps do not commute, so an output depends on every stage that it passed, and their order, and a
+sum of gradients on every microbatch in it. Each number has one entry per replica, with separate data, so that a sum
+over replicas that is missing, early, duplicated or over other axes is detected as well. If replicas shard gradients
+(ZeRO), each keeps some entries of a sum, and 0 for all others, until they are gathered.
 
-The plan runs as a transport runs it (`symbolic_run`). Two polynomials that differ agree at a random point with a chance
-of about (number of stages)/2^61.
+The plan is executed by `symbolic_run`, with the rules of a transport. Two different polynomials agree at a random
+point with a probability of about (number of stages)/2^61.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quintsched.verify.wellformed import malformations
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Whether a plan computes what the sequential program does: `faults` say where not, `places` where to look."""
+    """Result of the comparison with the sequential program: `faults` as text, `places` as (rank, index)."""
 
     plan: PlanData
     faults: tuple[str, ...]
@@ -45,7 +45,7 @@ class Equivalence:
         return not self.faults
 
     def explain(self) -> str:
-        """Return the verdict in words, with the cells of the grid marked."""
+        """Return the verdict as text, with an excerpt around the marked places."""
         if self.holds:
             return f"equivalent: {self.plan.title} computes the gradient of the sequential program"
         head = f"not equivalent to the sequential program: {self.plan.title}"
@@ -53,9 +53,9 @@ class Equivalence:
 
 
 def equivalence(plan: PlanData, seed: int = 0) -> Equivalence:
-    """Run a plan and the sequential program on the same random model, and compare all that the plan leaves behind.
+    """Run a plan and the sequential program on the same random model, and compare all results of the plan.
 
-    A spelled-out collective is run on its own (`symbolic_collective`), and in the plan's run is what its kind promises.
+    A spelled-out collective is run separately (`symbolic_collective`); the plan's run assumes that it is correct.
     """
     malformed = next(iter(malformations(plan)), None)
     if malformed:
@@ -67,7 +67,7 @@ def equivalence(plan: PlanData, seed: int = 0) -> Equivalence:
 
 
 def run_and_compare(plan: PlanData, seed: int = 0) -> Equivalence:
-    """Judge a plan whose numbers all name something; whether its routes see the model in order shows in the run."""
+    """Judge a well-formed plan; whether its routes visit the model in order is seen from the results."""
     model = Model(plan, seed)
     run = SymbolicRun(plan, model)
     stopped = run.to_the_end()

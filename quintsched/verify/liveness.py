@@ -1,7 +1,7 @@
-"""Point 2, the data flow: whatever is needed was made before on its rank, made once, and nothing is left over.
+"""Point 2, data flow: every value is produced once, before its uses on the rank, and consumed; none is left over.
 
-All values of all ranks are looked at together, in tables that say of each place which row makes its value and which
-row takes it; each fault that this finds is then put in words.
+All values of all ranks are checked at once, in arrays that give, per place, the row that produces and the row that
+consumes its value; each fault found is then described.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def broken_flow(plan: PlanData) -> Iterator[Finding]:
 
 
 class _Lives:
-    """The first row that makes, and the first that takes, the value at each place; `ABSENT` where none does."""
+    """First producer and first consumer of the value at each place; `ABSENT` if there is none."""
 
     def __init__(self, plan: PlanData) -> None:
         self._plan, self._flows = plan, plan.flows
@@ -33,7 +33,7 @@ class _Lives:
         self._taking = plan.flows.first_takers
 
     def made_twice(self) -> Iterator[tuple[int, Finding]]:
-        """Yield the second and later makings of a value."""
+        """Yield the second and later productions of a value."""
         made = self._flows.produces
         first = self._making[made.places]
         for i in np.flatnonzero(made.rows != first).tolist():
@@ -41,7 +41,7 @@ class _Lives:
             yield self._fault(made.rows[i], words)
 
     def missing(self) -> Iterator[tuple[int, Finding]]:
-        """Yield uses of values that were never made, are made only later, or have been taken already."""
+        """Yield uses of values that are never produced, are produced only later, or have already been consumed."""
         for uses in (self._flows.consumes, self._flows.reads, self._flows.follows):
             made, taken = self._making[uses.places], self._taking[uses.places]
             late = (made == ABSENT) | (made >= uses.rows) | ((taken != ABSENT) & (taken < uses.rows))
@@ -55,7 +55,7 @@ class _Lives:
                 yield self._fault(uses.rows[i], f"needs {self._words(uses.places[i])}, {why}")
 
     def left_over(self) -> Iterator[tuple[int, Finding]]:
-        """Yield what is made and never taken."""
+        """Yield values that are produced and never consumed."""
         made, numbering = self._flows.produces, self._flows.numbering
         left = self._taking[made.places] == ABSENT
         for kind in AMBIENT:

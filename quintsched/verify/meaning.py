@@ -1,11 +1,11 @@
-"""Point 7 for stages and routes: whatever way a microbatch takes, it sees the same model.
+"""Point 7, for stages and routes: every microbatch must pass through the same model.
 
     stage_to_part   0  1  1  0        route 0, 1    pieces 0, 1: the model
-                                      route 2, 3    pieces 1, 0: another one, and its gradients would be added up too
+                                      route 2, 3    pieces 1, 0: another model, whose gradients would be added too
 
-Each route visits all pieces of the model, once and in the model's order. Twins, which hold the same piece, stand on
-different ranks: a rank has one copy of a piece, and `SyncTied` adds up those of several. Skips and losses belong to the
-stages of a single route.
+Each route visits all pieces of the model, once and in the model's order. Twins, which hold the same piece, are on
+different ranks: a rank has one copy of a piece, and `SyncTied` sums the gradients of several copies. Skips and losses
+belong to the stages of a single route.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def piece_faults(plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with the piece of the model that each stage holds, and with the order of each route."""
+    """Yield the faults of `stage_to_part`, and of the order in which each route visits the pieces of the model."""
     stages = len(plan.stage_to_pp)
     pieces = tuple(range(stages)) if plan.stage_to_part is None else plan.stage_to_part
     if len(pieces) != stages:
@@ -48,7 +48,7 @@ def piece_faults(plan: PlanData) -> Iterator[str]:
 
 
 def skip_faults(plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with the skips of a plan: which stage makes each, and which take it."""
+    """Yield the faults of a plan's skips: the stage that makes each, and those that take it."""
     if plan.skips and len(plan.routes) != 1:
         yield f"skips: the microbatches of {plan.schedule.name} take {len(plan.routes)} routes; skips need a single one"
         return
@@ -72,7 +72,7 @@ def skip_faults(plan: PlanData) -> Iterator[str]:
 
 
 def loss_faults(plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with the stages of a plan that are to have a loss."""
+    """Yield the faults of a plan's list of stages with a loss."""
     if plan.losses and len(plan.routes) != 1:
         yield (
             f"losses: the microbatches of {plan.schedule.name} take {len(plan.routes)} routes, of which only the last "

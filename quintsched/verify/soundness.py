@@ -1,12 +1,12 @@
-"""The proof that a plan is sound, or the counter-example in words.
+"""Proof that a plan is sound, or a counter-example.
 
     well-formed → 1 complete → 2 data flow → 3 channels → 5 collectives → 4 deadlock → 6 memory
 
-A profile is what a run asks of a transport: its queues, and a host that issues each rank's program in order and waits
-where a computation takes a value. Messages with tags are issued ahead of their place, and wait for nobody.
+A transport profile describes a run: its queues, and a host that issues each rank's program in order and blocks where a
+computation consumes a value. Messages that match by tag are issued ahead of their place, without waiting.
 
-One pipeline proves all replicas: they run the same programs, and mapping a rank to its pp coordinate maps a cycle
-to a cycle. Each finding names a pipeline rank, an index in its program and what stands there.
+One pipeline proves all replicas: they run the same programs, and mapping each rank to its pp coordinate maps a cycle to
+a cycle. Each finding names a pipeline rank, an index in its program, and the instruction there.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from quintsched.verify.wellformed import malformations
 
 MOST_FINDINGS = 10
 MOST_RANKS = 16
-"""How many members of a group a message names before it leaves some out."""
+"""Maximum number of members of a group that a message lists."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `check` found.
+    """Result of `check`.
 
-    `profiles` says under which transport profiles the plan is free of deadlock, and `cycles` why it is not under the
-    others: the waits that close a circle, one finding per rank's part of it. `profile` is the one that was asked for.
+    `profiles` gives for each transport profile whether the plan is free of deadlock, and `cycles` explains those that
+    are not: the waits that form a cycle, one finding per rank's part of it. `profile` is the requested profile.
     """
 
     plan: PlanData
@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def slots(self) -> MessageSlots:
-        """How many receive and send slots each pp rank needs under the profile; none unless the plan is sound."""
+        """Number of receive and send slots of each pp rank under the profile; empty unless the plan is sound."""
         if not self.sound:
             return MessageSlots((), ())
         rule = MessageRule.of(find_profile(self.profile), may_wait=self.profiles.get("blocking", False))
@@ -63,11 +63,11 @@ class Verdict:
 
     @property
     def sound(self) -> bool:
-        """Whether all points hold."""
+        """Whether there are no findings."""
         return not self.findings
 
     def explain(self) -> str:
-        """Return the verdict in words: the proof's figures, or each finding with the cells of the grid marked."""
+        """Return the verdict as text: the proof's figures, or the findings with excerpts around their places."""
         if self.sound:
             free = ", ".join(name for name, is_free in self.profiles.items() if is_free)
             activations, receives = max(self.peak_activations, default=0), max(self.peak_receives, default=0)
@@ -91,7 +91,7 @@ class Verdict:
         return f"; the stages have {listed(blocks)} blocks of the model" if blocks else ""
 
     def _why_not_elsewhere(self) -> list[str]:
-        """Say, for the profiles under which the plan is not free, which waits close a circle there."""
+        """Return one line per cycle, for the profiles under which the plan is not free of deadlock."""
         circles: dict[frozenset[str], list[str]] = {}
         for name, (_, *waits) in self.cycles.items():
             circles.setdefault(frozenset(wait.message for wait in waits), []).append(name)
@@ -107,9 +107,9 @@ class Verdict:
 
 
 def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
-    """Prove a plan sound; see the module. Raises `UsageError` for an unknown profile or a cap below 0 only.
+    """Prove a plan sound; see the module. Raises `UsageError` only for an unknown profile or a negative cap.
 
-    A plan remembers its proof: to ask again, for another profile or cap, costs next to nothing.
+    The plan caches its proof: calls with another profile or cap are cheap.
     """
     find_profile(profile)
     if memory_cap is not None and not memory_cap >= 0:
@@ -120,7 +120,7 @@ def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = N
 
 
 def _prove(plan: PlanData) -> Verdict:
-    """Prove all that does not depend on a profile or a cap, and freedom of deadlock under every profile."""
+    """Prove all points that do not depend on a profile or a cap, and freedom of deadlock under every profile."""
     malformed = _malformed(plan)
     if malformed:
         return Verdict(plan, tuple(malformed), {}, (), ())
@@ -142,13 +142,13 @@ def _prove(plan: PlanData) -> Verdict:
 
 
 def require_wellformed(plan: PlanData) -> None:
-    """Raise `UnsoundError` for the first number of a plan that names nothing."""
+    """Raise `UnsoundError` for the first malformation of a plan, such as an index out of range."""
     for malformation in malformations(plan):
         raise UnsoundError(malformation.message)
 
 
 def check_order(plan: PlanData) -> Verdict:
-    """Prove what a bare order of computation owes: that it is well-formed and complete, and nothing else yet."""
+    """Prove a bare order of computation: only that it is well-formed and complete."""
     findings = _malformed(plan) or list(_incomplete(plan, lowered=False))
     return Verdict(plan, tuple(findings), {}, (), ())
 
@@ -158,9 +158,9 @@ def _malformed(plan: PlanData) -> list[Finding]:
 
 
 def _incomplete(plan: PlanData, *, lowered: bool = True) -> Iterator[Finding]:
-    """Point 1: each microbatch once forward, and once backward (whole or in halves), on each stage of its route.
+    """Point 1, complete: each microbatch once forward, and once backward (whole or in halves), on each of its stages.
 
-    Where a stage is recomputed, once again too; a bare order of computation may leave that to a pass.
+    It is recomputed once if its stage recomputes; a bare order of computation may leave that to a pass.
     """
     layout = plan.layout
     times = {kind: _times(plan, kind) for kind in COMPUTATIONS}
@@ -177,7 +177,7 @@ def _incomplete(plan: PlanData, *, lowered: bool = True) -> Iterator[Finding]:
 
 
 def _times(plan: PlanData, kind: type[Compute]) -> Ints:
-    """Return how often each microbatch (and stage) is computed by `kind`: stage x microbatches + microbatch."""
+    """Return how often `kind` computes each cell: stage x microbatches + microbatch."""
     columns, microbatches = plan.columns.apart.columns, plan.layout.num_microbatches
     rows = columns.rows_where(kind)
     cells = columns.stage[rows] * microbatches + columns.unit[rows]
@@ -193,7 +193,7 @@ def _miscounted(plan: PlanData, kind: type[Compute], times: Ints, owed: Flags) -
 
 
 def _broken_channels(plan: PlanData, channels: Channels) -> Iterator[Finding]:
-    """Point 3: the k-th send of a channel is what its k-th receive expects."""
+    """Point 3, channels: the k-th send of a channel carries the value that its k-th receive expects."""
     columns, numbering = plan.columns, plan.flows.numbering
     sent, received = channels.pairs
     taken, made = carried(plan, sent), carried(plan, received)
@@ -223,7 +223,7 @@ def _broken_channels(plan: PlanData, channels: Channels) -> Iterator[Finding]:
 
 
 def _broken_collectives(plan: PlanData) -> Iterator[Finding]:
-    """Point 5: all members of a group of pipeline ranks issue the same collectives in the same order."""
+    """Point 5, collectives: all members of a group of pipeline ranks issue the same ones in the same order."""
     for members, issued in pipeline_collectives(plan).items():
         expected, together = _names(plan, issued.get(members[0], ())), _listed(members)
         for rank in members[1:]:
@@ -241,13 +241,13 @@ def _names(plan: PlanData, rows: Sequence[int]) -> str:
 
 
 def _listed(members: Sequence[int]) -> str:
-    """Return ranks in words that are not too many."""
+    """Return ranks as text, at most `MOST_RANKS` of them."""
     shown = [*map(str, members[:MOST_RANKS]), *(["…", str(members[-1])] if len(members) > MOST_RANKS else [])]
     return ", ".join(shown)
 
 
 def _over_cap(activations: Sequence[float], cap: float | None) -> Iterator[Finding]:
-    """Point 6: under the cap, if one was given."""
+    """Point 6, memory: the peak of each rank is within the cap, if one is given."""
     for rank, peak in enumerate(activations):
         if cap is not None and peak > cap:
             message = f"rank {rank} holds up to {peak:g} microbatches' activations; the cap is {cap:g}"

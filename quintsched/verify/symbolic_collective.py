@@ -1,10 +1,10 @@
-"""A run of a spelled-out collective on random numbers modulo a prime: does it leave what its kind promises?
+"""Symbolic run of a spelled-out collective, on random numbers modulo a prime, compared with the result of its kind.
 
-    before   every rank has a number in every chunk: what it brings, or what happens to stand there
+    before   every rank has a number in every chunk: its contribution, or arbitrary old contents
     after    all-reduce, reduce-scatter: the sum over ranks       all-gather: the number of the chunk's owner
 
-Sends never wait, and a channel delivers what was sent first, as in `symbolic_run`. Nothing is shared with the proof of
-collectives but the steps; in which order sums are added up does not show here.
+Sends never block, and a channel delivers in order, as in `symbolic_run`. Only the steps are shared with the proof of
+collectives; the order of additions is not checked here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Numbers = list[list[int]]
 
 
 def broken_promise(plan: CollectiveProgram, seed: int = 0) -> str | None:
-    """Run a collective and say what is wrong with what it leaves; None where that is what its kind promises."""
+    """Run a collective; return the fault of its result, or None if the result is right."""
     draw = random.Random(seed)
     before = [[draw.randrange(PRIME) for _ in range(plan.chunks)] for _ in range(plan.size)]
     if plan.chunks < 1 or len(plan.programs) != plan.size or not _names_what_is_there(plan):
@@ -44,7 +44,7 @@ def _names_what_is_there(plan: CollectiveProgram) -> bool:
 
 
 def _run(plan: CollectiveProgram, held: Numbers) -> Numbers | None:
-    """Take all steps, each rank's send of a step before its receive; None where some are never taken."""
+    """Execute all steps, each rank's send of a step before its receive; None if some can never run."""
     wires: dict[tuple[int, int], deque[int]] = {}
     programs = [iter([end for step in program for end in _halves(step)]) for program in plan.programs]
     waiting = [next(program, None) for program in programs]
@@ -65,7 +65,7 @@ def _halves(step: Step) -> tuple[SendChunk | RecvChunk, ...]:
 
 
 def _takes(end: SendChunk | RecvChunk, rank: int, chunks: list[int], wires: dict[tuple[int, int], deque[int]]) -> bool:
-    """Let a rank send, or receive if something has come; return whether it did."""
+    """Execute a send, or a receive if a message has arrived; return whether it was executed."""
     if isinstance(end, SendChunk):
         wires.setdefault((rank, end.to), deque()).append(chunks[end.chunk])
         return True

@@ -1,4 +1,4 @@
-"""One pipeline rank while a plan is run on numbers: where it stands, and which values stand there."""
+"""State of one pipeline rank in a symbolic run: its position in the program, and its values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quintsched.verify.algebra import Gradient
 
 @dataclass
 class SymbolicRank:
-    """One pipeline rank while it runs; `shares` are what was added to each stage's gradient, in order."""
+    """State of one pipeline rank; `shares` lists the contributions to each stage's gradient, in order."""
 
     number: int
     index: int = 0
@@ -22,19 +22,19 @@ class SymbolicRank:
     applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
 
     def take(self, kind: Kind, stage: int, unit: int) -> Any:
-        """Take a value away; raises `Fault` where it does not stand here."""
+        """Consume a value; raises `Fault` if it is not on this rank."""
         value = Value(kind, stage, unit)
         self.look_at(value)
         return self.values.pop(value)
 
     def look_at(self, value: Value) -> Any:
-        """Return a value; raises `Fault` where it does not stand here."""
+        """Return a value; raises `Fault` if it is not on this rank."""
         if value not in self.values:
             raise Fault(f"needs {value}, which does not stand on rank {self.number}")
         return self.values[value]
 
     def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
-        """Make a value; raises `Fault` where it stands already."""
+        """Produce a value; raises `Fault` if it is already on this rank."""
         value = Value(kind, stage, unit)
         if value in self.values:
             raise Fault(f"makes {value}, which stands on rank {self.number} already")
@@ -42,11 +42,11 @@ class SymbolicRank:
 
 
 class Fault(Exception):
-    """What an instruction cannot do."""
+    """Raised if an instruction cannot be executed."""
 
 
 class Stopped(NamedTuple):
-    """Where a run came to its end too early: why, and the (rank, index) of those that stand there."""
+    """Early end of a run: the faults, and the (rank, index) of the instructions concerned."""
 
     faults: tuple[str, ...]
     places: tuple[tuple[int, int], ...]

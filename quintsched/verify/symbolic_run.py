@@ -1,8 +1,8 @@
-"""A run of a plan on numbers that stand for everything: instruction by instruction, as a transport runs it.
+"""Symbolic run: executes a plan on numbers instead of tensors, instruction by instruction, as a transport would.
 
-Program order on each rank, sends that never wait, channels that deliver what was sent first under whatever name the
-receiver expects. A value is taken from where it stands, or the run stops and says so. One small function per
-instruction; `quintsched.verify.algebra` has the model that they work on.
+Each rank runs in program order, sends never block, and channels deliver in order, whatever value the receiver expects.
+A value must be on the rank that consumes it, or the run stops with a fault. Each instruction has one small function;
+`quintsched.verify.algebra` has the model that they compute with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quintsched.verify.symbolic_rank import Fault, Stopped, SymbolicRank
 
 
 class SymbolicRun:
-    """A run of all ranks, one instruction at a time."""
+    """Symbolic run of all ranks, one instruction at a time."""
 
     def __init__(self, plan: PlanData, model: Model) -> None:
         self.plan, self.model = plan, model
@@ -28,7 +28,7 @@ class SymbolicRun:
         self.channels: dict[tuple[int, int], deque[Number]] = {}
 
     def to_the_end(self) -> Stopped | None:
-        """Run until nothing moves; return what is wrong where that is before the end."""
+        """Run until no rank can advance; return the faults if that is before the end, else None."""
         moving = True
         while moving:
             moving = False
@@ -48,12 +48,12 @@ class SymbolicRun:
         return Stopped(tuple(faults), tuple((rank.number, rank.index) for rank, _ in waiting))
 
     def next(self, rank: SymbolicRank) -> Instruction | None:
-        """The instruction that `rank` has come to, or None at its end."""
+        """Next instruction of `rank`, or None at its end."""
         program = self.plan.programs[rank.number]
         return program[rank.index] if rank.index < len(program) else None
 
     def is_ready(self, rank: SymbolicRank, instruction: Instruction) -> bool:
-        """Whether the message has come, and whether all members stand at the same collective."""
+        """Whether the message has arrived, and whether all members have reached the same collective."""
         if isinstance(instruction, ins.Recv):
             return bool(self.channels.get((instruction.peer, rank.number)))
         members = self.members(instruction)
@@ -61,7 +61,7 @@ class SymbolicRun:
         return rank in members and together if members else True
 
     def members(self, instruction: Instruction) -> list[SymbolicRank]:
-        """The pipeline ranks that meet at a collective; none for everything else."""
+        """Pipeline ranks that meet at a collective; [] for other instructions."""
         if isinstance(instruction, ins.WHOLE_MESH):
             return self.ranks
         if isinstance(instruction, ins.SyncTied):
@@ -69,7 +69,7 @@ class SymbolicRun:
         return []
 
     def others(self, rank: SymbolicRank, instruction: Instruction) -> list[SymbolicRank]:
-        """The other members of a collective, who are done with it when this one is."""
+        """Other members of a collective, which complete it together with this one."""
         return [member for member in self.members(instruction) if member is not rank]
 
 
@@ -82,7 +82,7 @@ def _recv(run: SymbolicRun, rank: SymbolicRank, i: ins.Recv) -> None:
 
 
 def _carried(run: SymbolicRun, i: ins.Message) -> tuple[Kind, int, int]:
-    """Return the value that a message carries."""
+    """Return the value that a message carries: kind, stage and number."""
     layout = run.plan.layout
     match i:
         case ins.SendAct() | ins.RecvGrad():
@@ -137,7 +137,7 @@ def _recompute(run: SymbolicRun, rank: SymbolicRank, i: ins.Recompute) -> None:
 
 
 def _weights(run: SymbolicRun, rank: SymbolicRank, stage: int) -> Weights:
-    """Return the full weights of a stage, which have to be gathered where its replicas hold shares."""
+    """Return the full weights of a stage, which must have been gathered if its replicas hold shards."""
     if not run.plan.layout.zero.shards_weights:
         return run.model.weights[stage]
     found: Weights = rank.look_at(Value(Kind.PARAMS, stage, 0))
@@ -153,7 +153,7 @@ def _free_params(run: SymbolicRun, rank: SymbolicRank, i: ins.FreeParams) -> Non
 
 
 def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Number:
-    """Return the keys of the slice before."""
+    """Return the state from the previous slice."""
     if i.microbatch % run.plan.layout.slices == 0:
         return run.model.zero
     found: Number = rank.look_at(Value(Kind.KEYS, i.stage, i.microbatch - 1))
@@ -161,7 +161,7 @@ def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Number
 
 
 def _save(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, saved: Saved, y: Number) -> None:
-    """Keep what the backward needs; the gradient of the loss too, where there is one."""
+    """Save the forward's inputs for the backward, and the gradient of the loss if there is one."""
     piece = run.plan.layout.part_of(i.stage)
     grad = run.model.loss_grad(piece, i.microbatch, y) if _has_loss(run, i) else run.model.zero
     rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, grad))
@@ -180,7 +180,7 @@ def _fetch_act(run: SymbolicRun, rank: SymbolicRank, i: ins.FetchAct) -> None:
 
 
 def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
-    """Run the backward of a unit and hand its gradients on; return that of the weights."""
+    """Run the backward of a unit and pass its gradients on; return the gradient of the weights."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     fetched = Value(Kind.FETCHED, s, u) in rank.values
     saved, grad_y = rank.take(Kind.FETCHED if fetched else Kind.SAVED, s, u)
@@ -200,7 +200,7 @@ def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradie
 
 
 def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_y: Number) -> Number:
-    """Add the gradients of the skips that a stage makes to its output's, and to those that it takes its own."""
+    """Add the gradients of skips that a stage makes to its output's, and its own to those of skips that it takes."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     sums = {
         hop.skip: rank.take(Kind.SKIP_GRAD, hop.later, u * MAX_SKIPS + hop.skip)
@@ -254,7 +254,7 @@ def _all_reduce_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.AllReduceBuc
 
 
 def _reduce_scatter_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.ReduceScatterBucket) -> None:
-    """Add the rank's share of the sum of what was accumulated since the last time, which then begins anew."""
+    """Reduce the gradients accumulated since the last reduction, add the rank's shard to its sum, and start anew."""
     place = (i.stage, i.bucket)
     total = [run.model.over(i.axes, entry) for entry in _held(rank, *place)]
     share = run.model.share_of(i.axes, tuple(total))
@@ -270,7 +270,7 @@ def _all_gather_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.AllGatherBuc
 
 
 def _stepped_with(run: SymbolicRun, rank: SymbolicRank) -> dict[tuple[int, int], Gradient]:
-    """The gradients as the optimizer wants them."""
+    """Gradients in the form that the optimizer steps with: reduced shards, or full gradients."""
     return rank.reduced if run.plan.zero.shards_optimizer else rank.grads
 
 
@@ -297,7 +297,7 @@ def _share_metrics(run: SymbolicRun, rank: SymbolicRank, i: ins.ShareMetrics) ->
 
 
 def _clip_grad(run: SymbolicRun, rank: SymbolicRank, i: ins.ClipGrad) -> None:
-    """Look at the gradients of all ranks, as they stand now."""
+    """Record the gradients of all ranks in the norm, so that the optimizer step can check that it uses the same."""
     for holder in run.ranks:
         holder.values[NORM] = dict(_stepped_with(run, holder))
     _all_go_on(run, rank, i)

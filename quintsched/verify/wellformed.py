@@ -1,4 +1,4 @@
-"""Whether every number in a plan names something that exists: the ground on which all other checks stand."""
+"""Well-formedness: every index in a plan refers to something that exists, as all other checks assume."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from quintsched.verify.collectives import communication_faults
 from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
 
 MOST_LETTERS = 2000
-"""So long is a message at most: what it lists may be as long as a file."""
+"""Maximum number of characters of a message: its lists may be as long as a file."""
 
 
 @dataclass(frozen=True)
 class Malformation:
-    """A number that names nothing: on `rank`, at `index` of its program (None: in the plan's head)."""
+    """Malformation, such as an index out of range, on `rank` at `index` of its program (None: in the plan's head)."""
 
     message: str
     rank: int | None = None
@@ -33,12 +33,12 @@ class Malformation:
 
 
 def malformations(plan: PlanData) -> tuple[Malformation, ...]:
-    """Return every malformation of a plan: sizes, routes, and each instruction's numbers. Plans remember it."""
+    """Return all malformations of a plan: sizes, routes, and the fields of each instruction. Plans cache it."""
     return plan.remember("malformations", lambda: tuple(find_malformations(plan)))
 
 
 def find_malformations(plan: PlanData) -> Iterator[Malformation]:
-    """Yield them one by one."""
+    """Yield the malformations one by one."""
     head = list(_head_faults(plan))
     if head:
         yield from (Malformation(printable(fault, MOST_LETTERS)) for fault in head)
@@ -53,7 +53,7 @@ def find_malformations(plan: PlanData) -> Iterator[Malformation]:
 
 
 def _plainly_right(plan: PlanData) -> Flags:
-    """Which rows need no closer look: those whose numbers plainly name what there is on their rank."""
+    """Mask of rows that need no closer check: their indices are plainly valid on their rank (vectorized fast path)."""
     (columns, origin), layout = plan.columns.apart, plan.layout
     fine = np.zeros(len(columns), np.bool_)
     holders = np.array(plan.stage_to_pp)
@@ -83,7 +83,7 @@ def _plainly_right(plan: PlanData) -> Flags:
 
 
 def _visited(rows: Ints, layout: Layout, columns: Columns) -> Ints:
-    """Return those rows whose microbatch visits their stage."""
+    """Return the rows whose microbatch visits their stage."""
     unit = columns.unit[rows]
     rows = rows[(unit >= 0) & (unit < layout.num_microbatches)]
     found: Ints = rows[layout.visits_all[columns.stage[rows], columns.unit[rows]]]
@@ -91,7 +91,7 @@ def _visited(rows: Ints, layout: Layout, columns: Columns) -> Ints:
 
 
 def _names_its_peer(rows: Ints, kind: type[ins.Message], layout: Layout, columns: Columns) -> Flags:
-    """Which messages name the rank of the neighbouring stage, which is another one; those of skips are looked at."""
+    """Mask of messages whose peer is the rank of the neighbouring stage; skip messages always get the slow check."""
     if kind in ins.SKIP_MESSAGES:
         return np.zeros(len(rows), np.bool_)
     other_stage = layout.all_after if issubclass(kind, ins.SendAct | ins.RecvGrad) else layout.all_before
@@ -101,7 +101,7 @@ def _names_its_peer(rows: Ints, kind: type[ins.Message], layout: Layout, columns
 
 
 def _names_a_bucket(rows: Ints, kind: type[ins.OnBucket], layout: Layout, columns: Columns) -> Flags:
-    """Which collectives name a bucket of their stage, the axes of its replicas and one of its reductions."""
+    """Mask of collectives with a bucket of their stage, the axes of its replicas and one of its reductions."""
     bucket = columns.column("bucket")[rows]
     place = {axes: number for number, axes in enumerate(columns.table)}
     wanted = np.array([place.get(axes, ABSENT) if axes else ABSENT for axes in layout.buckets.values()])
@@ -149,7 +149,7 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
 
 
 def blocks_faults(blocks: tuple[int, ...], plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with how many blocks of the model each stage of a plan is to have."""
+    """Yield the faults of a plan's number of blocks per stage."""
     num_stages = len(plan.stage_to_pp)
     if len(blocks) != num_stages:
         yield f"blocks are given for {len(blocks)} stages ({listed(blocks)}), but there are {num_stages}"
@@ -172,7 +172,7 @@ def blocks_faults(blocks: tuple[int, ...], plan: PlanData) -> Iterator[str]:
 
 
 def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:
-    """Yield what is wrong with which stages of a plan are to be recomputed."""
+    """Yield the faults of a plan's recompute setting per stage."""
     if len(recompute) != num_stages:
         yield f"recompute names {len(recompute)} stages, but there are {num_stages}"
     for every in recompute:
@@ -186,7 +186,7 @@ def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) ->
 
 
 def tied_faults(plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with the named weights that several stages of a plan hold."""
+    """Yield the faults of a plan's named tied weights."""
     if plan.tied and plan.stage_to_part is not None:
         yield "tied: stages have twins here, which hold all of their weights together; name no tied weights besides"
     if len(plan.tied) > MAX_TIED:
@@ -202,7 +202,7 @@ def tied_faults(plan: PlanData) -> Iterator[str]:
 
 
 def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:
-    """Yield what is wrong with what replicas are to share out among them."""
+    """Yield the faults of a plan's ZeRO setting."""
     if type(zero.stage) is not int or not 0 <= zero.stage <= 3:
         yield (
             f"zero is {zero.stage!r}; give 0 (nothing is shared out), 1 (the optimizer's state), 2 (gradients too) or "
@@ -316,7 +316,7 @@ _ZERO_STAGES: dict[type[ins.Instruction], tuple[int, ...]] = {
     ins.GatherParams: (3,),
     ins.FreeParams: (3,),
 }
-"""In plans of which ZeRO stages an instruction has its place."""
+"""ZeRO stages of the plans in which an instruction may occur."""
 
 
 def _zero_fault(i: ins.Instruction, plan: PlanData) -> str | None:

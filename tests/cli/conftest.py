@@ -15,7 +15,7 @@ from quintsched.cli import main
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended."""
+    """Result of a command."""
 
     code: int
     out: str
@@ -23,7 +23,7 @@ class Result:
 
     @property
     def data(self) -> Any:
-        """What it wrote as JSON: all of standard output."""
+        """JSON that it wrote: all of standard output."""
         return json.loads(self.out)
 
 

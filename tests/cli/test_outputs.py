@@ -1,4 +1,4 @@
-"""Where commands write: into links, FIFOs and open files without replacing them, and never over their own input."""
+"""Outputs of commands: into links, FIFOs and open files without replacing them, and never over their own input."""
 
 import json
 import os

@@ -24,7 +24,7 @@ MOST_SECONDS, MOST_MEMORY, LONGEST_MESSAGE = 1.0, 2**28, 5000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an input: "good", "refused" or "fault", in how many seconds of the processor; `words` say more."""
+    """Outcome for one input: "good", "refused" or "fault", with the seconds of the processor; `words` say more."""
 
     kind: str
     seconds: float

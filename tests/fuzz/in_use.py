@@ -1,5 +1,5 @@
-"""What is read and then used, as a command does: models, hardware and measured files are predicted with, certificates
-checked. What is changed are values of files that stay JSON."""
+"""Files that are read and then used, as a command does: models, hardware and measured files in predictions,
+certificates in checks. Only values are changed, so that the files stay JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads files: each reader with good files to begin with."""
+"""Readers of files under test, each with good files to begin with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is done to a file, it is read or refused in words: a sample; `benchmarks/fuzz.py` feeds a million."""
+"""Fuzzing of files: each is read or refused with a message; a sample, `benchmarks/fuzz.py` feeds a million."""
 
 from __future__ import annotations
 

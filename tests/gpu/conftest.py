@@ -1,4 +1,4 @@
-"""How tests of a GPU are run: on which device, for how long, and what is said where there is none."""
+"""Setup of GPU tests: the device, time limits, and the reason for skipping without one."""
 
 from __future__ import annotations
 

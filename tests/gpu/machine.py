@@ -26,13 +26,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Machine:
-    """Where ranks run: on "cuda" or "cpu"."""
+    """Machine that ranks run on: "cuda" or "cpu"."""
 
     device: str
 
     @property
     def backend(self) -> Backend:
-        """What carries their messages."""
+        """Backend of their messages."""
         return "nccl" if self.device == "cuda" else "gloo"
 
     def reason_to_skip(self, world_size: int) -> str:

@@ -39,7 +39,7 @@ LINK_OF: dict[str, Callable[[Channel], Channel]] = {
     "pair-stream": lambda channel: (min(channel), max(channel)),
     "channel": lambda channel: channel,
 }
-"""Which channels share a process group."""
+"""Channels that share a process group, by transport profile."""
 
 
 class Posted:

@@ -1,4 +1,4 @@
-"""What is trained on several ranks besides the matrix of schedules: each axis, ZeRO, rings and trees, types, compiling.
+"""Training runs on several ranks besides the matrix of schedules: each axis, ZeRO, rings and trees, dtypes, compiling.
 
 Run("zero 3", Case("zb-h1", "dp=2", 2, zero=3))         ─▶ on every rank: engine, losses, weights
 Run("ring", Case(…, communication="ring"))              ─▶ the same in one process, to be equal within `tolerance`
@@ -19,7 +19,7 @@ from tests.runtime.matrix import CASES, LENGTH, OVERLAPPING, Case
 from tests.runtime.toys import Outcome, Task, ids_task, train_rank
 
 FLOAT64, FLOAT32 = 1e-10, 1e-4
-"""What is equal, in double and in single precision: max|a-b| / max(1, max|b|) per tensor."""
+"""Tolerances in double and in single precision: max|a-b| / max(1, max|b|) per tensor."""
 
 MORE = [
     Case("interleaved-1f1b", "pp=8", 8, chunks=2),
@@ -74,7 +74,7 @@ class Run:
         )
 
     def alone(self) -> Outcome:
-        """What one process makes of it in the matrix's steps, on the CPU."""
+        """Return the result of one process over the matrix's steps, on the CPU."""
         return self.case.alone(self.dtype)
 
 

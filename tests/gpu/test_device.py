@@ -188,7 +188,7 @@ def test_a_block_of_a_ring_is_attention(
 
 @pytest.mark.parametrize("with_experts", [False, True])
 def test_a_step_waits_for_the_device_once(machine: Machine, with_experts: bool) -> None:
-    """That is for the norm of the gradients, which says whether the step counts; experts that pad add none."""
+    """Wait only for the gradient norm, which says whether the step counts; experts that pad add no wait."""
     machine.require_cuda("a CPU is not waited for")
     blocks = moe_blocks(16, capacity_factor=1.25, pad_to_capacity=True) if with_experts else None
     engine, task = (
@@ -210,9 +210,9 @@ def test_a_step_waits_for_the_device_once(machine: Machine, with_experts: bool) 
 
 
 def test_memory_is_that_of_the_simulator(machine: Machine) -> None:
-    """What a GPU allocates beyond what a step leaves is the simulator's peak of activations, and what products need.
+    """Compare a GPU's allocations in a step with the simulator's peak of activations, plus workspace of products.
 
-    How close that is on a model of usual size, `benchmarks/gpu.py` measures.
+    `benchmarks/gpu.py` measures how close they are on a model of usual size.
     """
     machine.require_cuda("an allocator that counts")
     plan = qs.compile("gpipe", mesh="pp=1", microbatches=8)

@@ -51,7 +51,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(machine: Machine, job: Path) -> list[float]:
-    """What one process on the CPU loses."""
+    """Return the losses of one process on the CPU."""
     return losses(machine, job, job.with_name("alone.jsonl"), "runtime.transport=gloo")
 
 

@@ -14,7 +14,7 @@ from .machine import Machine
 from .runs import Run
 
 START_S, RUN_S, STEP_S = 90.0, 45.0, 2.0
-"""What a launch may take, each run of it (it connects anew), and each of its steps."""
+"""Time limits of a launch, of each run of it (it connects anew), and of each of its steps, in seconds."""
 
 
 def train(machine: Machine, folder: Path, runs: Sequence[Run], steps: int) -> dict[str, list[Outcome]]:

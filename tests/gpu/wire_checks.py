@@ -1,4 +1,4 @@
-"""What four ranks of a transport do to find out whether channels keep their promises, and their streams."""
+"""Checks that four ranks of a transport run on the guarantees of its channels and streams."""
 
 from __future__ import annotations
 
@@ -91,4 +91,4 @@ STREAM_CHECKS: list[Callable[[Transport], None]] = [
     check_a_message_waits_for_what_came_before,
     check_a_message_does_not_wait_for_what_comes_after,
 ]
-"""What only a device with streams can be asked."""
+"""Checks for devices with streams only."""

@@ -171,7 +171,7 @@ class Case:
 
     @property
     def in_step(self) -> int:
-        """How many microbatches all replicas together take in a step."""
+        """Number of microbatches of all replicas together in a step."""
         mesh = qs.Mesh.parse(self.mesh)
         return self.microbatches * mesh.axis_size("dp") * mesh.axis_size("ep")
 
@@ -192,7 +192,7 @@ class Case:
         return task_of(self.model, self.in_step, dtype)
 
     def alone(self, dtype: torch.dtype, clip: float | None = None) -> Outcome:
-        """What one process makes of it; tied weights under all their names."""
+        """Return the result of one process; tied weights under all their names."""
         found = train_alone(self.model, self.depth, self.in_step, dtype, clip)
         copies = {other: found.weights[first] for first, *others in self.tied.values() for other in others}
         return Outcome(found.losses, found.weights | copies)
@@ -366,4 +366,4 @@ OVERLAPPING: Mapping[int, Case] = {
     4: Case("dualpipe", "pp=2,tp=2", 4, overlap=True, model="gpt"),
     8: Case("interleaved-1f1b", "dp=2,pp=2,tp=2", 4, chunks=2, overlap=True, model="gpt", zero=3),
 }
-"""What is trained with overlap and without, by the number of ranks; the turns are settled after two steps."""
+"""Cases trained with overlap and without, by the number of ranks; the turns are settled after two steps."""

@@ -84,7 +84,7 @@ class Case:
         return f"{self.schedule} {self.mesh} {self.model}{' sp' if self.sequence_parallel else ''}"
 
     def size(self, axis: str) -> int:
-        """How many ranks there are along an axis."""
+        """Return the number of ranks along an axis."""
         return qs.Mesh.parse(self.mesh).axis_size(axis)
 
     @property
@@ -115,7 +115,7 @@ class Case:
 
     @property
     def alone(self) -> tuple[str, int, int]:
-        """What its numbers depend on: the model, the microbatches of all replicas, the length of sequences."""
+        """Settings that determine its numbers: model, microbatches of all replicas, length of sequences."""
         return self.model, self.size("dp") * self.size("ep") * self.microbatches, 12 if self.size("cp") == 3 else 8
 
 
@@ -148,19 +148,19 @@ CASES = list(_cases())
 QUICK = [case for case in CASES if case.ranks <= 16][2::3]
 """Some of them, for every day."""
 IN_FLOAT32, QUICK_IN_FLOAT32 = CASES[2::3], QUICK[::2]
-"""Those of both that are trained in float32 too."""
+"""Cases of both that are trained in float32 too."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training leaves, on one rank or alone; whole tensors by their names in the whole model."""
+    """Results of training, on one rank or alone; whole tensors by their names in the whole model."""
 
     losses: list[float]
     """Of every step."""
     norms: list[float]
     """Of the gradients of every step, before they are clipped."""
     gradients: dict[str, Tensor]
-    """What the last step of the optimizer was given."""
+    """Gradients given to the last step of the optimizer."""
     weights: dict[str, Tensor]
 
 
@@ -217,13 +217,13 @@ def task_of(steps: int, microbatches: int, length: int) -> Task:
 
 
 def options_of(model: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What the model is made with."""
+    """Return the options that the model is built with."""
     options = {"experts": 4, "balance": 0.05, "z": 0.01, **MODELS[model]}
     return options | ({"top_k": options["experts"]} if dtype == torch.float32 else {})
 
 
 def ties_of(model: str) -> dict[str, tuple[str, ...]]:
-    """Which weights of it are one."""
+    """Return the weights of it that are tied."""
     return gpt_tied(GPTOptions(depth=DEPTH, tied=bool(MODELS[model].get("tied"))))
 
 

@@ -39,7 +39,7 @@ from .toys import difference
 CLASSES, LENGTH, TOLERANCE = 12, 8, 1e-10
 SHAPES = {"vit": (1, 8, 8), "own": (6,), "odd": (6,)}
 SCHEDULES = [schedule for schedule in qs.all_schedules() if schedule.mode == "train"]
-"""Those of the package, before other tests register theirs."""
+"""Schedules of the package, before other tests register theirs."""
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3, eps=1e-4),

@@ -1,4 +1,4 @@
-"""What docs/extending.md adds: a tensor-parallel layer, and a thing that is saved, as the page has them."""
+"""Examples of docs/extending.md: a tensor-parallel layer, and an object that is saved, as on the page."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ IN_SINGLE = [
 ]
 
 TRAINING = {s.name for s in qs.all_schedules() if s.mode == "train"}
-"""Those of the package, before other tests register theirs."""
+"""Schedules of the package, before other tests register theirs."""
 
 
 @cache

@@ -13,7 +13,7 @@ from quintsched.errors import UsageError
 from quintsched.runtime import minimal
 
 SCHEDULES = [schedule.name for schedule in qs.all_schedules() if schedule.mode == "train"]
-"""Those of the package, before other tests register theirs."""
+"""Schedules of the package, before other tests register theirs."""
 
 
 def pieces_of(plan: qs.Plan) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Whatever the checker lets pass trains as one process does: mutants of plans that are sound, run on a toy model.
+"""Mutants of sound plans: those that pass the checker train as one process does, on a toy model.
 
 Each piece of the model is one linear block whose output at a place of the sequence also has the sum of keys before it:
 so slices, pieces in another order and microbatches seen twice all show in the weights after two steps. A piece sends
@@ -32,11 +32,11 @@ from .toys import Outcome, worst_difference
 WIDTH, LENGTH, STEPS = 3, 4, 2
 TRAINING = [recipe for recipe in DRAWN if recipe.schedule.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight", "bias": "layer.bias"}
-"""Which weight of a block each name ties that a plan, or a change of it, has."""
+"""Weight of a block for each tied name that a plan, or a change of it, has."""
 
 
 FACTORS = {"all": 0.5, "far": 0.25, "more": -0.3}
-"""What a piece multiplies each skip by that it takes."""
+"""Factor by which a piece multiplies each skip that it takes."""
 
 
 class Toy(nn.Module):
@@ -77,7 +77,7 @@ def toy(sends: tuple[str, ...], takes: tuple[str, ...], has_loss: bool) -> type[
 
 
 class ModelShape(NamedTuple):
-    """What the model is: its pieces, the samples of a batch, ties by stages, skips and losses by pieces."""
+    """Shape of the model: its pieces, the samples of a batch, ties by stages, skips and losses by pieces."""
 
     pieces: int
     samples: int

@@ -39,7 +39,7 @@ CASES = [
 
 
 QUICK = {0, 1, 2, 12, 15}
-"""Those of every day; the others are for the long proof."""
+"""Cases of every day; the others are for the long proof."""
 
 
 @pytest.mark.sampled(2)

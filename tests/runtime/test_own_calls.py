@@ -1,4 +1,4 @@
-"""How much of this package's own code runs: a change that makes it more has to say so here."""
+"""Number of this package's own function calls: a change that raises it must update the limit here."""
 
 from benchmarks.own_calls import calls_at_first, calls_of_a_step, parts_of
 

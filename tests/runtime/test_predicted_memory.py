@@ -1,4 +1,4 @@
-"""What a prediction says that ranks of a CPU hold, they hold: 26 strategies, each rank to the byte.
+"""Predicted memory of CPU ranks equals the real one, to the byte, for each rank of 26 strategies.
 
 Activations are what autograd saves. State is compared with all that aligning and cutting into buckets does to it in
 `state/test_predicted_state`; here sizes are such that nothing is left over.

@@ -1,4 +1,4 @@
-"""What cannot be run, or would train something else than what was meant, is refused in words before it does."""
+"""Runs that are impossible, or would train another model than was meant, are refused with a message beforehand."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_events_are_what_perfetto_reads(tmp_path: Path) -> None:
 
 
 def test_a_pair_is_one_slice_under_both_names(tmp_path: Path) -> None:
-    """It takes messages for both of its sides."""
+    """A pair takes messages for both of its sides."""
     simulation, step = measured(tmp_path, "dualpipe-v", "pp=2", overlap=True)
     save_events(simulation, step, tmp_path / "events.json")
     events = read_events(tmp_path / "events.json")

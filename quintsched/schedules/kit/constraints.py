@@ -1,6 +1,6 @@
-"""What shapes some schedules take: each returns what is wrong with a shape and the nearest sizes that work, or None.
+"""Constraints on shapes: each returns the fault of a shape with the nearest sizes that work, or None.
 
-The docstring is what `quintsched schedules` says of it.
+The docstring of each is its text in the list of `quintsched schedules`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from quintsched.schedules.kit.registry import Shape
 
 MOST_RANKS = 1024
-"""On how many ranks an order is worked out that takes every slot of every rank: a thousand take half a minute."""
+"""Maximum number of ranks for orders that are computed slot by slot: a thousand ranks take half a minute."""
 
 
 def whole_rounds(shape: Shape) -> str | None:

@@ -1,13 +1,13 @@
 """The eight phases that DualPipe and DualPipeV share (DeepSeek-V3, arXiv:2412.19437; its repository DualPipe).
 
-Two lanes meet on every rank. Lane 0 is the one whose forward comes here first; `depth` is the length of the line that
-both lanes run along, and `position` this rank's place in it, counted from the end where lane 0 begins:
+Two lanes meet on every rank. Lane 0 is the one whose forward arrives first; `depth` is the number of ranks that both
+lanes pass, and `position` is this rank's place among them, counted from the end at which lane 0 begins:
 
-    fill     F0 ..., F0 F1 ..., I1 W F1 ...      until the backwards of lane 1 have come
+    fill     F0 ..., F0 F1 ..., I1 W F1 ...      until backwards of lane 1 have arrived
     steady   F0 B1  F1 B0                        a forward of one lane beside a backward of the other
-    drain    B1 F1 B0 ..., B1 B0 ..., W I0 ..., W ...      from half-way on, weight halves wait for the gaps
+    drain    B1 F1 B0 ..., B1 B0 ..., W I0 ..., W ...      from half-way on, weight halves are deferred into gaps
 
-A forward and a backward that stand side by side come one after the other in the plan, or as one `Overlap`.
+A paired forward and backward come one after the other in the plan, or as one `Overlap`.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def dual_phases(position: int, depth: int, microbatches: int, *, overlap: bool =
 
 
 def _alternating(turns: tuple[Turn, Turn], number: int) -> Iterator[Phase]:
-    """Yield so many turns, the two by turns."""
+    """Yield `number` turns that alternate between the two."""
     yield turns, number // 2
     yield turns[:1], number % 2
 

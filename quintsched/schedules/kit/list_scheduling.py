@@ -1,12 +1,13 @@
 """Greedy list scheduling of one stage per rank, under given costs and a cap on memory.
 
-A run in simulated time: a rank that is free does what can run, and its order is that in which it did things. What it
-prefers is said by a `Manner`, whose heart is the *lead*: by how many forwards a rank is ahead of its input halves.
+It simulates a run in which every free rank starts a pass that can run; the order of each rank is the order of its
+starts. A `Manner` sets the priorities, above all the *lead*: the number of forwards a rank is ahead of its input
+halves.
 
-    lead 4    F0 F1 F2 F3 I0 F4 I1 F5 I2 …           weight halves fill the gaps, or make room where memory is full
+    lead 4    F0 F1 F2 F3 I0 F4 I1 F5 I2 …           weight halves fill the gaps, or free memory when it is full
     lead 1    F0 I0 F1 I1 …
 
-A forward begins only where the cap leaves room for it. No run of an eager manner gets stuck: microbatches come in
+A forward begins only if the cap leaves room for it. A run with an eager manner never gets stuck: microbatches come in
 order, so all memory that a rank lacks for the oldest one is freed by its own weight halves.
 """
 
@@ -21,20 +22,20 @@ from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
 
 EPSILON = 1e-9
 MOST_ROOM = 2**53
-"""For how many microbatches there is room where a cap is no limit."""
+"""Number of microbatches with room for them if there is no cap."""
 FLOOD = 2
-"""So many forwards may lie before the next rank without having begun there."""
+"""Number of forwards by which a stage may be ahead of the next one before it holds back."""
 
 
 PerStage: TypeAlias = tuple[tuple[float, ...], ...]
-"""For each stage in order, a value per microbatch."""
+"""One value per stage and microbatch."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be scheduled: the times of the three passes, what a microbatch holds, and how long messages take.
+    """Input of the scheduler: times of the three passes, activation memory per microbatch, travel times of messages.
 
-    Those are under way for `send_activation[s]` from stage s to s+1, and for `send_gradient[s]` the other way.
+    `send_activation[s]` is the travel time from stage s to s+1, `send_gradient[s]` that of the opposite direction.
     """
 
     forward: PerStage
@@ -48,24 +49,24 @@ class Work:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """Number of microbatches."""
         return len(self.forward[0])
 
     @property
     def num_passes(self) -> int:
-        """How many computations there are."""
+        """Number of computations."""
         return 3 * self.microbatches * len(self.forward)
 
 
 @dataclass(frozen=True)
 class Manner:
-    """What a rank prefers.
+    """Priorities of a rank.
 
-    `slope`: the lead is 1 on the last rank, and this much more on each rank before.
-    `early_forward`, `early_weight`: how much of a forward (weight half) may still be to do when something better, which
-    is already on its way, arrives.
-    `strict`: forwards and input halves come exactly by the lead, and no rank waits for something better where it would
-    so have waited more than any other. Else the manner is eager: what can run may go first.
+    `slope`: the lead is 1 on the last rank, and larger by `slope` on each rank before.
+    `early_forward`, `early_weight`: fraction of a forward (weight half) that may remain when a better pass, which is
+    already on its way, arrives.
+    `strict`: forwards and input halves alternate exactly by the lead, and a rank waits for a better pass only while it
+    stays within the longest idle time of any rank. Otherwise the manner is eager: any pass that can run may go first.
     """
 
     slope: float
@@ -76,7 +77,7 @@ class Manner:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The longest span, the makespan and the most memory of a run, and the order of each stage's passes."""
+    """Result of a run: longest span, makespan, peak memory of a rank, and the order of each stage's passes."""
 
     span: float
     makespan: float
@@ -85,7 +86,7 @@ class Outcome:
 
 
 def schedule_greedily(work: Work, manner: Manner, longest_span: float = math.inf) -> Outcome | None:
-    """Run `work` in a manner; None where it gets stuck, or as soon as its span is sure to pass `longest_span`."""
+    """Run `work` in a manner; None if it gets stuck, or once its span is sure to exceed `longest_span`."""
     run = _Run(work, manner, longest_span)
     while run.events:
         now, stage = heappop(run.events)
@@ -95,7 +96,7 @@ def schedule_greedily(work: Work, manner: Manner, longest_span: float = math.inf
 
 
 class _Run:
-    """The stages of a run, and when each has to look for something to do."""
+    """State of a simulated run: its stages, and the events at which each of them decides."""
 
     def __init__(self, work: Work, manner: Manner, longest_span: float) -> None:
         self.events: list[tuple[float, int]] = [(0.0, 0)]
@@ -105,11 +106,11 @@ class _Run:
         self._work = work
 
     def wake(self, stage: int, now: float) -> None:
-        """Let a stage look again at this time."""
+        """Schedule a decision of a stage at time `now`."""
         heappush(self.events, (now, stage))
 
     def outcome(self) -> Outcome | None:
-        """Return what the run came to; None where not everything is done."""
+        """Return the result of the run; None if some pass never ran."""
         if any(stage.weights < self._work.microbatches for stage in self.stages):
             return None
         return Outcome(
@@ -121,7 +122,7 @@ class _Run:
 
 
 class _Stage:
-    """A stage while it runs; entry k of `inputs` and `gradients` says when those of microbatch k come."""
+    """State of a stage during a run; `inputs[k]` and `gradients[k]` are the arrival times for microbatch k."""
 
     def __init__(self, number: int, work: Work, manner: Manner, longest_span: float, run: _Run) -> None:
         behind = len(work.forward) - 1 - number
@@ -146,7 +147,7 @@ class _Stage:
         self._most_idle = longest_span - math.fsum(passes) + EPSILON
 
     def decide(self, now: float) -> bool:
-        """Begin what is best now, if the stage is free and anything can run; whether the span may still do."""
+        """Start the best pass that can run now, if the stage is free; return False if the span must get too long."""
         if now < self.busy_until:
             return True
         choice = self._choose(now)
@@ -167,7 +168,7 @@ class _Stage:
         return self._idle <= self._most_idle
 
     def _choose(self, now: float) -> type[Compute] | None:
-        """Return what to do at this time; None to wait."""
+        """Return the pass to start at this time; None to wait."""
         manner, ahead = self._manner, self.forwards >= self.halves + self._lead
         gradient = self.gradients[self.halves] if self.halves < len(self.gradients) else math.inf
         forward = self.inputs[self.forwards] if self._may_forward(gradient) else math.inf
@@ -187,19 +188,19 @@ class _Stage:
         return None
 
     def _may_forward(self, gradient: float) -> bool:
-        """Whether the next forward has or gets its input, and has room, and the next stage may need it."""
+        """Return whether the next forward has (or will get) its input, has memory, and the next stage may need it."""
         if self.forwards >= len(self.inputs) or self._memory + self._activation[self.forwards] > self._cap:
             return False
         return not (self._floods() and (gradient < math.inf or self.weights < self.halves))
 
     def _floods(self) -> bool:
-        """Whether the next stage has enough to do."""
+        """Return whether the next stage has enough forwards waiting."""
         if self._is_last or not self.halves:
             return False
         return self.forwards >= self._run.stages[self._number + 1].forwards + FLOOD
 
     def _fits(self, length: float, early: float, now: float, coming: float) -> bool:
-        """Whether something of this length may begin although something better comes."""
+        """Return whether a pass of this length may start although a better one arrives at `coming`."""
         if length - (coming - now) <= early * length + EPSILON:
             return True
         if not self._manner.strict or self.began < 0:
@@ -220,7 +221,7 @@ class _Stage:
             self._run.stages[self._number + 1].inputs.append(arrival)
             self._run.wake(self._number + 1, arrival)
         if self._number:
-            self._run.wake(self._number - 1, now)  # it may have held forwards back
+            self._run.wake(self._number - 1, now)  # the previous stage may have held forwards back
 
     def _begin_half(self, now: float) -> None:
         number = self.halves

@@ -1,4 +1,4 @@
-"""From a schedule and a shape to a plan that holds only what the schedule says: which computations, in which order."""
+"""Plan of a schedule's bare order of computation, before any pass."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from quintsched.schedules.kit.steps import Steps
 def order_of_computation(
     schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1, runs: Runs | None = None
 ) -> PlanData:
-    """Return the plan that holds only what the schedule says: which computations, in which order.
+    """Return the plan that holds only the schedule's computations, in its order.
 
-    `runs` says which stages of `shape` each stage of the schedule stands for; None: it is asked with these.
+    `runs` maps the schedule's stages to runs of stages of `shape`; None if they are the same.
     """
     routes = routes_of(schedule, shape)
     asked = {"memory_cap": shape.memory_cap, "overlap": shape.overlap or None}
@@ -41,7 +41,7 @@ def order_of_computation(
 
 
 def _programs(schedule: Schedule, shape: Shape, runs: Runs | None) -> Iterator[Columns]:
-    """Yield each rank's order, in stages of the plan."""
+    """Yield each rank's order, in terms of the plan's stages."""
     asked = shape if runs is None else runs.asked(shape)
     for rank in range(shape.pp):
         program = _program(schedule, rank, asked)
@@ -49,14 +49,14 @@ def _programs(schedule: Schedule, shape: Shape, runs: Runs | None) -> Iterator[C
 
 
 def _program(schedule: Schedule, rank: int, shape: Shape) -> Columns:
-    """Return one rank's order; raises `UnsoundError` where the schedule's own code fails or yields something else."""
+    """Return one rank's order; raises `UnsoundError` if the schedule's code fails or yields no computation."""
     where = f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches, {shape.chunks} chunks, rank {rank}"
     most = len(COMPUTATIONS) * shape.num_units * len(shape.stages_of(rank))
     with own_code(where):
         steps = schedule.order(rank, shape)
         if isinstance(steps, Steps):
             return steps.columns
-        program = list(islice(steps, most + 1))  # one too many is enough to refuse it
+        program = list(islice(steps, most + 1))  # one too many suffices to refuse an endless generator
     for index, found in enumerate(program):
         if not isinstance(found, COMPUTING):
             raise UnsoundError(f"{where}: the schedule yields {found!r} at {index}; it may yield computations only")

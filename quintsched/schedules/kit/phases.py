@@ -1,9 +1,10 @@
-"""Orders that are written as phases: what is done in turn, the microbatches numbered by counting.
+"""Orders written as phases: repeated sequences of turns, whose microbatches are numbered by counting.
 
     F0 F0 F1 I1 W F1 …   ──number──▶   F0 of microbatch 0, F0 of 1, F1 of 0, I1 of 0, its W, F1 of 1, …
 
-A rank has two lanes, 0 and 1: two chunks of a V, or its stages of two models that run against each other. A turn may
-be two at once, a forward and a backward that overlap; where one of them falls away, the other is done alone.
+A rank has two lanes, 0 and 1: two chunks of a V, or its stages in two copies of a model that run in opposite
+directions. A turn may be a pair, a forward and a backward that overlap; if one of them is dropped, the other runs
+alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quintsched.schedules.kit.registry import Order
 
 
 class Turn(Enum):
-    """What a rank does next: forward, input half or whole backward of a lane, or the oldest pending weight half."""
+    """Turn of a rank: forward, input half or whole backward of a lane, or the oldest pending weight half."""
 
     F0 = auto()
     F1 = auto()
@@ -37,12 +38,12 @@ KINDS: dict[Turn, tuple[type[Compute], int]] = {
     Turn.B0: (Bwd, 0),
     Turn.B1: (Bwd, 1),
 }
-"""The instruction and the lane of each turn but `W`."""
+"""Instruction and lane of each turn but `W`."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A stage, and the microbatches that visit it in turn."""
+    """Stage, with the microbatches that visit it in order."""
 
     stage: int
     microbatches: range
@@ -50,21 +51,21 @@ class Lane:
 
 @dataclass(frozen=True)
 class Both:
-    """A forward and a backward of different lanes, side by side."""
+    """Forward and backward of different lanes, side by side."""
 
     forward: Turn
     backward: Turn
 
 
 Phase = tuple[tuple[Turn | Both, ...], int]
-"""Turns that are done one after the other, and how often these are repeated."""
+"""Sequence of turns, and how often it is repeated."""
 
 
 def number(phases: Iterable[Phase], lanes: tuple[Lane, Lane]) -> Order:
-    """Yield the turns with their microbatches; turns beyond a lane's microbatches fall away.
+    """Yield the turns with their microbatches; turns beyond a lane's microbatches are dropped.
 
-    Phases can so be written for as many microbatches as fill the pipeline: what is left when the later ones are
-    taken out is in an order that still runs. What falls away is skipped, not walked through turn by turn.
+    So phases can be written for enough microbatches to fill the pipeline: without the later ones, the order still
+    runs. Dropped turns are skipped in bulk, not one by one.
     """
     count = _Count(lanes)
     for turns, times in phases:
@@ -85,21 +86,21 @@ def _side_by_side(forward: Compute | None, backward: Compute | None) -> Order:
 
 
 class _Count:
-    """How far the lanes are, and which weight halves are still to be done."""
+    """Progress of both lanes, and the pending weight halves."""
 
     def __init__(self, lanes: tuple[Lane, Lane]) -> None:
         self._lanes = lanes
         self._ends = [len(lane.microbatches) for lane in lanes]
         self._done: dict[type[Compute], list[int]] = {Fwd: [0, 0], BwdInput: [0, 0]}
         self._done[Bwd] = self._done[BwdInput]
-        self._pending: deque[tuple[int, int, int]] = deque()  # runs: lane, first, length (1: not beyond)
+        self._pending: deque[tuple[int, int, int]] = deque()  # runs: (lane, first, length); length 1 within the lane
 
     def left(self, turns: Sequence[Turn | Both]) -> int:
-        """How often these turns have to be walked through until all of them are beyond their lanes."""
+        """Return how often these turns must be repeated until all of them are beyond their lanes."""
         return max([0, *(self._ends[lane] - self._done[kind][lane] for kind, lane in _counted(turns))])
 
     def take(self, turn: Turn) -> Compute | None:
-        """Return what a turn does; None where it is beyond the lane's microbatches."""
+        """Return the computation of a turn; None if it is beyond the lane's microbatches."""
         if turn is Turn.W:
             kind: type[Compute] = BwdWeight
             lane, k, length = self._pending.popleft()
@@ -114,7 +115,7 @@ class _Count:
         return self._named(kind, lane, k)
 
     def skip(self, turns: Sequence[Turn | Both], times: int) -> Order:
-        """Go past turns that are beyond their lanes; yield the weight halves among them that are not."""
+        """Skip turns that are beyond their lanes; yield the weight halves among them that are not."""
         for kind, lane in _counted(turns):
             if kind is BwdInput:
                 self._pending.append((lane, self._done[kind][lane], times))
@@ -131,13 +132,13 @@ class _Count:
 
 
 def _counted(turns: Sequence[Turn | Both]) -> list[tuple[type[Compute], int]]:
-    """Return the turns that have a microbatch of their own: all but weight halves."""
+    """Return the turns that count microbatches themselves: all but weight halves."""
     single = (t for turn in turns for t in ((turn.forward, turn.backward) if isinstance(turn, Both) else (turn,)))
     return [KINDS[turn] for turn in single if turn is not Turn.W]
 
 
 def _popped(pending: deque[tuple[int, int, int]], number: int) -> Iterator[tuple[int, int]]:
-    """Take so many off the runs, and yield the first of each run."""
+    """Take `number` entries off the runs; yield the first of each run."""
     while number > 0:
         lane, k, length = pending.popleft()
         if length > number:
@@ -147,7 +148,7 @@ def _popped(pending: deque[tuple[int, int, int]], number: int) -> Iterator[tuple
 
 
 def windows(length: int, *starts: int) -> Iterator[int]:
-    """Yield every moment, in rising order and once, that lies less than `length` after one of `starts`."""
+    """Yield each integer less than `length` after one of `starts`, in ascending order, once."""
     end = 0
     for start in sorted(starts):
         yield from range(max(start, end), start + length)

@@ -1,10 +1,10 @@
-"""The registry of schedules: adding one is one decorated generator.
+"""Registry of schedules: a new one is a decorated generator.
 
     @schedule("1f1b", summary="…", bubble="…", memory="…")
     def one_f_one_b(rank: int, shape: Shape) -> Order:
         yield Fwd(rank, 0) …
 
-A schedule says only in which order a rank computes. Passes add messages, reductions and the optimizer.
+A schedule only yields the order of computations of a rank. Passes add messages, reductions and the optimizer.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ MAX_SLICES = 2**12
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule is asked for: `pp` ranks, `microbatches`, and which stages each rank holds."""
+    """Arguments of a schedule: `pp` ranks, `microbatches`, and the placement of stages."""
 
     pp: int
     microbatches: int
     chunks: int
     stage_to_pp: tuple[int, ...]
     slices: int = 1
-    """Pieces of a microbatch along the sequence; instructions then count slices."""
+    """Slices of a microbatch along the sequence; instructions then count slices."""
     costs: Costs = field(default_factory=Costs)
-    """What to plan with, for schedules that search."""
+    """Costs to plan with, for schedules that search."""
     memory_cap: float | None = None
-    """The most activations a rank may hold, in microbatches of a whole rank, for schedules that search."""
+    """Maximum of activations that a rank may hold, in microbatches of a whole rank, for schedules that search."""
     recompute: tuple[int, ...] = ()
-    """Per stage, whether its activations are recomputed (not 0), for schedules that yield `Recompute` themselves; ()
-    where none are. What they leave out is placed right before the backward."""
+    """Recompute setting per stage (0: none), for schedules that yield `Recompute` themselves; () if none does.
+    Those that a schedule leaves out are placed right before the backward."""
     overlap: bool = False
-    """Whether a forward and a backward side by side are one `Overlap`, for schedules that have such pairs."""
+    """Whether paired forwards and backwards are yielded as one `Overlap`, for schedules that have such pairs."""
 
     @property
     def num_units(self) -> int:
-        """What instructions count: microbatches x slices."""
+        """Number of units that instructions count: microbatches x slices."""
         return self.microbatches * self.slices
 
     @cached_property
@@ -65,7 +65,7 @@ class Shape:
         return tuple(map(tuple, found))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on `rank`, in rising order."""
+        """Stages on `rank`, in ascending order."""
         return self._stages[rank]
 
     @cached_property
@@ -73,15 +73,15 @@ class Shape:
         return hash(tuple(getattr(self, one.name) for one in fields(self)))
 
     def __hash__(self) -> int:
-        return self._hash  # worked out once: schedules that search look shapes up rank by rank
+        return self._hash  # computed once: schedules that search look up the same shape for each rank
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named order of computation, and what to know about it.
+    """Named order of computation, with its properties.
 
-    `order(rank, shape)` yields the computations of one rank; `constraint(shape)` returns what is wrong with
-    a shape and which sizes work, or None.
+    `order(rank, shape)` yields the computations of one rank; `constraint(shape)` returns the fault of a shape with the
+    sizes that work, or None.
     """
 
     name: str
@@ -98,31 +98,31 @@ class Schedule:
     searches: bool = False
     """Whether the order depends on costs and a memory cap."""
     bidirectional: bool = False
-    """Whether half of the microbatches go the other way: each piece of the model is then held twice."""
+    """Whether half of the microbatches go in the opposite direction: each piece of the model is then held twice."""
     routes: Routing | None = None
-    """The routes of the microbatches of a shape, where these are others: (stages, microbatches) for each, microbatches
-    as instructions count them. A piece of the model that is on several routes is held once for each."""
+    """Routes of a shape's microbatches, if not the default: (stages, microbatches) for each, in the numbers that
+    instructions use. A piece of the model that is on several routes is held once per route."""
     stage_to_part: Callable[[Shape], Iterable[int]] | None = None
-    """Which piece of the model each stage holds; None takes its place on a route."""
+    """Piece of the model that each stage holds; None: its position on its route."""
     any_placement: bool = False
-    """Whether the order runs wherever the stages lie: it is then asked with any placement of the user's as it is."""
+    """Whether the order runs with any placement: it then gets a user's placement unchanged."""
     overlaps: bool = False
-    """Whether it has forwards beside backwards that can overlap: it then looks at `Shape.overlap`."""
+    """Whether it has pairs of forwards and backwards that can overlap: it then reads `Shape.overlap`."""
     constraint: Callable[[Shape], str | None] = lambda _shape: None
 
     @property
     def built_in(self) -> bool:
-        """Whether it is one of ours."""
+        """Whether it is a schedule of this package."""
         return self.order.__module__.startswith("quintsched.schedules.")
 
     @property
     def several_chunks(self) -> range:
-        """The fewest chunks that it takes, and the next two that it does: what is proved where nothing is asked for."""
+        """Range of the fewest chunks that it takes and the next two: the default of a proof over shapes."""
         return range(self.min_chunks, min(self.max_chunks, self.min_chunks + 2) + 1)
 
     @property
     def chunks_text(self) -> str:
-        """How many chunks the schedule takes, in words."""
+        """Range of chunks as text."""
         if self.min_chunks == self.max_chunks:
             return str(self.min_chunks)
         return f"{self.min_chunks} or more"
@@ -138,9 +138,9 @@ class Schedule:
         *,
         overlap: bool = False,
     ) -> Shape:
-        """Return the checked shape for these sizes; `chunks` None takes the fewest.
+        """Return the checked shape for these sizes; `chunks=None` takes the fewest.
 
-        Raises `UsageError` for sizes that the schedule does not take, `UnsoundError` where its own code fails.
+        Raises `UsageError` for sizes that the schedule does not take, `UnsoundError` if its own code fails.
         """
         _check_range(self.name, "microbatches", microbatches, 1, MAX_MICROBATCHES)
         placed = self.placed(pp, chunks)
@@ -162,9 +162,9 @@ class Schedule:
         return shape
 
     def placed(self, pp: int, chunks: int | None) -> tuple[int, ...]:
-        """Return where the schedule's own placement puts the stages; `chunks` None takes the fewest.
+        """Return the schedule's own placement; `chunks=None` takes the fewest.
 
-        Raises `UsageError` for chunks that it does not take, `UnsoundError` where it fails or gives no ranks.
+        Raises `UsageError` for chunks that it does not take, `UnsoundError` if it fails or gives no valid ranks.
         """
         chunks = self.min_chunks if chunks is None else chunks
         _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
@@ -182,7 +182,7 @@ class Schedule:
 
 @contextmanager
 def own_code(where: str) -> Iterator[None]:
-    """Say what a schedule's own code raises, `sys.exit` included, as an `UnsoundError` with the line that raised it."""
+    """Turn an error of a schedule's code, `sys.exit` included, into an `UnsoundError` with the line that raised it."""
     try:
         yield
     except (QuintschedError, KeyboardInterrupt):
@@ -226,7 +226,7 @@ def schedule(
 ) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
     """Register the decorated generator as a schedule; the fields are those of `Schedule`.
 
-    Raises `UsageError` where another generator has the name; the same one may be defined again, as notebooks do.
+    Raises `UsageError` if another generator has the name; the same one may be redefined, as in notebooks.
     """
 
     def register(order: Callable[[int, Shape], Order]) -> Schedule:
@@ -267,12 +267,12 @@ def _refuse_second(name: str, order: Callable[[int, Shape], Order]) -> None:
 
 
 def all_schedules() -> tuple[Schedule, ...]:
-    """Every registered schedule, in the order of registration."""
+    """Return all registered schedules, in order of registration."""
     return tuple(_REGISTRY.values())
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule of this name or alias; raises `UsageError` that suggests the nearest one."""
+    """Return the schedule of this name or alias; raises a `UsageError` that suggests the nearest one."""
     for found in _REGISTRY.values():
         if name == found.name or name in found.aliases:
             return found

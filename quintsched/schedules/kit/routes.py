@@ -1,10 +1,10 @@
-"""The routes of microbatches through the stages: one, two against each other, or those that a schedule gives.
+"""Routes of microbatches through the stages: one, two in opposite directions, or those that a schedule gives.
 
 one              stages 0 1 2 3              all microbatches
-bidirectional    stages 0 1 2 3, 4 5 6 7     half of them each
+bidirectional    stages 0 1 2 3, 4 5 6 7     half of them on each
 its own          routes=lambda shape: [((0, 1, 2, 3), range(0, 2)), ((4, 5, 6, 7), range(2, 4)), …]
 
-Every route visits the whole model, so which piece of it a stage holds is its place on a route.
+Every route visits the whole model, so a stage's position on its route is the piece of the model that it holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quintsched.schedules.kit.registry import Schedule, Shape, own_code
 
 
 def routes_of(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
-    """Return the routes of a plan of this shape; raises `UnsoundError` where the schedule gives something else."""
+    """Return the routes of a plan of this shape; raises `UnsoundError` if the schedule gives invalid ones."""
     stages, units = range(len(shape.stage_to_pp)), range(shape.num_units)
     if schedule.routes is None:
         ways = 2 if schedule.bidirectional else 1
@@ -37,7 +37,7 @@ def routes_of(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
 
 
 def parts_of(schedule: Schedule, shape: Shape, routes: tuple[Route, ...]) -> tuple[int, ...] | None:
-    """Return which piece of the model each stage holds, None where each holds its own; see `routes_of`."""
+    """Return the piece of the model that each stage holds, None if each holds its own; raises as `routes_of`."""
     stages = range(len(shape.stage_to_pp))
     if schedule.stage_to_part is None:
         places = {stage: part for route in routes for part, stage in enumerate(route.stages)}
@@ -54,12 +54,12 @@ def parts_of(schedule: Schedule, shape: Shape, routes: tuple[Route, ...]) -> tup
 
 
 def _first(found: object, most: int) -> list[object]:
-    """Return what a schedule gives, one too many at most; what is no list has nothing."""
+    """Return the entries of an iterable, at most `most` + 1; [] if it is not iterable."""
     return [*islice(found, most + 1)] if isinstance(found, Iterable) else []
 
 
 def _numbers(found: object, most: int) -> tuple[int, ...] | None:
-    """Return whole numbers, one too many at most; None for anything else."""
+    """Return integers from an iterable, at most `most` + 1; None if it holds anything else."""
     numbers = [whole_number(one) for one in _first(found, most)]
     known = tuple(number for number in numbers if number is not None)
     return known if isinstance(found, Iterable) and len(known) == len(numbers) else None

@@ -1,4 +1,4 @@
-"""A user's placement that follows a schedule's own: each stage of the schedule is a run of the plan's stages.
+"""Uneven stages: a user's placement under which each stage of the schedule stands for a run of the plan's stages.
 
     own, a V             0   1     1 0         the schedule yields, on rank 0   F0      F3  B3  B0
     user's               0 0 1 1 1 0           runs  [0 1] [2] [3 4] [5]
@@ -7,9 +7,9 @@
     own, a loop          0 1 2 3 0 1 2 3
     user's               0 1 2 3 0 1 2         runs  [0] [1] [2] [3] [4] [5] [6] []
 
-A computation of a stage becomes those of all stages of its run: forwards in order, backwards and their halves in
-reverse, overlaps in pairs. What a stage without a run would do is left out. Nothing new waits for anything: what could
-run, still can.
+A computation of a schedule's stage becomes those of all stages of its run: forwards in order, backwards and their
+halves in reverse, overlaps in pairs. A stage with an empty run is left out. No new dependencies arise, so an order that
+could run still can.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from quintsched.simulation.costs import Costs
 
 @dataclass(frozen=True)
 class Runs:
-    """Which stages of a plan each stage of a schedule stands for; `own` is where the schedule places its stages."""
+    """Map from a schedule's stages to runs of the plan's stages; `own` is the schedule's own placement."""
 
     own: tuple[int, ...]
     stages: tuple[range, ...]
 
     def asked(self, shape: Shape) -> Shape:
-        """Return what the schedule is asked with for a plan of this shape."""
+        """Return the shape that the schedule is called with, for a plan of the given shape."""
         every = shape.recompute
         recompute = tuple(max((every[s] for s in run), default=0) for run in self.stages) if every else ()
         return replace(shape, stage_to_pp=self.own, recompute=recompute)
 
     def merge(self, costs: Costs) -> Costs:
-        """Return costs whose lists, of a value per stage of the plan, have one per stage of the schedule."""
+        """Return the costs with per-stage lists of the plan merged to one value per stage of the schedule."""
 
         def per_run(name: str, value: PerStage) -> PerStage:
             if not isinstance(value, tuple):
                 return value
-            if name == "message":  # what the last stage of a run gives, or what passes by where there is none
+            if name == "message":  # output of the run's last stage; an empty run forwards the one before it
                 return tuple(value[max(run.stop - 1, 0)] for run in self.stages)
             together = max if name == "experts" else sum
             return tuple(together([0.0, *(value[stage] for stage in run)]) for run in self.stages)
@@ -59,13 +59,13 @@ class Runs:
 
     @cached_property
     def _both_ways(self) -> Ragged:
-        """The runs in order, and then, behind them, in reverse."""
+        """Runs in order, followed by all runs reversed."""
         return Ragged.of([*self.stages, *(run[::-1] for run in self.stages)])
 
     def expand(self, order: Columns, shape: Shape, where: str) -> Columns:
-        """Return one rank's order, as the schedule yields it, in stages of the plan, whose shape is given.
+        """Return one rank's order with the schedule's stages expanded to the plan's stages.
 
-        Raises `UnsoundError`, which begins with `where`, for a stage that the schedule does not have.
+        Raises an `UnsoundError` that begins with `where` for a stage that the schedule does not have.
         """
         each, origin = order.apart
         unknown = np.flatnonzero((each.stage < 0) | (each.stage >= len(self.own)))
@@ -83,18 +83,18 @@ class Runs:
 
 
 def _side_by_side(alone: Columns, origin: Ints, overlap: Flags) -> Columns:
-    """Return one rank's rows with the sides of every `Overlap` of runs in pairs, as far as both go; the rest follow.
+    """Return one rank's rows with the sides of each expanded `Overlap` paired, as far as both go; the rest follow.
 
     forwards 0 1 2 beside backwards 5 4  ─▶  Overlap(0, 5) Overlap(1, 4) Fwd 2
 
-    `origin` says in which of the schedule's instructions each row is, `overlap` which of these are an `Overlap`.
+    `origin` gives the schedule's instruction of each row, `overlap` marks those that are an `Overlap`.
     """
     sides = np.flatnonzero(overlap[origin])
     if not len(sides):
         return alone
     backward = alone.are(Bwd)[sides]
     _, first, run = np.unique(2 * origin[sides] + backward, return_index=True, return_inverse=True)
-    name = origin[sides] * len(alone) + np.arange(len(sides)) - first[run]  # of an Overlap, and a place in its runs
+    name = origin[sides] * len(alone) + np.arange(len(sides)) - first[run]  # id of an Overlap, and a place in its runs
     _, ahead, behind = np.intersect1d(name[~backward], name[backward], assume_unique=True, return_indices=True)
     forwards, backwards = sides[~backward][ahead], sides[backward][behind]
     fields = {
@@ -111,9 +111,9 @@ def _side_by_side(alone: Columns, origin: Ints, overlap: Flags) -> Columns:
 
 
 def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...]) -> Runs | None:
-    """Return how a placement follows the schedule's `own`; None where the schedule is to be asked with it as it is.
+    """Return how a placement expands the schedule's `own`; None if the schedule is to be called with it unchanged.
 
-    That is so where it does not follow, where each rank holds as many stages as in its own, and for schedules that run
+    That is so if it does not expand it, if each rank holds as many stages as in its own, and for schedules that run
     with any placement or give routes of their own.
     """
     if schedule.any_placement or schedule.routes or wanted == own or Counter(own) == Counter(wanted):
@@ -137,7 +137,7 @@ def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...])
 
 
 def _follow(own: Sequence[int], wanted: Sequence[int]) -> list[int] | None:
-    """Return how many of the wanted stages each own stage stands for, as evenly as can be; None where it cannot be."""
+    """Return the number of wanted stages for each own stage, as even as possible; None if they do not match."""
     lengths, at = [0] * len(own), 0
     for rank, group in groupby(wanted):
         while at < len(own) and own[at] != rank:

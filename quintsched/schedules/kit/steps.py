@@ -1,10 +1,10 @@
-"""Orders that are written as arrays: lanes of steps, each so many beats behind the first.
+"""Orders written as arrays: lanes of steps, each delayed by some beats.
 
     beat       0   1   2   3   4   5        a lane's k-th step comes at beat `delay` + k;
     Fwd        F0  F1  F2  F3               at one beat, lanes take turns in the order given
     Bwd, 2             B0  B1  B2  B3       ▶  F0 F1 F2 B0 F3 B1 B2 B3
 
-For a schedule of a million steps this is much quicker than a generator, and says the same.
+For a schedule of a million steps this is much faster than a generator, with the same result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quintsched.ir.programs import Program
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The computations of one rank in order, as the columns of a plan of one rank; iterated over, one by one."""
+    """Computations of one rank in order, as columns of one program; iterating yields them one by one."""
 
     columns: Columns
 
@@ -34,7 +34,7 @@ class Steps:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """Steps of one kind: the k-th computes `stages[k]` and `microbatches[k]`, at beat `delay` + k."""
+    """Steps of one kind: the k-th computes `stages[k]` on `microbatches[k]`, at beat `delay` + k."""
 
     kind: type[Compute]
     delay: int
@@ -43,7 +43,7 @@ class Lane:
 
 
 def alternate(*lanes: Lane) -> Steps:
-    """Return the steps of all lanes beat by beat."""
+    """Return the steps of all lanes, merged beat by beat."""
     beats = np.concatenate([lane.delay + np.arange(len(lane.stages)) for lane in lanes])
     order = np.argsort(beats, kind="stable")
     op = np.concatenate([np.full(len(lane.stages), CODES[lane.kind], np.uint8) for lane in lanes])
@@ -54,9 +54,9 @@ def alternate(*lanes: Lane) -> Steps:
 
 
 def side_by_side(forwards: Lane, backwards: Lane) -> Steps:
-    """Return the steps of two lanes of equal length beat by beat; the two of one beat are one `Overlap`.
+    """Return the steps of two lanes of equal length, merged beat by beat; two at one beat become one `Overlap`.
 
-    The backwards are delayed, the forwards are not.
+    Only the backwards may be delayed.
     """
     late, both = backwards.delay, len(forwards.stages) - backwards.delay
     pairs = [
@@ -77,7 +77,7 @@ def side_by_side(forwards: Lane, backwards: Lane) -> Steps:
 
 
 def rounds(units: int, pp: int, chunks: int) -> tuple[Ints, Ints]:
-    """Return (chunks, microbatches) of units that go round the chunks in groups of `pp` microbatches.
+    """Return (chunks, microbatches) of units that visit the chunks in groups of `pp` microbatches.
 
     pp 2, 2 chunks:    chunk 0: mb 0, 1    chunk 1: mb 0, 1    chunk 0: mb 2, 3    chunk 1: …
     """

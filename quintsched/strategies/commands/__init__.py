@@ -1,6 +1,6 @@
-"""The commands about strategies: `predict` and `tune`, and `calibrate`, which measures a machine for both.
+"""Commands on strategies: `predict` and `tune`, and `calibrate`, which measures a machine for both.
 
-Imports what the commands of `quintsched.cli` import, and the rooms beside it inside the commands.
+Imports at once only modules that `quintsched.cli` imports; the packages beside it are imported inside the commands.
 """
 
-import quintsched.cli  # noqa: F401  (whose commands these are: it is loaded first, whichever of them is asked for)
+import quintsched.cli  # noqa: F401  (loaded first, whichever module is imported, to avoid a circular import)

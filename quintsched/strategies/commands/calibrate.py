@@ -1,8 +1,8 @@
-"""`quintsched calibrate`: measure this machine into a description that `predict` and `tune` take as `--hardware`.
+"""`quintsched calibrate`: measure this machine, for `predict` and `tune` with `--hardware`.
 
-quintsched calibrate                     ──▶  ~/.cache/quintsched/cpu.json, which `--hardware cpu` means
+quintsched calibrate                     ──▶  ~/.cache/quintsched/cpu.json, the file of `--hardware cpu`
 quintsched calibrate -o mine.json        ──▶  mine.json, for `--hardware mine.json`
-quintsched predict --hardware cpu …      measures first where that was never done
+quintsched predict --hardware cpu …      measures first, if that was never done
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def calibrate(
 
 
 def calibrate_first(hardware: str) -> None:
-    """Measure this machine where `--hardware cpu` asks for it and it never was, and say so; exits where that fails."""
+    """Measure this machine if `--hardware cpu` needs it and it was never measured; exits on failure."""
     from quintsched.strategies.descriptions.library import CALIBRATED
 
     file = CALIBRATED.expanduser()

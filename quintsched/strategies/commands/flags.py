@@ -1,6 +1,6 @@
-"""The flags of a strategy, which `predict` and `tune` share: one value each, or for `tune` several to choose among.
+"""Flags of a strategy, shared by `predict` and `tune`: one value each, or for `tune` several to choose among.
 
-predict --tp 8 --recompute 1,2      {"tp": 8, "recompute": "1,2"}       a number for each stage
+predict --tp 8 --recompute 1,2      {"tp": 8, "recompute": "1,2"}       one number per stage
 tune --tp 4,8 --schedule 1f1b,zbv   {"tp": [4, 8], "schedule": ["1f1b", "zbv"]}
 """
 
@@ -19,7 +19,7 @@ from quintsched.errors import UsageError, suggest
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: its value in the help, what it means, and whether that is a number."""
+    """One flag: its placeholder and text in the help, and whether its value is a number."""
 
     metavar: str
     doc: str
@@ -50,20 +50,20 @@ FLAGS: dict[str, Flag] = {
     "dtype": Flag("TYPE", "bf16, fp16, fp32 or fp64.", is_number=False),
     "stages": Flag("LAYERS", "Layers of each stage, 3,4,4,3; default: as even as can be.", is_number=False),
 }
-"""Those with a value."""
+"""Flags with a value."""
 
 SWITCHES: dict[str, str] = {
     "sequence_parallel": "Whether tp's ranks share out the tokens between products.",
     "overlap": "Whether replicas add up gradients beside the last backwards, not after them.",
 }
-"""Those that are yes or no."""
+"""Flags that are on or off."""
 
 CHOSEN = tuple(name for name in FLAGS if name != "stages")
-"""Those of `tune`."""
+"""Flags of `tune`."""
 
 
 def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags, or those named; it gets the values of those that were given as `flags`."""
+    """Give a command all flags, or those named; it gets the given values as `flags`."""
     chosen = {name: FLAGS[name] for name in (names or FLAGS)}
     switches = list(SWITCHES)
 
@@ -113,7 +113,7 @@ def option_of(name: str) -> str:
 
 
 def read_flag(name: str, text: Any, several: bool = False) -> Any:
-    """Return the value of a flag, or a list of values where several may be given; raises UsageError."""
+    """Return the value of a flag, or a list if several may be given; raises UsageError."""
     if name in SWITCHES:
         return text if isinstance(text, bool) else _truth(name, text)
     flag = FLAGS[name]
@@ -123,9 +123,9 @@ def read_flag(name: str, text: Any, several: bool = False) -> Any:
 
 
 def read_settings(option: str, text: str, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what "dp=8,tp=4,recompute=full" says, as a row; several numbers of one key are joined: recompute=1+0+0.
+    """Return the row of text such as "dp=8,tp=4,recompute=full"; numbers per stage are joined by +: recompute=1+0+0.
 
-    `others` are keys that are no flags, whose values are text.
+    `others` are further keys, whose values are text.
     """
     found: dict[str, Any] = {}
     known = (*FLAGS, "sequence_parallel", *others)

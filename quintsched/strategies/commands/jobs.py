@@ -1,4 +1,4 @@
-"""What a job file and its plan come to, as a row of flags; a process of the runtime finds out."""
+"""Row of flags for a job file and its plan, computed by a process of the runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quintsched.errors import UsageError
 
 
 def row_of_job(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the row of a job file, or of a plan file and a job file; exits as that process does where it refuses."""
+    """Return the row of a job file, or of a plan file and a job file; exits with that process's code if it fails."""
     plan, job = plan_and_job(files)
     if importlib.util.find_spec("torch") is None:
         raise UsageError("the sizes of a job's model are found with torch; pip install 'quintsched[runtime]'")

@@ -1,10 +1,10 @@
-"""What `--profile` has measured, for one row of flags.
+"""Measurements given by `--profile`, applied to one row of flags.
 
 predict … --profile profiled-time-l4/                                operators: Aceso's, of the nearest model
 predict … --profile trace.json --profile-at dp=1,batch=8             a step of torch.profiler, taken under these flags
 predict … --profile traces/ --profile-at plan=plan.json,pp=2         a trace of our own, and its plan
 
-`--profile-at` says what was different of the row when a trace was taken: any of the flags.
+`--profile-at` gives the flags that were different when a trace was taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan"
 AXES = ("gpus", "dp", "tp", "pp", "cp", "ep")
-"""Where one of these is given, the others are found anew."""
+"""Axes: if one of these is given, the others are derived anew."""
 
 ProfileFile = Annotated[
     Path | None,
@@ -39,15 +39,15 @@ ProfileAt = Annotated[
 
 @dataclass(frozen=True)
 class MeasuredStart:
-    """What was measured, and under what."""
+    """Measured file with the circumstances of the measurement."""
 
     path: Path
     changes: Mapping[str, Any]
-    """Of the row, when a trace was taken."""
+    """Flags that were different when the trace was taken."""
 
     @classmethod
     def of(cls, path: Path | None, at: str | None) -> MeasuredStart | None:
-        """Return what the two options say; raises `UsageError` where they cannot be read, or the first is missing."""
+        """Return the values of the two options; raises `UsageError` if they are invalid, or the first is missing."""
         if path is None and at is not None:
             raise UsageError("--profile-at says under what --profile was taken; give that too")
         return None if path is None else cls(path, read_settings("--profile-at", at or "", (PLAN,)))

@@ -1,4 +1,4 @@
-"""`quintsched predict`: how long a step of one strategy takes and what it holds, or of many.
+"""`quintsched predict`: step time and memory of one strategy, or of many.
 
 predict --model gpt3-175b --hardware a100-80gb --gpus 64 --tp 8 --pp 8 --batch 64    one strategy, by flags
 predict plan.json job.yaml --hardware cpu                                            what a run will do
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction
 
 MOST_BYTES = 2**26
-"""How long a file of rows may be."""
+"""Maximum number of bytes of a file of rows."""
 
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="[[PLAN] JOB]", help="A job file, and before it a plan file if wanted.")
@@ -50,8 +50,7 @@ def predict(
 ) -> None:
     """Predict a strategy's step time and memory, term by term.
 
-    By flags, from a job file (and its plan), or many at once from a file of rows, for which flags are what a row
-    leaves out.
+    By flags, from a job file (and its plan), or many at once from a file of rows, for which flags give the defaults.
     """
     if rows is not None and files:
         raise UsageError("--rows takes the place of a job file; leave out one of them")
@@ -74,7 +73,7 @@ def predict(
 
 
 def read_rows(file: Path) -> list[Any]:
-    """Return the rows of a file; raises InputError where it holds no list."""
+    """Return the rows of a file; raises InputError if it holds no list."""
     from quintsched.files.atomic import read_whole
     from quintsched.files.strictjson import parse_strict
 
@@ -89,7 +88,7 @@ def read_rows(file: Path) -> list[Any]:
 
 
 def _answer(row: Any, flags: Mapping[str, Any], start: MeasuredStart | None, simulate: bool) -> dict[str, Any]:
-    """Return what is predicted of a row, or why it cannot be."""
+    """Return the prediction of a row, or the error that prevents it."""
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
@@ -100,7 +99,7 @@ def _answer(row: Any, flags: Mapping[str, Any], start: MeasuredStart | None, sim
 
 
 def predicted(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:
-    """Return what is predicted of a row of flags."""
+    """Return the prediction of a row of flags."""
     from quintsched.strategies.descriptions.rows import read_row
     from quintsched.strategies.prediction.profiled.predict import predict_from_profile
     from quintsched.strategies.prediction.step import predict
@@ -114,7 +113,7 @@ def predicted(given: Mapping[str, Any], start: MeasuredStart | None) -> Predicti
 
 
 def simulated(found: Prediction) -> float:
-    """Return the seconds of a step by the strategy's plan."""
+    """Return the seconds of a step, by simulating the strategy's plan."""
     from quintsched.strategies.prediction.simulated import simulated_step_s
 
     return simulated_step_s(found.model, found.hardware, found.strategy)

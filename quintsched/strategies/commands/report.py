@@ -1,4 +1,4 @@
-"""A prediction in words: what the strategy is, its figures, and where time and memory go."""
+"""Text of a prediction: the strategy, its figures, and the terms of time and memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe(found: Prediction, simulated_s: float | None = None) -> Iterator[st
 
 
 def as_data(found: Prediction, simulated_s: float | None = None) -> dict[str, Any]:
-    """Return a prediction as plain data, with the time of its plan in the simulator, where that was asked for."""
+    """Return a prediction as JSON data, with the simulated time of its plan if that was requested."""
     return {
         "model": found.model.name,
         "hardware": found.hardware.name,

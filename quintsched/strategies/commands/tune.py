@@ -1,4 +1,4 @@
-"""`quintsched tune`: the best strategies for a model, a cluster and a batch, and why.
+"""`quintsched tune`: the best strategies for a model, a cluster and a batch, with reasons.
 
 tune --model gpt3-175b --hardware a100-80gb --gpus 1024 --batch 1536 --seq 2048       all axes free
 tune … --tp 8 --zero 0,1 --recompute none,selective                                   some fixed, or few to choose among
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
-"""Flags that say what is searched; the others say what of it is fixed."""
+"""Flags that define the problem; the others fix parts of the strategy."""
 
 SLOWEST_SHOWN, LEAST_SAVED = 1.5, 0.2
-"""Of the front people see what takes at most so many times as long, and holds that much less than what is above it."""
+"""Printed part of the front: at most that many times the best time, and at least that fraction less memory each."""
 
 Picture = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw time against memory: .png, .svg, .html.")
@@ -72,7 +72,7 @@ def tune(
 ) -> None:
     """Find the fastest strategies that fit a model and a cluster.
 
-    Every flag of a strategy that is left out is free. Where nothing fits, the exit code is 3.
+    Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
     for name in ("gpus", "batch"):
         if name not in flags:
@@ -128,7 +128,7 @@ def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: Measure
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, float], None] | None]:
-    """Show how far a search is, and the best so far, where a person is watching."""
+    """Show the progress of a search, and the best so far, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -147,7 +147,7 @@ def _progress() -> Iterator[Callable[[int, int, float], None] | None]:
 
 
 def _certify(found: Tuning, file: Path) -> None:
-    """Write the certificate of a search, and have it checked; raises UnsoundError where it does not hold."""
+    """Write the certificate of a search, after checking it; raises UnsoundError if it does not hold."""
     from quintsched.strategies.tuning.certificate import certify
     from quintsched.strategies.tuning.checker import check_certificate
 
@@ -157,7 +157,7 @@ def _certify(found: Tuning, file: Path) -> None:
 
 
 def _explain(found: Tuning, text: str) -> Explanation:
-    """Return why a strategy is not the best; what its text leaves out is what the search has."""
+    """Return why a strategy is not the best; missing keys of its text come from the search."""
     from quintsched.strategies.descriptions.rows import read_strategy
     from quintsched.strategies.tuning.explain import explain
 
@@ -185,7 +185,7 @@ def _emit(found: Tuning, folder: Path) -> Files:
 
 
 def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str, Any]:
-    """Return as plain data what was asked for besides."""
+    """Return the explanation and the emitted files as JSON data, as far as they were requested."""
     more: dict[str, Any] = {}
     if explanation is not None:
         more["explanation"] = {**as_data(explanation.prediction), "reason": list(explanation.lines)}
@@ -245,7 +245,7 @@ def _describe(found: Tuning, predictions: Sequence[Prediction], simulations: Seq
 
 
 def _smaller(found: Tuning) -> list[Candidate]:
-    """Return what people see of the front."""
+    """Return the part of the front that is printed."""
     best, shown = found.best[0], []
     held = best.memory_bytes
     for candidate in found.front:

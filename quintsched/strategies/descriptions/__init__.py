@@ -1,7 +1,7 @@
-"""What is trained and on what, as data: models, hardware, and strategies, the ways to lay one over the other.
+"""Input data of predictions: models, hardware, and strategies that map one to the other.
 
-`model` is a transformer by its sizes, `hardware` a cluster by its datasheet, `strategy` the mesh and all else that a
-user chooses; `library` finds presets by name and reads files, `huggingface` the `config.json` of transformers,
-`parameters` counts weights, `placement` says what cannot be placed; `rows` reads all three from flags, `wording` writes
-strategies for people. Nothing here knows how long anything takes. Imports `schedules`, `ir`, `files` and `errors`.
+`model` is a transformer by its sizes, `hardware` a cluster by its datasheet, `strategy` the mesh and all other choices
+of the user; `library` finds presets by name and reads files, `huggingface` reads the `config.json` of transformers,
+`parameters` counts weights, `placement` checks that a strategy is valid; `rows` parses all three from flags, `wording`
+formats strategies as text. Nothing here has any timing. Imports `schedules`, `ir`, `files` and `errors`.
 """

@@ -1,10 +1,10 @@
-"""A cluster by its datasheet: GPUs, the links of a node, the network between nodes.
+"""Hardware of a cluster by its datasheet: GPUs, links within a node, network between nodes.
 
     {"name": "a100-80gb", "tflops": {"bf16": 312, "fp32": 19.5, "tf32": 156}, "memory_gb": 80, "memory_gbps": 2039,
      "gpus_per_node": 8, "link_gbps": 300, "network_gbps": 25, "pcie_gbps": 32}
 
-All rates of links are in GB/s (10^9 bytes), of one GPU, in one direction. What `calibrate` has measured stands beside
-the figures of the datasheet, in `measured`, and is taken in their place.
+All link rates are in GB/s (10^9 bytes), per GPU and direction. Rates measured by `calibrate` are stored beside the
+figures of the datasheet, in `measured`, and take precedence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from quintsched.strategies.descriptions.model import Amount, Description, Figure
 
 
 class Curve(Description):
-    """A measured rate by size, interpolated linearly in the logarithm of the size, constant beyond both ends."""
+    """Measured rate by size: interpolated linearly in the logarithm of the size, constant beyond both ends."""
 
     sizes: tuple[Amount, ...] = Field(min_length=1)
-    """Floating-point operations, or bytes; rising, above 0."""
+    """Floating-point operations, or bytes; ascending, above 0."""
     rates: tuple[Amount, ...]
     """Operations or bytes per second at that size, above 0."""
 
@@ -34,32 +34,32 @@ class Curve(Description):
 
 
 class Measured(Description):
-    """What `quintsched calibrate` found on this machine; what is missing comes from the datasheet's model."""
+    """Rates measured by `quintsched calibrate`; missing ones come from the datasheet's model."""
 
     matmul: dict[str, Curve] = Field(default_factory=dict)
-    """Matrix products of layers with biases by dtype, backwards among them: operations per second by operations."""
+    """Matrix products of linear layers with bias, by dtype, forward and backward: FLOP/s by FLOP."""
     attention: dict[str, Curve] = Field(default_factory=dict)
-    """A causal attention's forward by dtype: operations per second by operations, what the mask hides left out."""
+    """Forward of causal attention, by dtype: FLOP/s by FLOP, without masked operations."""
     attention_backward: dict[str, Curve] = Field(default_factory=dict)
-    """Its backward: the forward's operations per second of the backward, by the forward's operations."""
+    """Backward of causal attention: the forward's FLOP per second of the backward, by the forward's FLOP."""
     memory: Curve | None = None
     """Elementwise operations: bytes read and written per second, by bytes."""
     optimizer: Curve | None = None
-    """A step of AdamW in float32: numbers stepped per second, by numbers."""
+    """Step of AdamW in float32: elements per second, by elements."""
     link: Curve | None = None
-    """A message between two neighbours: bytes per second by bytes."""
+    """Message between two neighbours: bytes per second, by bytes."""
     all_reduce: dict[Ranks, Curve] = Field(default_factory=dict)
-    """A sum over that many ranks: bytes of the tensor per second, by bytes."""
+    """All-reduce over that many ranks: bytes of the tensor per second, by bytes."""
     link_work: Curve | None = None
-    """On a CPU, what cores lose by a message, where many ranks compute: bytes per second of a core, by bytes."""
+    """On a CPU: core time that a message costs if many ranks compute: bytes per second of a core, by bytes."""
     all_reduce_work: dict[Ranks, Curve] = Field(default_factory=dict)
-    """The same by a sum over that many ranks: bytes of the tensor per second of a core."""
+    """The same for an all-reduce over that many ranks: bytes of the tensor per second of a core."""
     kernel_s: Amount | None = None
-    """What one operation takes however small it is."""
+    """Seconds of one operation of negligible size (launch overhead)."""
     cores: Size | None = None
-    """On a CPU: how many cores the processes share."""
+    """On a CPU: number of cores that the processes share."""
     sharing: dict[Ranks, Figure] = Field(default_factory=dict)
-    """On a CPU: how fast one of that many processes computes while it has a core, relative to one that is alone."""
+    """On a CPU: speed of one of that many processes while it has a core, relative to a single process."""
 
     @model_validator(mode="after")
     def _work_is_of_known_sums(self) -> Measured:
@@ -71,30 +71,30 @@ class Measured(Description):
 
 
 class Hardware(Description):
-    """A kind of GPU and how many of them are connected; see the module."""
+    """GPU type with its memory and links; see the module."""
 
     name: str = "hardware"
     tflops: dict[str, Figure] = Field(min_length=1)
-    """Peak of matrix products by dtype ("bf16", "fp16", "tf32", "fp32", "fp64"), dense, in 10^12 per second."""
+    """Dense peak of matrix products in TFLOP/s, by dtype ("bf16", "fp16", "tf32", "fp32", "fp64")."""
     processors: Size = 108
-    """Streaming multiprocessors, or what else makes the tiles of a matrix product side by side."""
+    """Streaming multiprocessors, or other units that compute tiles of a matrix product in parallel."""
     memory_gb: Figure
-    """Memory of one GPU in 10^9 bytes."""
+    """Memory of one GPU in GB (10^9 bytes)."""
     memory_gbps: Figure
     gpus_per_node: Size = 8
     link_gbps: Figure
-    """NVLink, or whatever connects the GPUs of a node."""
+    """Rate of NVLink, or other links between the GPUs of a node."""
     network_gbps: Figure
-    """Between nodes, for each GPU."""
+    """Rate between nodes, per GPU."""
     pcie_gbps: Figure = 32.0
-    """To the host's memory."""
+    """Rate to host memory."""
     reserved_gb: Amount = 1.0
-    """What the driver, the context and communication libraries take."""
+    """Memory taken by the driver, the context and communication libraries."""
     efficiency: Figure = 1.0
-    """The one constant of its own that a GPU other than the A100 may have: it multiplies the fitted efficiency of
-    matrix products."""
+    """Factor on the fitted efficiency of matrix products: the only constant that a GPU other than the A100 may have of
+    its own."""
     attention: Figure = 1.0
-    """What share of the A100's efficiency fused attention reaches, where its kernels were written for that GPU."""
+    """Fraction of the A100's efficiency that fused attention reaches, if its kernels were written for that GPU."""
     measured: Measured | None = None
     sources: dict[str, str] = Field(default_factory=dict)
-    """Where the figures come from."""
+    """Sources of the figures."""

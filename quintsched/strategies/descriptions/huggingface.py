@@ -1,9 +1,9 @@
-"""Reading the `config.json` of transformers: the sizes of a model by the names that its family gives to them.
+"""Reader of transformers' `config.json`: sizes of a model by the names that its family uses.
 
     {"model_type": "llama", "hidden_size": 4096, …}  ──▶  {"hidden": 4096, …, "activation": "swiglu", "norm": "rmsnorm"}
 
-A family is what its sizes are called, what all its models have in common, and what they have where their file is
-silent. What a description cannot say (sliding windows, scaled rotations) changes no size and is passed over.
+A family gives its names of sizes, the properties that all its models share, and defaults for keys that a file omits.
+Options that a description cannot express (sliding windows, scaled rotations) change no size and are ignored.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from quintsched.files.strictjson import shorten
 
 @dataclass(frozen=True)
 class _Family:
-    """How the models of one `model_type` are read."""
+    """Reading rule for the models of one `model_type`."""
 
     fixed: Mapping[str, object]
-    """What they have in common, in our words."""
+    """Properties that they share, by `Model`'s names."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of ours: what else a size may be called."""
+    """Further names of a size, by `Model`'s name."""
     tied: bool = False
-    """Whether the head is the embedding's where the file does not say."""
+    """Whether the head is tied to the embedding by default."""
     dropout: bool = False
 
 
@@ -63,12 +63,12 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def is_config(values: Mapping[str, Any]) -> bool:
-    """Whether these are the contents of a `config.json` of transformers."""
+    """Return whether these are the contents of transformers' `config.json`."""
     return "model_type" in values
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Model`; raises `InputError` for a family that is not known, or a part that is not."""
+    """Return the fields of a `Model`; raises `InputError` for an unknown family, or an unsupported option."""
     kind = str(config["model_type"])
     if kind not in _FAMILIES:
         raise InputError(
@@ -105,7 +105,7 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mixture of experts: its sizes have three sets of names."""
+    """Return the mixture of experts, whose sizes have three sets of names."""
     counts = [config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)]
     if not counts:
         return {}
@@ -123,7 +123,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what only one family says."""
+    """Return the fields that only one family has."""
     if kind == "mpt":
         attention = config.get("attn_config") or {}
         has_biases = not config.get("no_bias", True)

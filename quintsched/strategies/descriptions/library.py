@@ -1,14 +1,13 @@
-"""Finding models and hardware: by the name of a preset, in a file, or as a mapping.
+"""Lookup of models and hardware: by name of a preset, from a file, or from a mapping.
 
     "gpt3-175b", "GPT3_175B"       ─┐
     "my_model.yaml", "m.json"      ─┤
     "config.json", its folder      ─┼──▶ Model            "a100-80gb", "cluster.yaml", {...} ──▶ Hardware
     {"like": "gpt3-175b", …}       ─┘
 
-Names of presets are read without regard to case and punctuation. A mapping, or a file, may name what it is `like`, and
-give only what differs. A mapping that gives a GPT's sizes alone is taken as Megatron-LM ran it until 2022, with
-attention that is not fused; `attention: flash` says otherwise. `cpu` is this machine, as `quintsched calibrate` has
-measured it.
+Names of presets are compared without case and punctuation. A mapping, or a file, may name another one by `like`, and
+give only the differences. A mapping with only a GPT's sizes gets unfused attention, as Megatron-LM had until 2022;
+`attention: flash` overrides that. `cpu` is this machine, as measured by `quintsched calibrate`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from quintsched.strategies.descriptions.model import Description, Model
 PRESETS = Path(__file__).parent / "presets"
 
 MOST_BYTES = 2**20
-"""How long a description may be."""
+"""Maximum number of bytes of a description."""
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
 CALIBRATED = Path("~/.cache/quintsched/cpu.json")
-"""Where `quintsched calibrate` leaves what it measured of this machine."""
+"""File in which `quintsched calibrate` stores the rates of this machine."""
 
 D = TypeVar("D", bound=Description)
 Source = str | Path | Mapping[str, Any]
@@ -48,7 +47,7 @@ Source = str | Path | Mapping[str, Any]
 def find_model(what: Source | Model) -> Model:
     """Return the model of a preset's name, a file (also transformers' `config.json`, or its folder) or a mapping.
 
-    Raises `UsageError` for a name that is not known, `InputError` with the place for a description that is broken.
+    Raises `UsageError` for an unknown name, `InputError` with the place for a broken description.
     """
     if isinstance(what, Model):
         return what
@@ -77,17 +76,17 @@ def find_hardware(what: Source | Hardware) -> Hardware:
 
 
 def model_names() -> list[str]:
-    """Return the names of the models that come with the package."""
+    """Return the names of the models in the package."""
     return list(dict.fromkeys(model.name for model in _models().values()))
 
 
 def hardware_names() -> list[str]:
-    """Return the names of the hardware that comes with the package; `cpu` is another, once it is calibrated."""
+    """Return the names of the hardware in the package; `cpu` is another one, once calibrated."""
     return list(dict.fromkeys(hardware.name for hardware in _hardware().values()))
 
 
 def plain(name: str) -> str:
-    """Return a name without case and punctuation; numbers stay apart, and so do points: 1.3b is not 13b."""
+    """Return a name without case and punctuation; separators and points between digits stay: 1.3b is not 13b."""
     return re.sub(r"(?<=\d)-(?!\d)|(?<!\d)-", "", re.sub(r"[^a-z0-9.]+", "-", name.lower()))
 
 
@@ -110,7 +109,7 @@ def _model(values: Mapping[str, Any], source: str) -> Model:
 
 
 def _is_plain_gpt(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping gives a GPT's sizes and nothing newer, as the papers on Megatron-LM do."""
+    """Return whether a mapping has only a GPT's sizes and no newer options, as in the papers on Megatron-LM."""
     newer = ("like", "kv_heads", "num_key_value_heads", "num_query_groups", "experts", "latent", "images", "attention")
     plain_gpt = {"positions": "learned", "dropout": True, "activation": "gelu", "norm": "layernorm", "causal": True}
     return not any(name in values for name in newer) and all(
@@ -119,7 +118,7 @@ def _is_plain_gpt(values: Mapping[str, Any]) -> bool:
 
 
 def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callable[[Source], D]) -> D:
-    """Return the record; what it is `like` gives the fields that are left out."""
+    """Return the validated record; fields that are left out come from the one it is `like`."""
     given = dict(values)
     if "like" in given:
         like = given.pop("like")
@@ -133,7 +132,7 @@ def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callab
 
 
 def _file(what: str | Path, within: str, kind: str, names: list[str]) -> Path:
-    """Return the file that is meant, in a folder the one called `within`; raises `UsageError` for what is no path."""
+    """Return the file of a path, or the file `within` a folder; raises `UsageError` for anything but a path."""
     path = Path(os.path.expanduser(what))
     is_path = isinstance(what, Path) or what.startswith(("/", "./", "../", "~")) or path.suffix in SUFFIXES
     if os.path.isdir(path):

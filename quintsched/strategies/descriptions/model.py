@@ -1,9 +1,9 @@
-"""A transformer by its sizes: what a prediction needs to know of a model, and nothing of its weights.
+"""Transformer by its sizes: the input of a prediction, without weights.
 
     {"name": "llama-2-7b", "layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "vocab": 32000,
      "activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "biases": false, "tied": false}
 
-The names that Hugging Face and Megatron give to the same sizes (`hidden_size`, `num_layers`, `n_heads` …) are read too.
+The names of Hugging Face and Megatron for the same sizes (`hidden_size`, `num_layers`, `n_heads` …) are accepted too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
-"""A size that may be 0."""
+"""Size that may be 0."""
 Ranks = Annotated[int, Field(ge=1, le=2**31)]
-"""A size that is a key of an object, where JSON writes it as text."""
+"""Number of ranks as a key of an object, which JSON writes as text."""
 Figure = Annotated[float, Field(gt=1e-12, le=1e15)]
-"""What was measured, or stands in a datasheet: far beyond what there is, and far from what no number holds."""
+"""Positive figure from a measurement or a datasheet, with generous bounds that keep results finite."""
 Amount = Annotated[float, Field(ge=0, le=1e24)]
-"""Seconds, bytes or operations, of which there may be none."""
+"""Seconds, bytes or operations, at least 0."""
 
 
 class Description(BaseModel):
-    """A frozen record that refuses what it does not know."""
+    """Base class of frozen records that refuse unknown fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
@@ -41,57 +41,57 @@ class Experts(Description):
     """A mixture of experts in place of the feed-forward network."""
 
     count: Size
-    """Experts that a router chooses among."""
+    """Number of experts that the router chooses from."""
     top_k: Size
-    """Experts that each token passes."""
+    """Number of experts per token."""
     ffn: Size
     """Width of one expert's feed-forward network."""
     shared: Count = 0
-    """Experts of that width that every token passes besides."""
+    """Number of shared experts of that width that every token passes besides."""
     first_dense: Count = 0
-    """How many layers at the beginning have a plain feed-forward network instead."""
+    """Number of layers at the beginning with a plain feed-forward network instead."""
     every: Size = 1
-    """k: every k-th of the remaining layers has experts, the others a plain network."""
+    """Interval k: every k-th of the remaining layers has experts, the others a plain network."""
     padded_to: Figure | None = None
-    """How many times an even load every expert is given, by padding and dropping; none: what is routed to it."""
+    """Capacity factor: rows per expert relative to an even load, by padding and dropping; None: dropless routing."""
 
     @property
     def rows(self) -> float:
-        """How many rows all experts compute for each token, their loads being even; at most one each."""
+        """Rows that all experts together compute per token at even load; at most one per expert."""
         return float(self.top_k) if self.padded_to is None else min(self.padded_to * self.top_k, float(self.count))
 
 
 class LatentAttention(Description):
-    """Keys and values compressed into a latent vector (DeepSeek-V2, arXiv:2405.04434)."""
+    """Latent attention: keys and values are compressed into a latent vector (DeepSeek-V2, arXiv:2405.04434)."""
 
     kv_rank: Size
-    """Width of the latent of keys and values."""
+    """Width of the latent vector of keys and values."""
     q_rank: Count = 0
-    """Width of the latent of queries; 0: queries are projected directly."""
+    """Width of the latent vector of queries; 0: queries are projected directly."""
     rope_size: Size = 64
-    """Of each head, what carries the position."""
+    """Width per head of the part with rotary position."""
     value_size: Size = 128
-    """Of each head's values."""
+    """Width of each head's values."""
 
 
 class Images(Description):
-    """What a vision transformer reads instead of words."""
+    """Input of a vision transformer, in place of tokens."""
 
     size: Size
-    """Pixels along an edge."""
+    """Edge of an image, in pixels."""
     patch: Size
-    """Pixels along a patch's edge."""
+    """Edge of a patch, in pixels."""
     channels: Size = 3
     classes: Size = 1000
 
     @property
     def tokens(self) -> int:
-        """Patches of an image, and the class token."""
+        """Number of patches of an image, and the class token."""
         return (self.size // self.patch) ** 2 + 1
 
 
 class Model(Description):
-    """A transformer; see the module. Raises pydantic's error, which `library` turns into ours."""
+    """Transformer by its sizes; see the module. Raises pydantic's error, which `library` converts."""
 
     name: str = "model"
     layers: Layers = Field(validation_alias=_also("layers", "num_layers", "num_hidden_layers", "n_layers", "n_layer"))
@@ -100,43 +100,43 @@ class Model(Description):
     kv_heads: Size | None = Field(
         default=None, validation_alias=_also("kv_heads", "num_key_value_heads", "num_query_groups")
     )
-    """Heads of keys and values, where several heads of queries use one (GQA); None: as many as `heads`."""
+    """Number of key-value heads (GQA); None: as many as `heads`."""
     head_size: Size | None = Field(default=None, validation_alias=_also("head_size", "head_dim", "kv_channels"))
-    """None: hidden / heads."""
+    """Width of a head; None: hidden / heads."""
     ffn: Size | None = Field(default=None, validation_alias=_also("ffn", "ffn_hidden_size", "intermediate_size"))
     """Width of the feed-forward network; None: 4 · hidden."""
     activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
-    """Of the feed-forward network; those with "glu" have a second matrix, the gate."""
+    """Activation of the feed-forward network; those with "glu" have a second matrix, the gate."""
     vocab: Count = Field(
         default=51200, validation_alias=_also("vocab", "vocab_size", "vocabulary", "padded_vocab_size")
     )
-    """0 where images are read."""
+    """Vocabulary size; 0 for models of images."""
     positions: Literal["learned", "rope", "alibi", "none"] = "learned"
     seq: Size = Field(
         default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions")
     )
-    """The longest sequence: rows of a learned position embedding, and the sequence where a strategy gives none."""
+    """Longest sequence: rows of a learned position embedding, and the default sequence of a strategy."""
     extra_positions: Count = 0
     """Rows of a learned position embedding beyond those of the sequence (2 in OPT)."""
     embedding_norm: bool = False
-    """A norm right behind the embedding (BLOOM)."""
+    """Whether a norm follows the embedding (BLOOM)."""
     tied: bool = True
-    """Whether the head's matrix is the embedding's."""
+    """Whether the head's matrix is tied to the embedding."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_biases: bool = True
-    """Of a layernorm; an rmsnorm has none."""
+    """Whether a layernorm has biases; an rmsnorm has none."""
     biases: bool = True
-    """Of the projections; routers and experts have none whatever this says."""
+    """Whether projections have biases; routers and experts never have."""
     qkv_biases: bool | None = None
-    """Of the projections to queries, keys and values alone (Qwen); None: as `biases`."""
+    """Whether the projections to queries, keys and values have biases (Qwen); None: as `biases`."""
     qk_norm: bool = False
-    """A norm over each head's queries and keys (Qwen3)."""
+    """Whether a norm is applied to each head's queries and keys (Qwen3)."""
     dropout: bool = True
-    """Whether masks of dropout are kept for the backward."""
+    """Whether dropout masks are kept for the backward."""
     causal: bool = True
     attention: Literal["unfused", "flash", "flash2"] = "flash"
-    """"unfused" materialises scores (Megatron before 2023); "flash" does not (arXiv:2205.14135); "flash2" neither, in
-    kernels that are faster (arXiv:2307.08691)."""
+    """Attention kernel: "unfused" materialises scores (Megatron before 2023); "flash" does not (arXiv:2205.14135);
+    "flash2" is the same with faster kernels (arXiv:2307.08691)."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
     images: Images | None = None
@@ -163,17 +163,17 @@ class Model(Description):
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and of values; `heads` where attention is latent."""
+        """Number of key-value heads; `heads` for latent attention."""
         return self.heads if self.kv_heads is None or self.latent is not None else self.kv_heads
 
     @property
     def head_width(self) -> int:
-        """Of a head's queries and keys; where attention is latent, without what carries the position."""
+        """Width of a head's queries and keys; for latent attention, without the rotary part."""
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property
     def ffn_width(self) -> int:
-        """Of the plain feed-forward network."""
+        """Width of the plain feed-forward network."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
@@ -183,7 +183,7 @@ class Model(Description):
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Of each layer, whether it has experts in place of the plain feed-forward network."""
+        """Whether each layer has experts in place of the plain feed-forward network."""
         if self.experts is None:
             return (False,) * self.layers
         first, every = self.experts.first_dense, self.experts.every

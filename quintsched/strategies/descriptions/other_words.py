@@ -1,10 +1,10 @@
-"""What others call the figures of a model or of hardware where the name alone does not carry over.
+"""Translation of other tools' names for figures of models and hardware, where the value changes too.
 
     {"swiglu": true, "untie_embeddings_and_output_weights": true}   ──▶  {"activation": "swiglu", "tied": false}
     {"nvlink_gbps": 600, "ib_gbps": 200, "tflops_bf16": 312, …}     ──▶  {"link_gbps": 300, "network_gbps": 25, …}
 
-Datasheets add up both directions of NVLink and give the network in Gbit/s; ours are GB/s of one direction. Names that
-mean the same as ours are aliases of the fields themselves.
+Datasheets add up both directions of NVLink and give the network in Gbit/s; `Hardware` has GB/s of one direction. Names
+with the same meaning are aliases of the fields themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Meaning = Callable[[Any], dict[str, Any]]
 
 
 def _named(name: str, by: float = 1.0) -> Meaning:
-    """Return what gives a number another name, times a factor; what is none is left for the record to refuse."""
+    """Return a translation that renames a number and scales it; other values are left for validation to refuse."""
 
     def carry(value: Any) -> dict[str, Any]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -46,12 +46,12 @@ _HARDWARE: dict[str, Meaning] = {
 
 
 def of_model(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's description in our words; a key may have hyphens, as Megatron's options do."""
+    """Return a model's description by `Model`'s names; keys may have hyphens, like Megatron's options."""
     return _in_our_words({str(name).replace("-", "_"): value for name, value in values.items()}, _MODEL)
 
 
 def of_hardware(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a hardware's description in our words; a GPU without NVLink talks over PCIe."""
+    """Return a hardware's description by `Hardware`'s names; a GPU without NVLink communicates over PCIe."""
     found = _in_our_words(values, _HARDWARE)
     if "nvlink_gbps" in values and "link_gbps" not in found:
         found["link_gbps"] = found.get("pcie_gbps", 32.0)

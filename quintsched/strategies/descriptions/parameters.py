@@ -1,12 +1,12 @@
-"""How many numbers the weights of a model are, in all and on one rank: exact, by kind.
+"""Exact parameter counts of a model, in total and per rank, by kind.
 
-    embedding │ block 0 │ block 1 │ …  │ head        a block is a list of weights; a rank of tp holds, of each,
-       │                                 │              whole     norms, the router, biases of what is summed over tp
-       └────────── one, if tied ─────────┘              its part  of heads, of the width of the feed-forward, of ids
+    embedding │ block 0 │ block 1 │ …  │ head        a block is a list of weights; a tp rank holds of them
+       │                                 │              in full    norms, the router, biases after a sum over tp
+       └────────── one, if tied ─────────┘              a part     of heads, of the feed-forward width, of tokens
 
-Where something does not divide, the largest part counts: a vocabulary is padded, and heads of keys and values that are
-fewer than the ranks of tp are held several times. Experts are cut over tp and shared out over ep. Everything takes
-arrays with an entry per strategy as well as numbers.
+Where a size does not divide, the largest part counts: the vocabulary is padded, and key-value heads fewer than the tp
+ranks are replicated. Experts are sharded over tp and over ep. All functions take numbers or arrays with one entry per
+strategy.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ import numpy as np
 from quintsched.strategies.descriptions.model import Model
 
 Ints: TypeAlias = Any
-"""A whole number, or an array of them."""
+"""Integer, or an array of them."""
 
 KINDS = ("embedding", "positions", "attention", "ffn", "router", "experts", "norms", "biases", "head")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight: `units` things that tp can cut between, of `each` numbers."""
+    """One weight: `units` rows that tp can cut between, of `each` elements."""
 
     name: str
     kind: str
     units: Ints
     each: int
     is_cut: bool = False
-    """Whether tp cuts it."""
+    """Whether tp shards it."""
     copies: int = 1
-    """Experts that have one each."""
+    """Number of experts that have one each."""
 
     @property
     def numbers(self) -> Any:
-        """Of all copies, whole."""
+        """Elements of all copies, unsharded."""
         return self.units * self.each * self.copies
 
     def on_rank(self, tp: Ints) -> Any:
-        """Numbers of one copy on the rank of tp that holds most."""
+        """Elements of one copy on the tp rank that holds most."""
         return -(-self.units // tp) * self.each if self.is_cut else self.units * self.each
 
 
 class Held(NamedTuple):
-    """Numbers on one rank; gradients of `dense` ones are summed over dp, cp and ep, those of `experts` not over ep."""
+    """Parameters on one rank; gradients of `dense` are summed over dp, cp and ep, those of `experts` not over ep."""
 
     dense: Any
     experts: Any
@@ -68,7 +68,7 @@ def block_weights(model: Model, *, has_experts: bool) -> tuple[Weight, ...]:
 
 
 def embedding_weights(model: Model, seq: Ints | None = None) -> tuple[Weight, ...]:
-    """Return the weights before the first block, for sequences of `seq` tokens (None: of the model's)."""
+    """Return the weights before the first block, for sequences of `seq` tokens (None: the model's)."""
     hidden = model.hidden
     if model.images is not None:
         pixels = model.images.channels * model.images.patch**2
@@ -86,7 +86,7 @@ def embedding_weights(model: Model, seq: Ints | None = None) -> tuple[Weight, ..
 
 
 def head_weights(model: Model) -> tuple[Weight, ...]:
-    """Return the weights behind the last block, a tied head included."""
+    """Return the weights after the last block, including a tied head."""
     if model.images is not None:
         classes = model.images.classes
         head = (Weight("head.weight", "head", classes, model.hidden), *_bias("head.bias", classes, has=model.biases))
@@ -95,7 +95,7 @@ def head_weights(model: Model) -> tuple[Weight, ...]:
 
 
 def count(model: Model, seq: int | None = None) -> dict[str, int]:
-    """Return the numbers of all weights by kind (`KINDS`); a tied head is counted as the embedding."""
+    """Return the number of parameters by kind (`KINDS`); a tied head counts as the embedding."""
     found = dict.fromkeys(KINDS, 0)
     for has_experts in (False, True):
         layers = model.has_experts.count(has_experts)
@@ -108,12 +108,12 @@ def count(model: Model, seq: int | None = None) -> dict[str, int]:
 
 
 def total(model: Model, seq: int | None = None) -> int:
-    """Return the numbers of all weights."""
+    """Return the number of parameters."""
     return sum(count(model, seq).values())
 
 
 def active(model: Model, seq: int | None = None) -> int:
-    """Return the numbers of the weights that one token passes: of the experts, those it is routed to."""
+    """Return the number of active parameters per token: of the experts, those it is routed to."""
     if model.experts is None:
         return total(model, seq)
     one_of_each_layer = model.has_experts.count(True) * _one_expert(model)
@@ -121,7 +121,7 @@ def active(model: Model, seq: int | None = None) -> int:
 
 
 def on_rank(weights: Iterable[Weight], *, tp: Ints, ep: Ints = 1) -> Held:
-    """Return how many numbers of some weights a rank holds; experts divide over `ep`."""
+    """Return the number of parameters of some weights on a rank; experts are divided over `ep`."""
     dense: Any = 0
     per_unit: dict[tuple[int, int], int] = {}
     for weight in weights:
@@ -163,7 +163,7 @@ def _attention(model: Model) -> tuple[Weight, ...]:
 
 
 def _latent_attention(model: Model) -> tuple[Weight, ...]:
-    """Queries, keys and values by way of latent vectors, which every rank of tp has whole (DeepSeek-V2)."""
+    """Return the weights of latent attention; the down-projections are replicated over tp (DeepSeek-V2)."""
     latent, hidden, heads = model.latent, model.hidden, model.heads
     assert latent is not None
     query = model.head_width + latent.rope_size
@@ -209,13 +209,13 @@ def _experts(model: Model) -> tuple[Weight, ...]:
 
 
 def _one_expert(model: Model) -> int:
-    """Return the numbers of one expert."""
+    """Return the number of parameters of one expert."""
     assert model.experts is not None
     return sum(int(w.numbers) for w in _feed_forward(model, "", model.experts.ffn, biases=False))
 
 
 def _linear(name: str, kind: str, units: int, per_unit: int, inputs: int, *, biases: bool) -> tuple[Weight, ...]:
-    """Return the weight and the bias of a layer whose outputs are cut between units."""
+    """Return the weight and the bias of a linear layer whose outputs tp cuts between units."""
     weight = Weight(f"{name}.weight", kind, units, per_unit * inputs, is_cut=True)
     return (weight, Weight(f"{name}.bias", "biases", units, per_unit, is_cut=True)) if biases else (weight,)
 

@@ -1,13 +1,13 @@
-"""Whether a strategy can be placed: one clear error for the first thing that cannot be.
+"""Validity of a strategy for a model and hardware: one clear error for the first violation.
 
     mesh       dp · tp · pp · cp · ep = gpus
-    batch      dp · ep replicas x microbatches of so many samples, as many as the schedule takes
+    batch      dp · ep replicas x microbatches of the given samples, in a number that the schedule takes
     model      tp divides heads and widths, ep the experts, cp the sequence, pp · chunks stages have the layers
     hardware   has a figure for the precision
 
-What frameworks take is taken: layers that stages do not share evenly, vocabularies that tp does not divide (they are
-padded), fewer heads of keys than ranks of tp (each is held several times), tp across nodes, sequence parallelism and
-ZeRO where there is nothing to share out.
+Cases that frameworks accept are accepted: uneven stages, vocabularies that tp does not divide (they are padded), fewer
+key-value heads than tp ranks (they are replicated), tp across nodes, sequence parallelism and ZeRO without anything to
+shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 
 
 def check(model: Model, hardware: Hardware | None, strategy: Strategy) -> None:
-    """Raise `UsageError` for what cannot be placed; None for hardware: whatever it is."""
+    """Raise `UsageError` for an invalid strategy; with hardware None, its checks are left out."""
     for fault in (
         *_mesh_faults(strategy),
         *_batch_faults(strategy),
@@ -44,12 +44,12 @@ def resolved(strategy: Strategy) -> Strategy:
     schedule = find_schedule(name)
     chunks = schedule.min_chunks if strategy.chunks is None else strategy.chunks
     if strategy.schedule is None and strategy.pp == 1:
-        chunks = 1  # one stage holds all layers, however they are cut
+        chunks = 1  # one rank has all layers, however they are cut
     return strategy.model_copy(update={"schedule": schedule.name, "chunks": chunks})
 
 
 def num_stages(strategy: Strategy) -> int:
-    """Return into how many stages the layers are cut, of a strategy that is resolved."""
+    """Return the number of stages of a resolved strategy."""
     return strategy.pp * (strategy.chunks or 1)
 
 

@@ -1,12 +1,12 @@
-"""A row of flags: which model, on what, and how it is laid over it, as a command line or a table writes it.
+"""Row of flags: model, hardware and strategy as a command line or a table gives them.
 
     {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64}
                                 │
                                 ▼
     Row(model, hardware, Strategy(gpus=64, dp=1, tp=8, pp=8, batch=64, seq=2048))
 
-What is left out, or null, is found from the rest: dp is what the other axes leave of the GPUs, GPUs are the product of
-the axes, a sequence is the model's longest. Model and hardware may be descriptions themselves.
+Missing or null values are derived from the rest: dp from the GPUs and the other axes, GPUs as the product of the axes,
+the sequence as the model's longest. Model and hardware may also be descriptions themselves.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-"""Innermost, whose ranks are nearest neighbours, first."""
+"""Axes from the innermost, whose ranks are nearest neighbours."""
 
 KEYS = ("model", "hardware", "gpus_per_node", *Strategy.model_fields)
-"""What a row may say."""
+"""Keys of a row."""
 
 
 MOST = 2**40
-"""No size is larger."""
+"""Largest size."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is to be predicted."""
+    """Input of one prediction."""
 
     model: Model
     hardware: Hardware
@@ -47,9 +47,9 @@ class Row:
 
 
 def read_row(values: Mapping[str, Any]) -> Row:
-    """Return what a row says, with what it leaves out.
+    """Return a row with its missing values filled in.
 
-    Raises UsageError for an unknown key, or a value that is none; InputError for a description that is broken.
+    Raises UsageError for an unknown key or an invalid value; InputError for a broken description.
     """
     given = {name: value for name, value in values.items() if value is not None}
     for name in given:
@@ -60,7 +60,7 @@ def read_row(values: Mapping[str, Any]) -> Row:
 
 
 def find_parts(given: Mapping[str, Any]) -> tuple[Model, Hardware]:
-    """Return the model and the hardware that are named; raises UsageError where one is not."""
+    """Return the model and the hardware of a row; raises UsageError if one is missing."""
     for name in ("model", "hardware"):
         if given.get(name) is None:
             raise UsageError(f"{name} is missing; name a preset or a file")
@@ -74,7 +74,7 @@ def find_parts(given: Mapping[str, Any]) -> tuple[Model, Hardware]:
 
 
 def longest_sequence(model: Model) -> int:
-    """Return the tokens of a sample where nothing is said: the model's longest sequence, or an image's patches."""
+    """Return the default number of tokens per sample: the model's longest sequence, or the patches of an image."""
     return model.images.tokens if model.images else model.seq
 
 
@@ -92,7 +92,7 @@ def read_strategy(model: Model, given: Mapping[str, Any]) -> Strategy:
 
 
 def _mesh(given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the axes and the GPUs, what is missing found from the rest."""
+    """Return the axes and the GPUs, with missing ones derived from the rest."""
     sizes = {name: _size(name, given[name]) for name in ("gpus", *AXES) if name in given}
     found = {name: sizes.get(name, 1) for name in AXES}
     product = math.prod(found.values())
@@ -107,7 +107,7 @@ def _mesh(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """Return the axes, and where they are several their product."""
+    """Return the axes as text, with their product if there are several."""
     large = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return " x ".join(large) + (f" = {math.prod(sizes.values())}" if len(large) > 1 else "") or "one rank"
 
@@ -120,7 +120,7 @@ def _size(name: str, value: object) -> int:
 
 
 def read_recompute(name: str, value: object) -> object:
-    """Return how much is recomputed: a word, a number of layers, or a number for each stage; "3" and "1,2" are read."""
+    """Return the recompute setting: a word, a number of layers, or one number per stage; also from text ("1,2")."""
     if value in ("none", "selective", "full"):
         return value
     found = _numbers(value)
@@ -141,7 +141,7 @@ def _read_stages(name: str, value: object) -> object:
 
 
 def _numbers(value: object) -> int | tuple[int, ...] | None:
-    """Return a number from 0 on, or several of them, also as text with commas; None for what is neither."""
+    """Return a number ≥ 0, or a tuple of them, also from text with commas; None for other values."""
     if isinstance(value, str):
         parts: list[object] = [int(part) if part.strip().isdecimal() else None for part in value.split(",")]
         value = parts[0] if len(parts) == 1 else parts
@@ -157,7 +157,7 @@ def _as_is(_name: str, value: object) -> object:
 
 
 def _read_dtype(_name: str, value: object) -> object:
-    """Return our word for a type; those of torch, in any case, are read."""
+    """Return the short name of a dtype; torch's names are accepted, in any case."""
     word = value.lower() if isinstance(value, str) else value
     return _TYPES.get(word, word) if isinstance(word, str) else value
 

@@ -1,9 +1,9 @@
-"""A strategy: the mesh, and all else that a user chooses, of one training step.
+"""Strategy of one training step: the mesh, and all other choices of the user.
 
     Strategy(gpus=1024, dp=16, tp=8, pp=8, microbatch=1, batch=1536, seq=2048, chunks=3, recompute="selective",
              sequence_parallel=True)
 
-dp · tp · pp · cp · ep = gpus; the batch is cut over dp · ep replicas into microbatches of `microbatch` samples.
+dp · tp · pp · cp · ep = gpus; the batch is divided over dp · ep replicas into microbatches of `microbatch` samples.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Literal
 from quintsched.strategies.descriptions.model import Count, Description, Size
 
 Recompute = Literal["none", "selective", "full"] | Count | tuple[int, ...]
-"""Of each stage's layers: none, the attention's scores alone, all, K of them, or a number for each stage."""
+"""Recomputed layers of each stage: none, attention scores only, all, a number of them, or a number per stage."""
 
 
 class Strategy(Description):
-    """How a model is laid over GPUs; see the module. `placement.check` says whether it can be placed."""
+    """Parallel layout of a model's training step; see the module. `placement.check` validates it."""
 
     gpus: Size
     dp: Size = 1
@@ -34,23 +34,23 @@ class Strategy(Description):
     chunks: Size | None = None
     """Stages per pipeline rank; None: the fewest that the schedule takes."""
     schedule: str | None = None
-    """None: "1f1b", or "interleaved-1f1b" with more than one chunk."""
+    """Name of the schedule; None: "1f1b", or "interleaved-1f1b" with more than one chunk."""
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     overlap: bool = False
-    """Whether replicas add up a stage's gradients beside the backwards of other stages; else they do so after all
-    backwards, as in the runs that Megatron-LM's papers measured."""
+    """Whether replicas reduce a stage's gradients during the backwards of other stages; else after all backwards, as in
+    the runs measured by Megatron-LM's papers."""
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     stages: tuple[int, ...] | None = None
-    """Layers of each stage; None: as even as can be, what is left over going to the first."""
+    """Layers of each stage; None: as even as possible, with the remainder on the first stages."""
 
     @property
     def replicas(self) -> int:
-        """How many share out the batch."""
+        """Number of replicas that share the batch."""
         return self.dp * self.ep
 
     @property
     def microbatches(self) -> int:
-        """Of each replica."""
+        """Number of microbatches per replica."""
         return self.batch // (self.replicas * self.microbatch)

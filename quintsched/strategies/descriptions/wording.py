@@ -1,4 +1,4 @@
-"""Strategies, times and bytes in words: what a table, a picture and a log call them."""
+"""Text of strategies, times and bytes, for tables, pictures and logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from quintsched.strategies.descriptions.strategy import Strategy
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
-"""In the order in which meshes are written: what should be neighbours comes last."""
+"""Axes in the order in which meshes are written: innermost last."""
 
 TERMS = {
     "compute": "forward and backward",
@@ -25,7 +25,7 @@ TERMS = {
     "cores": "waiting for a core",
     "sums": "loss and norm over all ranks",
 }
-"""Terms of time in words; others are shown by their names."""
+"""Names of time terms; others are shown by their keys."""
 
 HELD = {
     "optimizer": "optimizer state",
@@ -35,11 +35,11 @@ HELD = {
     "buffers": "message buffers",
     "temporary": "temporary, in backwards",
 }
-"""Terms of memory likewise."""
+"""Names of memory terms, likewise."""
 
 
 def strategy_name(strategy: Strategy) -> str:
-    """Return a strategy in one line; what is plain is left out."""
+    """Return a strategy in one line, without default values."""
     parts = [strategy_mesh(strategy), f"microbatch {strategy.microbatch}"]
     if strategy.schedule and (strategy.pp > 1 or (strategy.chunks or 1) > 1):
         chunks = f", {strategy.chunks} chunks" if (strategy.chunks or 1) > 1 else ""
@@ -54,13 +54,13 @@ def strategy_name(strategy: Strategy) -> str:
 
 
 def strategy_mesh(strategy: Strategy) -> str:
-    """Return the axes of more than one rank: "dp=8,pp=4,tp=2"."""
+    """Return the axes of size > 1: "dp=8,pp=4,tp=2"."""
     axes = {axis: getattr(strategy, axis) for axis in AXES}
     return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one rank"
 
 
 def recompute_name(strategy: Strategy) -> str:
-    """Return how much is recomputed: "full recomputation", or how many layers by stage, "2+3x1" for 2, 1, 1, 1."""
+    """Return the recompute setting as text: "full recomputation", or layers by stage, "2+3x1" for 2, 1, 1, 1."""
     asked = strategy.recompute
     if isinstance(asked, str):
         return f"{asked} recomputation"
@@ -76,7 +76,7 @@ def recompute_name(strategy: Strategy) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time with four digits that count, in s, ms or µs."""
+    """Return a time with four significant digits, in s, ms or µs."""
     if not seconds:
         return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -86,26 +86,26 @@ def duration(seconds: float) -> str:
 
 
 def gigabytes(held: float) -> str:
-    """Return bytes in units of 10^9: two digits behind the point, more where they are few."""
+    """Return bytes in GB (10^9): two decimals, or more for small values."""
     return f"{held / 1e9:,.2f}" if held >= 1e8 else f"{held / 1e9:.2g}"
 
 
 def digits(value: float) -> str:
-    """Return a number with four digits that count, or all before the point."""
+    """Return a number with four significant digits, or all before the point."""
     whole = max(math.floor(math.log10(value)), 0) if value > 0 else 0
     return f"{value:,.{max(3 - whole, 0)}f}"
 
 
 def percent(share: float) -> str:
-    """Return a share in words: 0.125 as "12.5 %"."""
+    """Return a fraction as text: 0.125 as "12.5 %"."""
     return f"{100 * share:.1f} %"
 
 
 def term_name(name: str) -> str:
-    """Return a term of time in words."""
+    """Return the name of a term of time."""
     return TERMS.get(name, name.replace("_", " "))
 
 
 def held_name(name: str) -> str:
-    """Return a term of memory in words."""
+    """Return the name of a term of memory."""
     return HELD.get(name, name.replace("activations_", "activations: ", 1).replace("_", " "))

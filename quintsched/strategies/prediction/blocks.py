@@ -1,6 +1,6 @@
-"""The time of one block on one GPU, and of the communication inside it, for each distinct way to cut it.
+"""Time of one block on one GPU, and of the communication inside it, for each distinct way to shard it.
 
-    configurations ──▶ distinct keys (tp, cp, ep, sp, microbatch, seq, dtype) ──▶ times of a block ──▶ looked up again
+    configurations ──▶ distinct keys (tp, cp, ep, sp, microbatch, seq, dtype) ──▶ times of a block ──▶ lookup by key
 
 A search has millions of strategies and only hundreds of keys.
 """
@@ -27,30 +27,30 @@ T = TypeVar("T", bound="Rows")
 
 
 class Rows:
-    """A frozen record of arrays, or of records of arrays, that all have one entry per configuration."""
+    """Base class of frozen records of arrays, or of such records, that all have one entry per configuration."""
 
     def take(self: T, index: NDArray[np.int64]) -> T:
-        """Return the same record with these entries."""
+        """Return the record with these entries only."""
         return type(self)(**{field.name: _taken(getattr(self, field.name), index) for field in fields(self)})  # type: ignore[arg-type]
 
     def joined(self: T, other: T) -> T:
-        """Return the entries of both."""
+        """Return the record with the entries of both."""
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]
         return type(self)(**{name: _joined(getattr(self, name), getattr(other, name)) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
 class Layer(Rows):
-    """One layer, or what stands before the first or after the last: seconds of a microbatch on one GPU.
+    """Times of one layer, or of the embedding or the head: seconds of a microbatch on one GPU.
 
-    Communication is what a rank waits for; `hidden` is what runs beside computation.
+    Communication is the exposed part; `hidden` is the part that overlaps with computation.
     """
 
     forward: Array
     backward_input: Array
     backward_weight: Array
     selective: Array
-    """Of the forward, what selective recomputation runs again."""
+    """Part of the forward that selective recomputation runs again."""
     tp_forward: Array
     tp_backward: Array
     tp_hidden: Array
@@ -60,29 +60,29 @@ class Layer(Rows):
     ep_forward: Array
     ep_backward: Array
     weights: Array
-    """Parameters of a GPU that all replicas hold."""
+    """Parameters on a GPU that all replicas hold."""
     expert_weights: Array
-    """Parameters of a GPU that the ranks of ep do not share."""
+    """Parameters on a GPU that differ between the ranks of ep."""
 
     @property
     def rerun(self) -> Array:
-        """Seconds of running the whole forward again, without its communication."""
+        """Seconds of a recomputed forward, without its communication."""
         return self.forward
 
     @property
     def waits_forward(self) -> Array:
-        """Communication in the forward that computation waits for."""
+        """Exposed communication in the forward."""
         return self.tp_forward + self.cp_forward + self.ep_forward
 
     @property
     def waits_backward(self) -> Array:
-        """Communication in the backward that computation waits for."""
+        """Exposed communication in the backward."""
         return self.tp_backward + self.cp_backward + self.ep_backward
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Rows):
-    """The kinds of layers a model has, and its two ends."""
+    """Times of a model's kinds of layers, and of its embedding and head."""
 
     dense: Layer
     mixture: Layer
@@ -91,7 +91,7 @@ class Blocks(Rows):
 
 
 def blocks(model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants: Constants = CONSTANTS) -> Blocks:
-    """Return the times of a model's kinds of layers at n sizes, all of one dtype."""
+    """Return the times of a model's kinds of layers for n sizes, all of one dtype."""
     dense = operators.block(model, sizes, experts=False)
     mixture = operators.block(model, sizes, experts=True) if model.experts else dense
     first, last = operators.embedding(model, sizes), operators.head(model, sizes)
@@ -106,7 +106,7 @@ def blocks(model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants
 
 
 class _LayerTimes:
-    """Makes Layers out of operators."""
+    """Converter from operators to Layers."""
 
     def __init__(self, model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants: Constants) -> None:
         self.model, self.hardware, self.sizes = model, hardware, sizes
@@ -141,11 +141,11 @@ class _LayerTimes:
     def _tensor_backward(
         self, times: Sequence[Times], found: Sequence[Operator], reduces: float
     ) -> tuple[Array, Array]:
-        """Communication over tp in the backward, exposed and hidden, as Megatron-LM runs it.
+        """Return tp communication in the backward, exposed and hidden, as Megatron-LM runs it.
 
-        The sum of an input's gradient runs beside the product of the weight's gradient. Sequence parallelism scatters
-        it instead, gathers the input once more beside the product of the input's gradient, and gathers the output's
-        gradient with nothing beside it.
+        The all-reduce of an input's gradient overlaps with the product for the weight gradient. Sequence parallelism
+        reduce-scatters it instead, gathers the input once more during the product for the input's gradient, and
+        gathers the output's gradient without overlap.
         """
         columns = [time for time, operator in zip(times, found, strict=True) if getattr(operator, "column", False)]
         weight = sum((time.backward_weight for time in columns), np.zeros_like(self.sizes.tokens))
@@ -159,20 +159,20 @@ class _LayerTimes:
         return exposed, total - exposed
 
     def _reduce(self) -> Array:
-        """An all-reduce of a layer's output over tp, or its two halves with sequence parallelism."""
+        """Return the time of an all-reduce of a layer's output over tp; with sequence parallelism, of both halves."""
         sizes = self.sizes
         moved = sizes.tokens * self.model.hidden * sizes.width
         return all_reduce_s(moved, sizes.tp, np.ones_like(sizes.tp), self.hardware, self.constants)
 
     def _exchange(self) -> Array:
-        """Tokens to their experts over ep."""
+        """Return the time of the all-to-all of tokens to their experts over ep."""
         sizes = self.sizes
         rows = self.model.experts.rows if self.model.experts else 0
         moved = sizes.between * rows * self.model.hidden * sizes.width
         return all_to_all_s(moved, sizes.ep, sizes.tp * sizes.cp, self.hardware, self.constants)
 
     def _context(self, times: Sequence[Times], found: Sequence[Operator]) -> tuple[Array, Array, Array]:
-        """Keys and values around the ring of cp, each hop beside the attention of what came before."""
+        """Return exposed forward, exposed backward and hidden time of the cp ring; each hop overlaps with attention."""
         sizes, model = self.sizes, self.model
         heads = np.maximum((model.kv_heads or model.heads) / sizes.tp, 1.0)
         block = sizes.tokens * heads * 2 * operators.head_size(model) * sizes.width
@@ -187,7 +187,7 @@ class _LayerTimes:
 
 
 def _looked_up(model: Model, sizes: Sizes) -> Array:
-    """Parameters of an embedding of its own; one that is tied is the head's."""
+    """Return the parameters of an embedding that is not tied; a tied one is counted in the head."""
     return np.zeros_like(sizes.tokens) if model.tied else model.vocab * model.hidden / sizes.tp
 
 
@@ -196,7 +196,7 @@ def _expert(operator: Operator) -> bool:
 
 
 def _weights(operator: Operator) -> Array:
-    """Parameters of a matrix product."""
+    """Return the parameters of a matrix product."""
     if isinstance(operator, Product) and operator.weighted:
         return np.asarray(operator.n * operator.k * operator.batch)
     return np.zeros(1)

@@ -1,8 +1,8 @@
-"""How long a collective takes over a group of ranks that are `stride` apart, inside a node or across nodes.
+"""Time of a collective over a group of ranks that are `stride` apart, inside a node or across nodes.
 
-    ring of n ranks, g of them in each node:   one pass over the ring moves (n − 1)/n of the bytes past every link
+    ring of n ranks, g of them in each node:   one pass around the ring moves (n − 1)/n of the bytes over every link
 
-A group's members in one node use their own ports to the network side by side, so across nodes a ring runs at
+The members of a group in one node use their network ports in parallel, so a ring across nodes runs at
 min(link, g · network).
 """
 
@@ -20,22 +20,22 @@ from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, cu
 from quintsched.strategies.prediction.operators import Array
 
 Numbers: TypeAlias = Array | NDArray[np.int64]
-"""Sizes of groups and strides, which are columns of integers."""
+"""Sizes of groups and strides, as integer columns or arrays."""
 LINK_LATENCY_S = 3e-6
-"""Of one hop inside a node: NCCL's own figures for the simple protocol over NVLink, rounded."""
+"""Latency of one hop inside a node: NCCL's own figures for the simple protocol over NVLink, rounded."""
 NETWORK_LATENCY_S = 8e-6
-"""Of one hop between nodes."""
+"""Latency of one hop between nodes."""
 
 
 def ring_s(
     moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> Array:
-    """Return the seconds of one pass over a ring: an all-gather or reduce-scatter of so many bytes in total."""
+    """Return the seconds of one pass around a ring: an all-gather or reduce-scatter of `moved` bytes in total."""
     members = _in_node(ranks, stride, hardware)
     rate = _rate(moved / np.maximum(ranks, 1), ranks, members, hardware, constants)
     hops = np.maximum(ranks - 1, 0)
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
-    # NCCL takes a tree where a ring of many hops would be slower.
+    # NCCL uses a tree where a ring of many hops would be slower.
     hops = np.minimum(hops, members - 1 + 2 * np.log2(np.maximum(ranks / members, 1)))
     found = np.where(ranks > 1, hops * latency + (ranks - 1) / np.maximum(ranks, 1) * moved / rate, 0.0)
     if hardware.measured is not None and hardware.measured.all_reduce:
@@ -47,16 +47,16 @@ def ring_s(
 def all_reduce_s(
     moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> Array:
-    """Return the seconds of an all-reduce of so many bytes: twice around the ring."""
+    """Return the seconds of an all-reduce of `moved` bytes: two passes around the ring."""
     return 2 * ring_s(moved, ranks, stride, hardware, constants)
 
 
 def all_to_all_s(
     moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> Array:
-    """Return the seconds of an exchange in which each rank sends so many bytes in all, 1/n of them to each.
+    """Return the seconds of an all-to-all in which each rank sends `moved` bytes in all, 1/n of them to each rank.
 
-    What goes to other nodes passes the rank's own port.
+    Traffic to other nodes goes through the rank's own network port.
     """
     members = _in_node(ranks, stride, hardware)
     inside = moved * (members - 1) / np.maximum(ranks, 1) / _link(moved, hardware, constants)
@@ -66,7 +66,7 @@ def all_to_all_s(
 
 
 def message_s(moved: Array, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
-    """Return the seconds of one message to the rank `stride` further: by the network unless a node holds both."""
+    """Return the seconds of one message to the rank `stride` away; over the network unless a node holds both."""
     near = 2 * stride <= hardware.gpus_per_node
     if hardware.measured is not None and hardware.measured.link is not None:
         across = NETWORK_LATENCY_S + moved / (hardware.network_gbps * 1e9 * constants.network)
@@ -76,9 +76,9 @@ def message_s(moved: Array, stride: Numbers, hardware: Hardware, constants: Cons
 
 
 def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> tuple[Array, Array]:
-    """Return what a step waits for communication that runs beside so many seconds of computation, and what is hidden.
+    """Return the exposed and the hidden time of communication that overlaps with `beside` seconds of computation.
 
-    Collectives take some of the GPU's processors and memory from the computation beside them.
+    Collectives slow down the computation beside them, as they take some of the GPU's processors and memory bandwidth.
     """
     covered = np.minimum(seconds, beside)
     exposed = seconds - covered * (1 - constants.contention)
@@ -86,7 +86,7 @@ def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> 
 
 
 def _measured_all_reduce_s(moved: Array, ranks: Numbers, curves: Mapping[int, Curve]) -> Array:
-    """Return the seconds of an all-reduce, linear in the number of ranks between those that were measured."""
+    """Return the seconds of an all-reduce, interpolated linearly between the measured numbers of ranks."""
     moved, ranks = np.broadcast_arrays(moved, ranks)
     numbers = [1, *sorted(curves)]
     taken = [np.zeros_like(moved), *(_curve_s(curves[number], moved) for number in numbers[1:])]
@@ -98,13 +98,13 @@ def _measured_all_reduce_s(moved: Array, ranks: Numbers, curves: Mapping[int, Cu
 
 
 def _curve_s(curve: Curve, moved: Array) -> Array:
-    """Return the seconds of a message or a sum; one that is smaller than the smallest measured takes as long."""
+    """Return the seconds of a message or an all-reduce; below the smallest measured size the time is constant."""
     size = np.maximum(moved, curve.sizes[0])
     return size / curve_rate(curve, size)
 
 
 def _in_node(ranks: Numbers, stride: Numbers, hardware: Hardware) -> NDArray[np.int64]:
-    """How many members of a group share a node."""
+    """Return the number of members of a group that share a node."""
     return np.clip(hardware.gpus_per_node // stride, 1, ranks)
 
 

@@ -1,4 +1,4 @@
-"""Strategies as columns of numbers: what a prediction of many at once works on.
+"""Table of strategies in columns of integers, for vectorized prediction.
 
 Strategy(tp=8, pp=4, …)  ─┐         tp [8 4 …]  pp [4 8 …]  …   schedule [0 1 …]
 Strategy(tp=4, pp=8, …)  ─┴─▶ Table                              values {"schedule": ("1f1b", "zbv")}
@@ -23,7 +23,7 @@ CODED = ("schedule", "recompute", "dtype", "stages")
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """n strategies as columns of length n, named as the fields of Strategy."""
+    """Columns of n strategies, of length n, named as the fields of Strategy."""
 
     gpus: Ints
     dp: Ints
@@ -43,11 +43,11 @@ class Table:
     dtype: Ints
     stages: Ints
     values: dict[str, tuple[Any, ...]]
-    """What the codes of the columns in CODED stand for."""
+    """Values of the codes in the columns CODED."""
 
     @classmethod
     def of(cls, strategies: Iterable[Strategy]) -> Table:
-        """Return strategies as a table; defaults of `chunks` and `schedule` are filled in."""
+        """Return a table of strategies, with defaults of `chunks` and `schedule` filled in."""
         rows = [resolved(strategy) for strategy in strategies]
         columns: dict[str, Ints] = {}
         values: dict[str, tuple[Any, ...]] = {}
@@ -64,12 +64,12 @@ class Table:
 
     @property
     def replicas(self) -> Ints:
-        """How many share out the batch."""
+        """Number of replicas that share the batch."""
         return self.dp * self.ep
 
     @property
     def microbatches(self) -> Ints:
-        """Of each replica."""
+        """Number of microbatches per replica."""
         return self.batch // (self.replicas * self.microbatch)
 
     def take(self, index: slice | NDArray[Any]) -> Table:
@@ -90,7 +90,7 @@ class Table:
 
 
 def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return the first row of each distinct combination, and for every row which of those it is."""
+    """Return the first row of each distinct combination, and for every row the index of its combination."""
     key, room = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
         span = int(column.max()) + 1

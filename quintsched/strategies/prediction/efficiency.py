@@ -1,12 +1,12 @@
-"""How long one operator takes on one GPU: the one place that knows efficiencies.
+"""Time of one operator on one GPU; all efficiency factors are in this module.
 
     product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))
-                e = E · share of processors that full waves of tiles keep busy · k / (k + H)
-    attention:  kernel + flops / (peak · literature's figure for the kernel)
+                e = E · fraction of processors that full waves of tiles keep busy · k / (k + H)
+    attention:  kernel + flops / (peak · published fraction for the kernel)
     pass:       kernel + bytes / (memory · e')
 
-The constants of `CONSTANTS` are fitted by `benchmarks/fit_cost_model.py` on one published table and then frozen. Where
-`Hardware.measured` has a curve, the curve is taken in their place.
+The constants of `CONSTANTS` are fitted by `benchmarks/fit_cost_model.py` to one published table and then frozen. Curves
+in `Hardware.measured` take precedence.
 """
 
 from __future__ import annotations
@@ -21,49 +21,50 @@ from quintsched.strategies.prediction.operators import Array, Attention, Operato
 
 @dataclass(frozen=True)
 class Constants:
-    """What no datasheet says; six numbers, fitted."""
+    """Efficiency factors that are in no datasheet: six fitted numbers."""
 
     product: float
-    """Share of the peak that a large matrix product reaches."""
+    """Fraction of the peak that a large matrix product reaches."""
     half: float
-    """The inner dimension k of a matrix product that runs at half that rate."""
+    """Inner dimension k at which a matrix product runs at half that rate."""
     memory: float
-    """Share of the memory's rate that a large pass reaches."""
+    """Fraction of the memory bandwidth that a large pass reaches."""
     link: float
-    """Share of the links' rate inside a node that a large collective reaches."""
+    """Fraction of the link rate inside a node that a large collective reaches."""
     network: float
-    """Share of the network's rate between nodes."""
+    """Fraction of the network rate between nodes."""
     contention: float
-    """How much longer computation takes for each second that a collective runs beside it."""
+    """Slowdown of computation: extra seconds for each second that a collective overlaps with it."""
 
 
 CONSTANTS = Constants(product=0.8403, half=239.26, memory=0.8128, link=0.7811, network=0.26, contention=0.2333)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
-"""Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
-what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for the first version (30 to 50 % and 25 to
-35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more are about as fast as each other."""
+"""Fractions of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the centres
+of the ranges in FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) for the first version (30 to 50 % and
+25 to 35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more differ little in speed."""
 FUSED_HALF = 256.0
-"""How many keys a query sees where fused attention runs at half its rate: of FlashAttention-2's backward without mask,
-gpu-mode/ring-attention, issue 10, gives 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192 keys."""
+"""Number of keys per query at which fused attention runs at half its rate: for FlashAttention-2's backward without
+mask, gpu-mode/ring-attention, issue 10, gives 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192
+keys."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
-"""Tiles of a matrix product that one processor makes at a time, and their share of the largest ones' rate: the smaller,
-the more often each operand is read."""
+"""Tiles that one processor computes at a time, with their fraction of the largest ones' rate: the smaller a tile, the
+more often each operand is read."""
 KERNEL_S = 5e-6
-"""What a kernel takes however small it is: launched back to back, not measured here."""
+"""Seconds of a kernel of negligible size, when launched back to back; not measured here."""
 BACKWARD_FLOPS = 2.5
-"""Of fused attention's backward for each of the forward's: five products for two."""
+"""FLOP of fused attention's backward per FLOP of the forward: five products to two."""
 
 
 RING_PASSES, RING_KERNELS = (5, 15), (10, 20)
-"""What a step of attention over the context axis adds to its fused call, forward and backward: passes over float32
-numbers as many as those of its queries, and operations."""
+"""Extra cost of a ring step of attention over the cp axis, forward and backward, beside its fused call: passes over as
+many float32 numbers as its queries have, and kernels."""
 
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Seconds of one operator, or a sum of several: forward, the two halves of the backward, and what selective
-    recomputation runs again."""
+    """Seconds of one operator, or of a sum of several: forward, both halves of the backward, and the part that
+    selective recomputation runs again."""
 
     forward: Array
     backward_input: Array
@@ -80,12 +81,12 @@ class Times:
 
     @property
     def backward(self) -> Array:
-        """Both halves."""
+        """Full backward: the sum of both halves."""
         return self.backward_input + self.backward_weight
 
 
 def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Times:
-    """Return the seconds of an operator; curves of `hardware.measured` come before the fitted model."""
+    """Return the times of an operator; curves of `hardware.measured` take precedence over the fitted model."""
     if isinstance(operator, Product):
         m, n, k = operator.m, operator.n, operator.k
         forward, inputs, weights = (
@@ -111,7 +112,7 @@ def product_s(
     dtype: str,
     constants: Constants = CONSTANTS,
 ) -> Array:
-    """Return the seconds of one of a product's forward and backward matrix products, m × k by k × n."""
+    """Return the seconds of one matrix product, m × k by k × n, of an operator's forward or backward."""
     flops = 2.0 * product.batch * m * n * k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
@@ -123,9 +124,9 @@ def product_s(
 
 
 def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Array:
-    """Return which share of a GPU's processors a product of m × n results keeps busy, with the best of some tiles.
+    """Return the fraction of a GPU's processors that a product of m × n results keeps busy, with the best tile size.
 
-    Each processor makes a tile at a time, and the last wave of tiles may leave most of them idle.
+    Each processor computes one tile at a time, and the last wave of tiles may leave most of them idle.
     """
     return np.asarray(np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES]))
 
@@ -138,7 +139,7 @@ def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int
 
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
-    """Return the seconds of a pass that reads and writes so many bytes."""
+    """Return the seconds of a memory pass that reads and writes `moved` bytes in all."""
     if hardware.measured is not None and hardware.measured.memory is not None:
         seconds = np.maximum(kernel_s(hardware), moved / curve_rate(hardware.measured.memory, moved))
         return np.where(moved > 0, seconds, 0.0)
@@ -146,21 +147,21 @@ def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS)
 
 
 def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array | float:
-    """Return the bytes per second of a pass over so many bytes."""
+    """Return the bytes per second of a memory pass of this size."""
     if hardware.measured is not None and hardware.measured.memory is not None:
         return curve_rate(hardware.measured.memory, moved)
     return hardware.memory_gbps * 1e9 * constants.memory
 
 
 def kernel_s(hardware: Hardware) -> float:
-    """Return what an operator takes however small it is."""
+    """Return the seconds of an operator of negligible size."""
     if hardware.measured is not None and hardware.measured.kernel_s is not None:
         return hardware.measured.kernel_s
     return KERNEL_S
 
 
 def peak(hardware: Hardware, dtype: str) -> float:
-    """Return the operations per second of matrix products, by the datasheet; fp16 and bf16 stand in for each other."""
+    """Return the datasheet's FLOP/s of matrix products; fp16 and bf16 replace each other if one is missing."""
     known = hardware.tflops
     for name in {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16"), "fp32": ("fp32",)}.get(dtype, (dtype,)):
         if name in known:
@@ -169,7 +170,7 @@ def peak(hardware: Hardware, dtype: str) -> float:
 
 
 def curve_rate(curve: Curve, size: Array) -> Array:
-    """Return the rate at a size: linear in the size's logarithm, constant beyond both ends."""
+    """Return the rate at a size: linear in the logarithm of the size, constant beyond both ends."""
     found: Array = np.interp(np.log(np.maximum(size, 1e-9)), np.log(np.array(curve.sizes)), np.array(curve.rates))
     return found
 
@@ -202,10 +203,10 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
 def _ring_s(
     attention: Attention, hardware: Hardware, curves: tuple[Curve, Curve], constants: Constants
 ) -> tuple[Array, Array]:
-    """Return the seconds of an attention in which keys pass by: forward and backward.
+    """Return the seconds of ring attention over the cp axis: forward and backward.
 
-    A step of the ring is a fused call for the queries of a rank and the keys of one rank, causal, half of the queries
-    or half of the keys, so that all steps have the same operations; and adding what it returns to what is there.
+    A step of the ring is a fused causal call for a rank's queries and another rank's keys, with half of the queries or
+    half of the keys, so that all steps have the same FLOP; and adding its result to the accumulated one.
     """
     of_step = attention.flops / attention.ring
     moved = 4.0 * attention.batch * attention.rows * attention.head

@@ -1,10 +1,10 @@
-"""The operators of one block: matrix products, attention, and passes over memory, by their sizes on one GPU.
+"""Operators of one block: matrix products, attention, and memory passes, with their sizes on one GPU.
 
     x ─ norm ─ qkv ─ attention ─ projection ─ add ─ norm ─ up ─ activation ─ down ─ add ─▶
         pass   product  kernel     product    pass  pass  product   pass    product  pass
 
-A size is a number or an array with an entry for each configuration: one list of operators describes them all. Nothing
-here knows how fast anything is; `efficiency` does.
+A size is a number or an array with one entry per configuration: one list of operators describes all of them. Speeds are
+in `efficiency` only.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from quintsched.strategies.descriptions.model import Model
 
 Array: TypeAlias = NDArray[np.float64]
 FP32 = 4.0
-"""Bytes of an element where an operator works in single precision whatever the precision of the model."""
+"""Bytes of an element where an operator works in single precision, whatever the model's precision."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """What the time of a block depends on, for each of n configurations; all arrays of length n."""
+    """Sizes that determine the time of a block, for each of n configurations; all arrays of length n."""
 
     tp: Array
     cp: Array
     ep: Array
     sequence_parallel: Array
-    """0 or 1."""
+    """1 with sequence parallelism, else 0."""
     microbatch: Array
     seq: Array
     width: Array
@@ -38,18 +38,18 @@ class Sizes:
 
     @property
     def tokens(self) -> Array:
-        """Of a microbatch on one rank of the context axis."""
+        """Tokens of a microbatch on one rank of the cp axis."""
         return self.microbatch * self.seq / self.cp
 
     @property
     def between(self) -> Array:
-        """Tokens of a rank between the tensor-parallel regions: sequence parallelism shares them out over tp."""
+        """Tokens of a rank between the tensor-parallel regions: sequence parallelism divides them over tp."""
         return self.tokens / np.where(self.sequence_parallel > 0, self.tp, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """`batch` products of an m × k with a k × n matrix; the backward has two of the same size."""
+    """`batch` products of an m × k by a k × n matrix; the backward has two of the same size."""
 
     name: str
     m: Array
@@ -58,38 +58,38 @@ class Product:
     width: Array
     batch: Array | float = 1.0
     weighted: bool = True
-    """Whether one factor is a weight: its product of the backward is then the weight's half."""
+    """Whether one factor is a weight: one product of the backward is then the weight half."""
     selective: bool = False
     """Whether selective recomputation runs it again."""
     column: bool = False
-    """Whether tp cuts its columns: the gradient of its input is then summed over tp."""
+    """Whether tp cuts its columns: the gradient of its input is then all-reduced over tp."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One fused kernel for attention, which never writes the scores."""
+    """Fused attention kernel, which never materialises the scores."""
 
     name: str
     flops: Array
-    """Of the forward, those that a causal mask spares left out."""
+    """FLOP of the forward, without those that a causal mask skips."""
     head: int
     """Size of a head."""
     length: Array
-    """How many keys a query sees in one call, on average: the ring of cp brings some at a time."""
+    """Average number of keys per query in one call: the cp ring brings a part at a time."""
     kernel: str
-    """As `Model.attention` names it."""
+    """Kernel, by the names of `Model.attention`."""
     batch: Array
-    """Samples times heads."""
+    """Samples x heads."""
     rows: Array
-    """Queries of a sample here."""
+    """Queries of a sample on this rank."""
     ring: Array
-    """Ranks of the context axis, which the keys pass by."""
+    """Ranks of the cp axis, around which the keys are passed."""
     selective: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """An operator that memory bounds: bytes read and written, forward and backward."""
+    """Memory-bound operator: bytes read and written, forward and backward."""
 
     name: str
     forward: Array
@@ -101,7 +101,7 @@ Operator: TypeAlias = Product | Attention | Pass
 
 
 def block(model: Model, sizes: Sizes, *, experts: bool) -> tuple[Operator, ...]:
-    """Return the operators of one layer; `experts`: of one whose feed-forward network is a mixture."""
+    """Return the operators of one layer; `experts`: of a layer with a mixture of experts."""
     feed_forward = (
         _mixture(model, sizes) if experts else _feed_forward(model, sizes, model_ffn(model), sizes.tokens, "ffn")
     )
@@ -133,7 +133,7 @@ def attention(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
 
 
 def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
-    """Return what follows the last block: the final norm, the logits and their cross-entropy."""
+    """Return the operators after the last block: the final norm, the logits and their cross-entropy."""
     tokens, width = sizes.tokens, sizes.width
     classes = model.images.classes if model.images else model.vocab
     rows = tokens / model.images.tokens if model.images else tokens
@@ -147,7 +147,7 @@ def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
 
 
 def embedding(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
-    """Return what precedes the first block: looking up words, or projecting patches."""
+    """Return the operators before the first block: token lookup, or patch projection."""
     tokens, width = sizes.tokens, sizes.width
     elements = tokens * model.hidden
     if model.images:
@@ -202,7 +202,7 @@ def _rotary(model: Model, tokens: Array, heads: Array, head: int, width: Array) 
 
 
 def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> tuple[Operator, ...]:
-    """Attention proper: fused, or scores, softmax with its mask, dropout, and the weighted values, each by itself."""
+    """Return the core of attention: fused, or scores, softmax with mask, dropout, and values as separate operators."""
     rows, columns, width = sizes.seq / sizes.cp, sizes.seq, sizes.width
     batch = sizes.microbatch * heads
     scores = batch * rows * columns
@@ -236,7 +236,7 @@ def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: s
 
 
 def _mixture(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
-    """Router, permutation, the experts of this rank one after the other (grouped), and back; all loads equal."""
+    """Return router, permutation, grouped experts of this rank, and the way back; at even loads."""
     if model.experts is None:
         raise ValueError("a model without experts has no mixture")
     experts, tokens = model.experts, sizes.tokens
@@ -257,7 +257,7 @@ def _mixture(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
 
 
 def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, ...]:
-    """Return the same operators done for each of several groups, in one kernel."""
+    """Return the operators repeated for `groups` groups, each in one kernel."""
 
     def repeat(operator: Operator) -> Operator:
         if isinstance(operator, Product):
@@ -270,23 +270,23 @@ def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, 
 
 
 def _norm(name: str, elements: Array, width: Array) -> Pass:
-    """Read and write; the backward reads input and gradient once for the input's gradient, once for the weights'."""
+    """Return a norm; its backward reads input and gradient twice, for the input's and for the weights' gradient."""
     return Pass(name, 2 * elements * width, 5 * elements * width)
 
 
 def _split(model: Model, elements: Array, width: Array) -> Pass:
-    """Queries, keys and values are views of one product; the backward puts their gradients together again."""
+    """Return the split of one product into queries, keys and values (views); its backward joins their gradients."""
     biased = model.biases if model.qkv_biases is None else model.qkv_biases
     return Pass("split", np.zeros_like(elements), elements * width * (3 if biased else 2))
 
 
 def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[Pass, ...]:
-    """Added in the product's own kernel; the backward sums the gradient over tokens, in one of its own."""
+    """Return the cost of a bias: free in the product's kernel; its backward sums the gradient over tokens."""
     return (Pass(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
 
 
 def _add(name: str, model: Model, sizes: Sizes) -> Pass:
-    """Bias, dropout and the residual, in one kernel; the backward also adds up the two branches' gradients."""
+    """Return bias, dropout and residual in one kernel; its backward also adds the gradients of both branches."""
     elements = sizes.between * model.hidden
     mask = 1.0 if model.dropout else 0.0
     masked = (2 * sizes.width + 1) if model.dropout else 0.0

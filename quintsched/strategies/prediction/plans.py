@@ -1,8 +1,8 @@
-"""The plan of a strategy, and what a job file says of it in `parallel`.
+"""Plan of a strategy, and its section `parallel` of a job file.
 
     Strategy(pp=4, dp=2, chunks=2, …)  ──▶  mesh: pp=4,dp=2   schedule: interleaved-1f1b   stages: [5, 4, …]
 
-A plan's stages count blocks: a stage's layers, and the embedding and the head where it has them.
+A plan's stages count blocks: a stage's layers, plus the embedding and the head where it has them.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.stages import stage_layers
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
-"""As predictions lay them out: the ranks of tp are neighbours."""
+"""Axes from the outermost: tp ranks are neighbours, as predictions assume."""
 
 
 def plan_of(model: Model, strategy: Strategy, microbatches: int | None = None) -> Plan:
-    """Return the plan of a strategy, or of a step of fewer microbatches, compiled and proved.
+    """Return the plan of a strategy, compiled and proved, optionally with fewer microbatches.
 
-    Raises `UsageError` where the schedule takes no such sizes.
+    Raises `UsageError` if the schedule does not take these sizes.
     """
     strategy = resolved(strategy)
     settings = {name: value for name, value in parallel(model, strategy).items() if name != "sequence_parallel"}
     settings["microbatches"] = microbatches or strategy.microbatches
     stages = num_stages(strategy)
-    twins = find_schedule(str(strategy.schedule)).bidirectional  # whose gradients are added up in any case
+    twins = find_schedule(str(strategy.schedule)).bidirectional  # their gradients are summed in any case
     tied = {"embedding": (0, stages - 1)} if model.tied and stages > 1 and not twins else None
     return compile(settings.pop("schedule"), tied=tied, **settings)
 
 
 def parallel(model: Model, strategy: Strategy) -> dict[str, Any]:
-    """Return the job's section `parallel`, of a strategy that is resolved; what is usual is left out."""
+    """Return the job's section `parallel` for a resolved strategy, without default values."""
     mesh = ",".join(f"{axis}={size}" for axis in AXES if (size := getattr(strategy, axis)) > 1)
     found: dict[str, Any] = {
         "mesh": mesh or "dp=1",
@@ -54,7 +54,7 @@ def parallel(model: Model, strategy: Strategy) -> dict[str, Any]:
 
 
 def num_stages(strategy: Strategy) -> int:
-    """Return how many stages a strategy's schedule has; twins count each."""
+    """Return the number of stages of a strategy's schedule; twins count separately."""
     return len(find_schedule(str(strategy.schedule)).placed(strategy.pp, strategy.chunks))
 
 
@@ -74,7 +74,7 @@ def _blocks_of_stages(model: Model, strategy: Strategy) -> list[int] | None:
 
 
 def _every(model: Model, strategy: Strategy) -> int | list[int] | None:
-    """Return the job's `recompute`: k for every k-th block, the least that recomputes as many layers."""
+    """Return the job's `recompute`: the largest k, for every k-th block, that recomputes at least as many layers."""
     asked = strategy.recompute
     if asked in ("none", "selective", 0):
         return None

@@ -1,13 +1,13 @@
-"""Ranks that share the cores of one machine, as processes on a CPU do: two ranks on one core take twice as long.
+"""Ranks that share the cores of one machine, as CPU processes do: two ranks on one core take twice as long.
 
-    4 ranks, 2 cores     rank 0 ▓▓ ▓▓ ▓▓          a step takes at least   what one rank waits for
-                         rank 1  ▓▓ ▓▓ ▓▓                          and   what all cores have to do, over their number
+    4 ranks, 2 cores     rank 0 ▓▓ ▓▓ ▓▓          a step takes at least   the time of one rank, waits included
+                         rank 1  ▓▓ ▓▓ ▓▓                          and   the work of all ranks / number of cores
                          rank 2   ▓▓ ▓▓ ▓▓
-                         rank 3    ▓▓ ▓▓ ▓▓       a bubble is no loss where other ranks compute meanwhile
+                         rank 3    ▓▓ ▓▓ ▓▓       a bubble costs nothing while other ranks compute
 
-Ranks of tp, cp and ep work in step: they compute at the same time, and each gets its part of the cores. Replicas and
-stages of a pipeline do not, so that what keeps one waiting leaves its core to others. Messages keep cores busy too:
-`Measured.link_work` and `all_reduce_work` say how much.
+Ranks of tp, cp and ep compute at the same time, so each gets its share of the cores. Replicas and pipeline stages do
+not: a waiting rank leaves its core to others. Messages keep cores busy too: `Measured.link_work` and `all_reduce_work`
+have the rates.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.stages import Kinds, PerMicrobatch
 
 ACCUMULATED = 12.0
-"""Bytes that adding a microbatch's gradient of a number to the sum reads and writes, in 32 bits."""
+"""Bytes read and written per parameter by gradient accumulation of a microbatch, in 32 bits."""
 LARGE_BYTES = 2.0**22
-"""A bucket of gradients."""
+"""Bytes of a gradient bucket, as assumed for its reduction."""
 STEP_SUMS = 2
-"""Over all ranks: what a step came to, and the norm of its gradient."""
+"""All-reduces over all ranks per step: the metrics, and the gradient norm."""
 
 
 def shares_cores(hardware: Hardware) -> bool:
-    """Whether ranks share cores, and it is known how many, and what messages take of them."""
+    """Return whether ranks share a known number of cores, and the core time of messages is known."""
     measured = hardware.measured
     return measured is not None and measured.cores is not None and bool(measured.link_work and measured.link)
 
 
 def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> PerMicrobatch:
-    """Return what a rank does for a microbatch while the ranks that work in step with it compute as well.
+    """Return a rank's times per microbatch while the ranks that work in step with it compute as well.
 
-    No message is hidden: a core that sees to it does not compute.
+    No message is hidden: a core that handles it does not compute.
     """
     measured, cores = _measured(hardware)
     slower = (np.maximum(1.0, _together(table) / cores) / _speed(measured, table.gpus))[:, None]
@@ -64,9 +64,9 @@ def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Co
 
 
 def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> Array:
-    """Return the sums and gathers of ZeRO-2 and 3 for a microbatch, as gloo has them.
+    """Return the reductions and gathers of ZeRO-2 and 3 per microbatch, with gloo.
 
-    It scatters by a sum of all; what is one stage is gathered once in a step.
+    It implements reduce-scatter by all-reduce; if a rank has one stage only, weights are gathered once per step.
     """
     replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
     stride, zero = table.tp[:, None], table.zero[:, None]
@@ -81,17 +81,17 @@ def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware, constants:
 
 
 def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardware: Hardware, width: Array) -> Array:
-    """Return how long the cores need for the microbatches of a step; 0 where each rank has one to itself.
+    """Return the time that the cores need for the microbatches of a step; 0 if each rank has a core of its own.
 
-    While a pipeline fills and drains, fewer of its ranks compute than there are cores for it: of `c` cores for each
-    replica, c - 1 stand still for as long as a microbatch takes on one rank.
+    While a pipeline fills and drains, fewer of its ranks compute than there are cores: of `c` cores per replica, c - 1
+    are idle for as long as a microbatch takes on one rank.
 
     Args:
-        each: what a rank does, as `in_step` returns it.
-        model: whose tokens go over the links.
+        each: times of a rank, as `in_step` returns them.
+        model: for the size of messages.
         table: the strategies.
-        kinds: their ranks.
-        hardware: says how many cores there are.
+        kinds: kinds of ranks of the strategies.
+        hardware: for the number of cores.
         width: bytes of an element.
     """
     measured, cores = _measured(hardware)
@@ -116,13 +116,13 @@ def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardw
 
 
 def shared_sums_s(table: Table, hardware: Hardware, constants: Constants) -> Array:
-    """Return the seconds of a step's small sums over all ranks: its loss and weight, and the norm of its gradient."""
+    """Return the seconds of a step's small all-reduces over all ranks: loss with its weight, and gradient norm."""
     small = np.full(len(table.gpus), 8.0)
     return STEP_SUMS * all_reduce_s(small, table.gpus, np.ones_like(table.gpus), hardware, constants)
 
 
 def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
-    """Return the seconds of reductions that all groups of replicas do at a time, each of which takes `alone`."""
+    """Return the seconds of reductions by all groups of replicas at once, each of which takes `alone` by itself."""
     measured, cores = _measured(hardware)
     busy: Array = table.gpus[:, None] * _share(measured, _replicas(table), LARGE_BYTES)
     found: Array = alone * np.maximum(1.0, busy / cores)
@@ -130,7 +130,7 @@ def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
 
 
 def stepped_s(alone: Array, table: Table, hardware: Hardware) -> Array:
-    """Return the seconds of computations that all ranks do at a time, each of which takes `alone`."""
+    """Return the seconds of computations by all ranks at once, each of which takes `alone` by itself."""
     measured, cores = _measured(hardware)
     found: Array = alone * (np.maximum(1.0, table.gpus / cores) / _speed(measured, table.gpus))[:, None]
     return found
@@ -143,24 +143,24 @@ def _measured(hardware: Hardware) -> tuple[Measured, int]:
 
 
 def _together(table: Table) -> Any:
-    """Return how many ranks work in step."""
+    """Return the number of ranks that work in step."""
     return table.tp * table.cp * table.ep
 
 
 def _replicas(table: Table) -> Any:
-    """Return how many ranks hold the same dense weights."""
+    """Return the number of ranks that hold the same dense weights."""
     return table.dp * table.cp * table.ep
 
 
 def _speed(measured: Measured, ranks: Any) -> Array:
-    """Return how fast a rank computes while it has a core, relative to one that is alone."""
+    """Return the speed of a rank while it has a core, relative to a single process."""
     numbers = sorted(measured.sharing)
     found: Array = np.interp(ranks, numbers, [measured.sharing[number] for number in numbers])
     return found
 
 
 def _share(measured: Measured, ranks: Any, moved: Any) -> Array:
-    """Return how many cores one rank's part of a sum over so many ranks takes from others, of shape (n, 1)."""
+    """Return the number of cores that one rank's part of an all-reduce over `ranks` takes from others, (n, 1)."""
     numbers, size = sorted(measured.all_reduce_work), np.broadcast_to(moved, np.shape(ranks))
     taken = np.stack(
         [

@@ -1,12 +1,12 @@
-"""A strategy as its real plan: compiled, and timed by the event simulator with the prediction's own costs.
+"""Strategy as a real plan: compiled, and timed by the event simulator with the prediction's own costs.
 
     strategy ──plan_of──▶ Plan ──┐
        └─────costs_of──▶ Costs ──┴──simulate──▶ step, against the closed form: `agreement`
 
-Waits inside a stage (of tp, cp and ep, for messages and for ZeRO's gathers) are in its forward and backward, and so is
-what is recomputed: on GPUs that does not run ahead of the gradient. Gradients are added up, and the optimizer steps,
-where the plan has them, or after all backwards where they do not overlap. Plans of many microbatches are simulated with
-fewer: what follows repeats.
+Exposed communication inside a stage (tp, cp, ep, messages, ZeRO's gathers) is part of its forward and backward, and so
+is recomputation, which on GPUs does not run ahead of the gradient. Reductions and the optimizer run where the plan has
+them, or after all backwards if they do not overlap. Plans of many microbatches are simulated with fewer, as the steady
+state repeats.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from quintsched.strategies.prediction.totals import stage_times
 
 @dataclass(frozen=True)
 class Agreement:
-    """The step time of a strategy by the closed form and by its plan, in seconds."""
+    """Step time of a strategy by the closed form and by its plan, in seconds."""
 
     predicted_s: float
     simulated_s: float
 
     @property
     def error(self) -> float:
-        """By what share of the simulation the prediction is more."""
+        """Relative error of the prediction against the simulation."""
         return self.predicted_s / self.simulated_s - 1
 
 
 def agreement(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Agreement:
-    """Compile and simulate a strategy's plan, and compare; raises `UsageError` where it cannot be placed."""
+    """Compile and simulate a strategy's plan, and compare; raises `UsageError` if the strategy is invalid."""
     found = evaluate(model, hardware, Table.of([strategy]), constants, simulate=True)
     return Agreement(float(found.step_s[0]), simulated_step_s(model, hardware, strategy, constants))
 
 
 def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:
-    """Return the seconds of a step by its plan, and beyond that what a plan does not say."""
+    """Return the seconds of a step by its plan, plus the parts that a plan does not contain."""
     costs = costs_of(model, hardware, strategy, constants)
     few, more, times = repetition(strategy.pp, strategy.microbatches)
     full = resolved(strategy)
@@ -66,7 +66,7 @@ def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, const
 
 
 def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants) -> float:
-    """Return what a plan does not say: sums of gradients that wait for all backwards, and cores that ranks share."""
+    """Return the time that a plan does not contain: reductions after all backwards, and shared cores."""
     table, _, times = _stage_times(model, hardware, strategy, constants)
     shared = evaluate(model, hardware, table, constants).seconds.get("cores", np.zeros(1))
     full, reduction = resolved(strategy), times.reduction[0]
@@ -76,7 +76,7 @@ def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy, constants: C
 
 
 def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Costs:
-    """Return what each stage of a strategy's plan takes, in seconds, and holds, in bytes."""
+    """Return the costs of each stage of a strategy's plan: times in seconds, sizes in bytes."""
     table, stages, times = _stage_times(model, hardware, strategy, constants)
     held, each = stage_terms(model, table, stages), times.each
     kept = np.sum([bytes_ for name, bytes_ in held.items() if name.startswith(("activations", "logits"))], axis=0)
@@ -96,7 +96,7 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Co
         "activation": kept,
         "activation_checkpointed": kept,
     }
-    twins = num_stages(resolved(strategy)) // stages.dense.shape[1]  # of each piece of the model
+    twins = num_stages(resolved(strategy)) // stages.dense.shape[1]  # number of copies of each piece of the model
     each_stage = {name: tuple(values[0].tolist()) * twins for name, values in columns.items()}
     return Costs.model_validate({"unit": "s", **each_stage})
 

@@ -1,7 +1,7 @@
-"""Which layers each pipeline rank holds, as counts: the same for all strategies of one (pp, chunks, split, recompute).
+"""Layers of each pipeline rank, as counts: the same for all strategies of one (pp, chunks, split, recompute).
 
     pp=4, 10 layers      rank 0         1        2        3
-                     embedding 3        3        2      2 head       ranks that hold the same are counted once
+                     embedding 3        3        2      2 head       ranks with equal layers are one kind
 
 Most layouts have two to four kinds of ranks, however many ranks there are.
 """
@@ -22,12 +22,12 @@ from quintsched.strategies.prediction.operators import Array
 V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
 """Schedules whose second chunk runs back over the ranks."""
 BIDIRECTIONAL = frozenset({"dualpipe"})
-"""Schedules in which a rank holds its stage's twin too."""
+"""Schedules in which a rank also holds its stage's twin."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides which layers a rank holds."""
+    """Settings that determine the layers of each rank."""
 
     pp: int
     chunks: int
@@ -38,22 +38,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankKind:
-    """What one or more pipeline ranks hold."""
+    """Layers that one or more pipeline ranks hold, as counts."""
 
     dense: int
     mixture: int
     full_dense: int
-    """Of those, how many run their forward again."""
+    """Number of those that are fully recomputed."""
     full_mixture: int
     first: int
-    """1 with the embedding."""
+    """1 with the embedding, else 0."""
     last: int
-    """1 with the head."""
+    """1 with the head, else 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """The kinds of ranks of L layouts, each array of shape (L, K), K the most kinds that one has."""
+    """Kinds of ranks of L layouts; each array is (L, K), with K the maximum number of kinds per layout."""
 
     dense: NDArray[np.float64]
     mixture: NDArray[np.float64]
@@ -62,21 +62,21 @@ class Kinds:
     first: NDArray[np.float64]
     last: NDArray[np.float64]
     ranks: NDArray[np.float64]
-    """How many ranks are of the kind; 0 pads."""
+    """Number of ranks of the kind; 0 for padding."""
     rank: NDArray[np.float64]
-    """The first rank of the kind."""
+    """First rank of the kind."""
     alike: NDArray[np.float64]
-    """1 where all stages hold the same but for embedding and head, or each rank has one; of the layout, so in every
-    column."""
+    """1 if all stages hold the same layers, except for embedding and head, or each rank has one stage; a property of
+    the layout, repeated in every column."""
 
     def take(self, index: NDArray[np.int64]) -> Kinds:
-        """Return the kinds of these layouts; in memory, the values of all layouts lie together, kind by kind."""
+        """Return the kinds of these layouts; the result is stored kind by kind, contiguous over layouts."""
         return Kinds(**{name: np.take(values.T, index, axis=1).T for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True, eq=False)
 class PerMicrobatch:
-    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
+    """Times of each kind of rank for one microbatch, in seconds; arrays (n, K)."""
 
     compute_forward: Array
     compute_input: Array
@@ -90,30 +90,30 @@ class PerMicrobatch:
     ep: Array
     pp: Array
     dp: Array
-    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
+    """Exposed part of ZeRO's gathers and reduce-scatters in every microbatch."""
     dp_hidden: Array
     weights: Array
     expert_weights: Array
 
     @property
     def forward(self) -> Array:
-        """Half of what is waited for counts here."""
+        """Forward, with half of the communication that is not split by direction."""
         return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
 
     @property
     def backward_input(self) -> Array:
-        """With what is run again before it."""
+        """Input half of the backward, with recomputation and the other half of that communication."""
         waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
         return self.compute_input + self.recompute + waits
 
     @property
     def total(self) -> Array:
-        """Forward and backward."""
+        """Forward and backward together."""
         return self.forward + self.backward_input + self.compute_weight
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage, as even as can be, what is left over going to the first."""
+    """Return the layers of each stage, as even as possible, with the remainder on the first stages."""
     least, over = divmod(layers, stages)
     return tuple(least + (stage < over) for stage in range(stages))
 
@@ -128,12 +128,12 @@ def stages_of_rank(rank: int, pp: int, chunks: int, schedule: str) -> tuple[int,
 
 
 def _together(stages: Sequence[RankKind]) -> RankKind:
-    """Return what a rank holds that holds these."""
+    """Return the layers of a rank that holds several stages."""
     return RankKind(*(sum(column) for column in zip(*(vars(stage).values() for stage in stages), strict=True)))
 
 
 def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
-    """Return what each stage of each pipeline rank holds."""
+    """Return the layers of each stage of each pipeline rank."""
     count = layout.pp * layout.chunks
     layers = layout.stages or stage_layers(model.layers, count)
     full = recomputed_layers(layers, layout.recompute)
@@ -149,13 +149,13 @@ def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
 
 
 def _alike(layout: Layout, of_ranks: list[list[RankKind]]) -> float:
-    """1 where all stages hold the same but for embedding and head, or each rank has one; never for twins."""
+    """Return 1 if all stages hold the same layers, except for embedding and head, or each rank has one; 0 for twins."""
     several = {(one.dense, one.mixture, one.full_dense, one.full_mixture) for own in of_ranks for one in own}
     return float(layout.schedule not in BIDIRECTIONAL and (layout.chunks == 1 or len(several) == 1))
 
 
 def has_experts(model: Model, layer: int) -> bool:
-    """Whether a layer has a mixture of experts."""
+    """Return whether a layer has a mixture of experts."""
     experts = model.experts
     return (
         experts is not None and layer >= experts.first_dense and (layer - experts.first_dense + 1) % experts.every == 0
@@ -163,7 +163,7 @@ def has_experts(model: Model, layer: int) -> bool:
 
 
 def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
-    """Return the kinds of ranks of several layouts, each a run of equal ranks; `each_rank`: each is of one."""
+    """Return the kinds of ranks of several layouts, as runs of equal ranks; `each_rank`: one kind per rank."""
     columns = [_columns(model, layout, each_rank) for layout in layouts]
     most = max(len(column) for column in columns)
     padding = (0.0,) * len(fields(Kinds))
@@ -173,7 +173,7 @@ def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -
 
 @lru_cache(maxsize=2**16)
 def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float, ...], ...]:
-    """Return each kind of rank of a layout as the fields of `Kinds`."""
+    """Return each kind of rank of a layout, as the fields of `Kinds`."""
     runs: list[tuple[RankKind, list[int]]] = []
     of_ranks = rank_stages(model, layout)
     for rank, kind in enumerate(map(_together, of_ranks)):
@@ -185,7 +185,7 @@ def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float
 
 
 def recomputed_layers(layers: Sequence[int], recompute: Recompute) -> list[int]:
-    """Return how many layers of each stage run their forward again."""
+    """Return the number of fully recomputed layers of each stage."""
     if recompute == "full":
         return list(layers)
     if isinstance(recompute, tuple):

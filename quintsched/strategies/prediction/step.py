@@ -1,4 +1,4 @@
-"""One strategy: how long its step takes and what it holds; the table with one row."""
+"""Prediction of one strategy: a table with one row."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from quintsched.strategies.prediction.table import evaluate, held
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of one strategy takes and holds."""
+    """Predicted time and memory of a step of one strategy."""
 
     model: Model
     hardware: Hardware
     strategy: Strategy
-    """With its schedule and chunks filled in."""
+    """Strategy with its schedule and chunks filled in."""
     step_s: float
     tokens_per_s: float
-    """Over all GPUs."""
+    """Tokens per second over all GPUs."""
     mfu: float
-    """Share of the datasheet's peak that the model's own operations make, recomputation left out, attention counted
-    without its causal mask."""
+    """Model FLOPs utilisation: fraction of the datasheet's peak by the model's own FLOP, without recomputation,
+    attention counted without its causal mask."""
     fits: bool
     memory_bytes: float
-    """Of the fullest rank."""
+    """Peak memory of the rank that holds most."""
     memory_bytes_per_rank: tuple[float, ...]
-    """By pipeline rank."""
+    """Peak memory by pipeline rank."""
     breakdown_s: dict[str, float]
-    """Terms that do not end in `_hidden` add up to `step_s`."""
+    """Terms of the step time; those that do not end in `_hidden` add up to `step_s`."""
     breakdown_bytes: dict[str, float]
-    """Of the fullest rank; adds up to `memory_bytes`."""
+    """Terms of the memory of the rank that holds most; they add up to `memory_bytes`."""
 
 
 def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Prediction:
-    """Return the time and memory of a strategy.
+    """Predict the time and memory of a strategy.
 
-    Raises UsageError where it cannot be placed.
+    Raises UsageError if the strategy is invalid.
     """
     check(model, hardware, strategy)
     table = Table.of([strategy])
@@ -70,9 +70,9 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
 
 
 def model_flops(model: Model, seq: int) -> float:
-    """Return the operations of matrix products of one sample, forward and backward, attention without its mask.
+    """Return the FLOP of matrix products per sample, forward and backward, attention counted without its mask.
 
-    What fills up experts is none of the model's own.
+    Padding of experts does not count.
     """
     if model.experts is not None:
         model = model.model_copy(update={"experts": model.experts.model_copy(update={"padded_to": None})})
@@ -86,7 +86,7 @@ def model_flops(model: Model, seq: int) -> float:
 
 
 def _flops(model: Model, operators: Iterable[Operator]) -> float:
-    """Operations of a forward."""
+    """Return the FLOP of a forward."""
     seen = 0.5 if model.causal else 1.0
     found = 0.0
     for operator in operators:

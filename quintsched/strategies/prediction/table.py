@@ -1,10 +1,10 @@
-"""Many strategies at once: the time and the memory of a step, in numpy columns.
+"""Vectorized prediction: time and memory of a step for many strategies, in numpy columns.
 
     strategies ──▶ Table (columns) ──┬─ blocks: once per distinct (tp, cp, ep, sp, microbatch, seq, dtype)
                                      ├─ kinds of ranks: once per distinct (pp, chunks, schedule, stages, recompute)
                                      └─ the rest: arithmetic on columns ──▶ Evaluated
 
-Nothing is checked here: `placement.check` says whether a strategy can be placed.
+Strategies are not validated here: see `placement.check`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from quintsched.strategies.prediction.totals import step_terms
 __all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]
 
 ROWS_AT_ONCE = 1 << 15
-"""So many rows are worked on at a time, so that columns stay in the processor's cache."""
+"""Number of rows processed at a time, so that columns stay in the processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """What a step of each of n strategies takes and holds."""
+    """Predicted time and memory of a step for each of n strategies."""
 
     table: Table
     step_s: Array
     memory_bytes: Array
-    """Of the fullest rank."""
+    """Peak memory of the rank that holds most."""
     fits: NDArray[np.bool_]
     seconds: dict[str, Array]
-    """Terms by name; those that do not end in `_hidden` add up to `step_s`."""
+    """Terms of the time by name; those that do not end in `_hidden` add up to `step_s`."""
     bytes: dict[str, Array]
-    """Terms of the fullest rank by name; they add up to `memory_bytes`."""
+    """Terms of the memory of the rank that holds most, by name; they add up to `memory_bytes`."""
     exact: NDArray[np.bool_]
-    """False where the time is a lower bound."""
+    """False if the time is a lower bound."""
 
 
 def evaluate(
@@ -55,7 +55,7 @@ def evaluate(
 ) -> Evaluated:
     """Return time and memory of every row of a table.
 
-    Where there is no closed form, the time is a lower bound, or, with `simulate`, that of a simulation.
+    Without a closed form, the time is a lower bound, or, with `simulate`, comes from a simulation.
     """
     parts = [
         _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
@@ -82,13 +82,13 @@ def _evaluate(
 
 
 def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
-    """Return the bytes that every kind of rank holds, (n, K) by kind of bytes; `each_rank`: every rank is a kind."""
+    """Return the bytes of every kind of rank by term, (n, K); `each_rank`: one kind per rank."""
     found = distinct_kinds(model, table, each_rank=each_rank)
     return held_terms(model, hardware, table, found), found
 
 
 def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:
-    """Return the block times of every row, worked out once for each distinct key."""
+    """Return the block times of every row, computed once per distinct key."""
     names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype")
     first, inverse = distinct([getattr(table, name) for name in names])
     keys = table.take(first)
@@ -103,7 +103,7 @@ def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: C
 
 
 def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
-    """Return the kinds of ranks of every row, worked out once for each distinct layout."""
+    """Return the kinds of ranks of every row, computed once per distinct layout."""
     layouts, which = _layouts(table)
     return kinds(model, layouts, each_rank=each_rank).take(which)
 
@@ -116,7 +116,7 @@ def distinct_stages(model: Model, table: Table) -> Kinds:
 
 
 def _layouts(table: Table) -> tuple[list[Layout], Ints]:
-    """Return the distinct layouts, and which of them each row has."""
+    """Return the distinct layouts, and the index of each row's layout."""
     names = ("pp", "chunks", "schedule", "stages", "recompute")
     first, which = distinct([getattr(table, name) for name in names])
     layouts = [
@@ -133,7 +133,7 @@ def _layouts(table: Table) -> tuple[list[Layout], Ints]:
 
 
 def sizes_of(table: Table, dtype: str) -> Sizes:
-    """Return the columns that block times depend on, of a table of one dtype."""
+    """Return the columns that block times depend on, for a table of one dtype."""
     columns = {
         name: getattr(table, name).astype(np.float64)
         for name in ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq")

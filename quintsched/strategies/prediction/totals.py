@@ -1,7 +1,7 @@
-"""From blocks to a step: what each pipeline rank does for a microbatch, the pipeline, and what ends the step.
+"""From blocks to a step: times of each pipeline rank per microbatch, the pipeline, and the end of the step.
 
-    rank:  ▕ layers · (forward + backward + recompute + waits) ▏ × microbatches
-    step = the busiest rank's microbatches + the bubble around them + gradients + optimizer
+    rank:  ▕ layers · (forward + backward + recompute + exposed communication) ▏ × microbatches
+    step = the slowest rank's microbatches + the bubble around them + gradient reduction + optimizer
 
 Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 """
@@ -34,13 +34,13 @@ from quintsched.strategies.prediction.shared_cores import (
 from quintsched.strategies.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
 
 GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
-"""Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its scale."""
+"""Bytes of a gradient in its reduction over replicas, by dtype: as in Megatron-LM, where fp16 uses loss scaling."""
 STEP_BYTES = 66.0
-"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
-the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
-and writes three of them (28); the master is rounded into the weight (6)."""
+"""Bytes that an optimizer step reads and writes per parameter updated by a rank: its gradient is cleared (4), divided
+by the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two
+moments and writes three of them (28); the master is rounded into the weight (6)."""
 ADAM_BYTES = 28.0
-"""What of them is Adam itself, which a calibration times."""
+"""Part of these for Adam itself, which a calibration measures."""
 
 
 def step_terms(
@@ -52,10 +52,10 @@ def step_terms(
     constants: Constants,
     stages: Callable[[Table], Kinds] | None = None,
 ) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
-    """Return the terms of a step's time, and of the fullest rank's memory, and whether the time is no bound only.
+    """Return the terms of a step's time, the terms of the peak memory, and whether the time is exact.
 
-    Where the schedule has no closed form, the bubble is the least that there can be. Where `stages` says what the
-    stages of such strategies hold, it is simulated.
+    If the schedule has no closed form, the bubble is a lower bound; if `stages` is given (it returns the stages of such
+    strategies), it is simulated.
     """
     each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants), table)
     shares = shares_cores(hardware)
@@ -108,7 +108,7 @@ def step_terms(
 def per_microbatch(
     model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
 ) -> PerMicrobatch:
-    """Return what a rank of each kind does for one microbatch."""
+    """Return the times of each kind of rank for one microbatch."""
     selective = np.isin(table.recompute, _codes(table, "recompute", "selective")).astype(float)
 
     def summed(name: str, **counts: Array) -> Array:
@@ -148,7 +148,7 @@ def per_microbatch(
 
 
 def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
-    """Return what a microbatch takes where it passes one of a rank's two stages: half of what both do."""
+    """Return the times of a microbatch under bidirectional schedules: it passes one of a rank's two stages, so half."""
     passed = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 0.5, 1.0)[:, None]
     if (passed == 1.0).all():
         return each
@@ -158,9 +158,9 @@ def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
 
 
 def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
-    """Return what a rank waits for its neighbours' messages: one in and one out for each chunk, both ways.
+    """Return the wait of a rank for its neighbours' messages: one in and one out per chunk, in both directions.
 
-    The ranks of tp hold the same activation and send a slice each.
+    The tp ranks hold the same activation and send a slice each.
     """
     width = _widths(table)
     moved = table.microbatch * table.seq / table.cp * model.hidden * width / table.tp
@@ -173,7 +173,7 @@ def sharded_s(
 ) -> tuple[Array, Array]:
     """Return the gathers and reduce-scatters of ZeRO-2 and 3 in each microbatch: exposed and hidden.
 
-    The next layer is gathered while one computes, and a layer's gradients are scattered while the next backward runs.
+    The next layer is gathered during computation, and a layer's gradients are scattered during the next backward.
     """
     width = _widths(table)
     gathers = (table.zero == 3) * 1.0
@@ -201,7 +201,7 @@ def sharded_s(
 
 
 def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array, constants: Constants) -> Array:
-    """One pass over the ring of replicas with the weights of a layer."""
+    """Return the time of one ring pass over the replicas with the weights of a layer."""
     stride = table.tp
     replicas = table.dp * table.cp * table.ep
     dense = ring_s(layer.weights * width, replicas, stride, hardware, constants)
@@ -211,7 +211,7 @@ def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array,
 
 
 def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> tuple[Array, Array]:
-    """Return how long gradients are added up after a step's backwards, and weights gathered after it (ZeRO-1, 2)."""
+    """Return the times of gradient reduction after the backwards, and of weight gathers after the step (ZeRO-1, 2)."""
     stride, replicas = table.tp[:, None], (table.dp * table.cp * table.ep)[:, None]
     outer = (table.dp * table.cp)[:, None]
     width, zero = _widths(table)[:, None], table.zero[:, None]
@@ -229,7 +229,7 @@ def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: C
 
 
 def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
-    """Return the optimizer's step, bound by memory; ZeRO shares it out over the replicas."""
+    """Return the time of the optimizer step, bound by memory; ZeRO divides it over the replicas."""
     shards = np.where(table.zero > 0, table.dp * table.cp * table.ep, 1)[:, None]
     expert_shards = np.where(table.zero > 0, table.dp * table.cp, 1)[:, None]
     numbers = each.weights / shards + each.expert_weights / expert_shards
@@ -244,7 +244,7 @@ def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants
 def stage_times(
     model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds, constants: Constants
 ) -> StageTimes:
-    """Return what each stage does for a microbatch and at the end of a step; `stages` are the kinds of ranks."""
+    """Return the times of each stage for a microbatch and at the end of a step; `stages` has stages as kinds."""
     each = per_microbatch(model, hardware, table, blocks, stages, constants)
     each = replace(each, pp=each.pp / table.chunks[:, None])
     reduction, gathering = reduce_s(hardware, table, each, constants)

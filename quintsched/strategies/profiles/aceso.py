@@ -4,9 +4,9 @@
     prim_gpt_13B_all_reduce_2gpus.csv    data_size(MB), time(ms): MiB of one rank's tensor
     p2p_intra_node.csv, p2p_inter_node.csv       sizes (MiB), then GiB/s
 
-Its profiler runs each operator by itself, back to back; asks backwards for the gradients of inputs only; and times an
-operator's collectives with it. `algo` 0 cuts the qkv and first feed-forward matrices by columns, the others by rows;
-1 the other way round. What its operators save for their backwards is not in the files, but in its code: `GPT` says it.
+Its profiler runs each operator separately, back to back; its backwards compute gradients of inputs only; and an
+operator's time includes its collectives. `algo` 0 cuts the qkv and first feed-forward matrices by columns, the others
+by rows; 1 the other way round. Tensors that operators save for their backwards are not in the files: `GPT` has them.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ from quintsched.strategies.profiles.profile import Kind, Measures, Operator, Pro
 MOST_BYTES = 2**26
 MIB = float(2**20)
 FAILED = 1e7
-"""Microseconds, MiB: what the profiler writes for an operator that ran out of memory."""
+"""Microseconds or MiB that the profiler writes for an operator that ran out of memory."""
 FAILED_COLLECTIVE = 1e6
-"""Milliseconds, likewise."""
+"""Milliseconds that it writes for a failed collective."""
 WIDTH = 2.0
-"""Bytes of an element: fp16."""
+"""Bytes of an fp16 element."""
 ACCUMULATION = 3.0
-"""Adding a gradient to the sum reads both and writes one."""
+"""Bytes moved by adding a gradient to the sum, per byte of weights: two reads and one write."""
 EMBEDDING_PASSES = 4.0
-"""The embedding's backward fills a gradient of all words with zeros and adds it to the sum."""
+"""Memory passes of the embedding's backward: it fills a gradient of all tokens with zeros and adds it to the sum."""
 OPERATORS = re.compile(r"gpt_(?P<size>\w+?)_mbs(?P<microbatch>\d+)_tp(?P<tp>\d+)_algo(?P<cut>\d+)")
 COLLECTIVE = re.compile(
     r"prim_gpt_(?P<size>\w+?)_(?P<kind>all_gather|all_reduce|reduce_scatter|all_to_all)_(?P<n>\d+)gpus"
 )
 WITHIN, ACROSS = "p2p_intra_node", "p2p_inter_node"
 MESSAGES = "p2p_"
-"""Files whose head is data too."""
+"""Prefix of files whose header is data too."""
 
 T = TypeVar("T")
 Table = list[list[Any]]
-"""Rows of cells, the head left out."""
+"""Rows of cells, without the header."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the files do not say of an operator of a GPT."""
+    """Properties of a GPT's operator that the files do not contain."""
 
     kind: Kind
     wide: float = 1.0
-    """Of a product: the output's width, in units of the hidden size."""
+    """Width of a product's output, in units of the hidden size."""
     deep: float = 1.0
-    """The input's."""
+    """Width of a product's input, likewise."""
     column: bool = True
-    """Of a product: whether it is cut by columns."""
+    """Whether a product's matrix is cut by columns."""
     cut: bool = False
-    """Of all others: whether it works on a tensor that is cut over tp."""
+    """Whether an operator other than a product works on a tensor that is sharded over tp."""
     output_freed: bool = False
     scores: bool = False
     in_place: bool = False
     carries: bool = False
-    """Whether the residual passes it by."""
+    """Whether the residual is passed along beside it."""
     values: bool = False
-    """Whether attention's values pass it by."""
+    """Whether attention's values are passed along beside it."""
 
 
 GPT = {
@@ -115,7 +115,7 @@ class Row:
 def read_folder(folder: Path, size: str | None = None, hidden: int | None = None) -> Profile:
     """Return the profile of the GPT of that size ("13B") in a folder of Aceso's CSV files.
 
-    Where no size is given, that of the nearest hidden size. Raises `UsageError` where the folder has several and
+    Without a size, takes the one with the nearest hidden size. Raises `UsageError` if the folder has several and
     neither is given, `InputError` for a broken file.
     """
     return assemble({path.stem: _read_csv(path) for path in sorted(folder.glob("*.csv"))}, str(folder), size, hidden)
@@ -164,9 +164,9 @@ def _assembled(tables: Mapping[str, Table], source: str, size: str | None, hidde
 
 
 def tables(named: Mapping[str, Any], source: str) -> dict[str, Table]:
-    """Return tables that were published as JSON, {"columns": […], "rows": […]} by the names of Aceso's files.
+    """Return tables that were published as JSON, {"columns": […], "rows": […]}, by the names of Aceso's files.
 
-    Raises `InputError` for what is none.
+    Raises `InputError` for anything else.
     """
     made: dict[str, Table] = {}
     for name, table in named.items():
@@ -180,7 +180,7 @@ def tables(named: Mapping[str, Any], source: str) -> dict[str, Table]:
 
 
 def read_layout(config: Mapping[str, Any], gpus_per_node: int = 8) -> Layout:
-    """Return the layout of one of Aceso's configurations; its lists may be run-length coded, [value, count].
+    """Return the layout of one of Aceso's configurations; its lists may be run-length encoded, [value, count].
 
     Raises `InputError` for one that is incomplete.
     """
@@ -214,7 +214,7 @@ def _stage(config: Mapping[str, Any], number: int, names: tuple[str, ...]) -> St
 
 
 def _spelled_out(values: Iterable[Any]) -> list[int]:
-    """Return a list in which [value, count] stands for so many of them."""
+    """Return a run-length encoded list expanded: [value, count] repeats the value."""
     runs = [value if isinstance(value, list) else [value, 1] for value in values]
     return [value for value, count in runs for _ in range(count)]
 
@@ -233,7 +233,7 @@ def _size(known: list[str], size: str | None, source: str) -> str:
 
 
 def _measures(operators: list[Operator]) -> Measures | None:
-    """Return the sizes of the model, from what its operators hold."""
+    """Return the sizes of the model, derived from the sizes of its operators."""
     one = {(o.name, o.tp): o for o in operators if o.microbatch == 1 and o.cut == 0}
     score, dense, head = (one.get((name, 1)) for name in (SCORE, DENSE, HEAD))
     if not (score and dense and head):
@@ -244,7 +244,7 @@ def _measures(operators: list[Operator]) -> Measures | None:
 
 
 def _read(name: str, tables: Mapping[str, Table], read: Callable[[Table], T]) -> T:
-    """Return what a table says; raises `InputError` with its name where it is none."""
+    """Return the result of `read` for a table; raises `InputError` with its name if it is malformed."""
     try:
         return read(tables[name])
     except ValidationError as error:
@@ -269,7 +269,7 @@ def _operators(match: re.Match[str], table: Table) -> list[Operator]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """What the operators of one file have in common; `hidden` and `values`: bytes of the residual and of values."""
+    """Common properties of the operators of one file; `hidden` and `values`: bytes of the residual and of values."""
 
     tp: int
     microbatch: int
@@ -318,7 +318,7 @@ State = Literal["whole", "cut"]
 
 
 def _cuts(form: Form, by_columns: bool, hidden: float) -> tuple[State, State, tuple[float, float]]:
-    """Return how an operator's input and output lie over tp, and the bytes that its forward and backward sum."""
+    """Return the tp states of an operator's input and output, and the bytes that forward and backward all-reduce."""
     if form.kind != "product":
         state: State = "cut" if form.cut else "whole"
         return state, state, (0.0, 0.0)
@@ -346,14 +346,14 @@ def _collectives(tables: Mapping[str, Table], size: str) -> dict[str, dict[int, 
 
 
 def _times(table: Table) -> Curve | None:
-    """Return the curve of times by size."""
+    """Return the curve of rates by size, from times by size."""
     points = sorted({float(mib): float(ms) for mib, ms in table if 0 < float(ms) < FAILED_COLLECTIVE}.items())
     sizes, rates = (mib * MIB for mib, _ in points), (mib * MIB / (ms * 1e-3) for mib, ms in points)
     return Curve(sizes=tuple(sizes), rates=tuple(rates)) if points else None
 
 
 def _messages(table: Table) -> Curve:
-    """Return the curve of a file of messages, whose head is its sizes."""
+    """Return the curve of a file of messages, whose header has the sizes."""
     sizes, rates = ([float(cell) for cell in row] for row in table[:2])
     return Curve(sizes=tuple(mib * MIB for mib in sizes), rates=tuple(rate * 2**30 for rate in rates))
 

@@ -1,4 +1,4 @@
-"""A whole step composed from a profile: its time, and what the fullest GPU of each stage holds.
+"""Composition of a whole step from a profile: its time, and the peak memory of each stage.
 
 stages' times ──▶ blocking 1F1B ──▶ the last backward of each stage ──▶ reductions, tied embeddings, optimizer
 """
@@ -17,26 +17,26 @@ from quintsched.strategies.profiles.stages import StageTime, end_s, exchange, st
 
 @dataclass(frozen=True)
 class Composed:
-    """A step, as a profile has it."""
+    """Step composed from a profile."""
 
     step_s: float
     pipeline_s: float
-    """Until the last backward of the last stage to finish."""
+    """Seconds until the end of the last backward on any stage."""
     end_s: float
-    """What follows it: gradients over replicas, tied embeddings, the optimizer."""
+    """Seconds after it: gradient reduction, tied embeddings, the optimizer."""
     stages: tuple[StageTime, ...]
     exchanges_s: tuple[float, ...]
-    """Between each stage and the next: both directions together."""
+    """Seconds of exchanges between each stage and the next, both directions together."""
     memory: tuple[StageMemory, ...]
     microbatches: int
 
     @property
     def slowest(self) -> int:
-        """The stage with the most to do for a microbatch, its exchanges included."""
+        """Stage with the longest time per microbatch, exchanges included."""
         return max(range(len(self.stages)), key=self._busy_s)
 
     def breakdown_s(self) -> dict[str, float]:
-        """Return where the step's time goes, seen from the slowest stage; the terms add up to `step_s`."""
+        """Return the terms of the step's time on the slowest stage; they add up to `step_s`."""
         stage, number = self.stages[self.slowest], self.microbatches
         exchanged = self._exchanged_s(self.slowest) * number
         compute = (stage.forward_s + stage.backward_s) * number
@@ -59,7 +59,7 @@ class Composed:
 
 
 def compose(profile: Profile, layout: Layout) -> Composed:
-    """Return the step of a layout; raises `MisfitError` for what the profile does not know."""
+    """Return the composed step of a layout; raises `MisfitError` for operators or sizes that the profile lacks."""
     rates = Rates(profile)
     stages = [stage_time(rates, layout, stage) for stage in layout.stages]
     between = [exchange(rates, layout, left) for left in range(len(stages) - 1)]

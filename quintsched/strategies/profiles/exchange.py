@@ -1,10 +1,10 @@
-"""1F1B whose messages are exchanges: both neighbours stop until both have come, as in Megatron's schedule.
+"""Blocking 1F1B: messages are exchanges for which both neighbours stop, as in Megatron's schedule.
 
     stage 0   F F F ╥ B ─────── F ╥ B          ╥ activations down and gradients up, together
     stage 1     F F ╨ ╥ B ──────╥ F ╨ B        ─ waits for its neighbour
 
-Nothing is hidden behind computation: an exchange begins when the later of the two has come, and both go on when it
-ends. `quintsched.simulation` times what our own runtime does, whose messages nobody waits for but their takers.
+Nothing is hidden behind computation: an exchange begins when the later of the two stages is ready, and both go on when
+it ends. `quintsched.simulation` times this project's runtime, in which only the consumer waits for a message.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quintsched.strategies.profiles.stages import Exchange
 
 @dataclass(frozen=True)
 class Compute:
-    """So many seconds on the stage itself."""
+    """Computation on one stage, in seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Meet:
-    """An exchange between the stages `left` and `left + 1`."""
+    """Exchange between the stages `left` and `left + 1`."""
 
     left: int
     seconds: float
@@ -36,7 +36,7 @@ Program = list[Compute | Meet]
 def blocking_1f1b(
     forward_s: Sequence[float], backward_s: Sequence[float], between: Sequence[Exchange], microbatches: int
 ) -> list[float]:
-    """Return when each stage has done its last backward and sent it, in seconds from the step's beginning."""
+    """Return when each stage has finished its last backward and sent its gradient, in seconds from the step's start."""
     programs = [_program(stage, forward_s, backward_s, between, microbatches) for stage in range(len(forward_s))]
     clock, done = [0.0] * len(programs), [0] * len(programs)
     waiting: dict[int, int] = {}
@@ -50,7 +50,7 @@ def blocking_1f1b(
 
 
 def _run_on(stage: int, program: Program, clock: list[float], done: list[int], waiting: dict[int, int]) -> int | None:
-    """Run a stage until it has to wait (return None) or has met a neighbour who was waiting (return the neighbour)."""
+    """Advance a stage until it must wait (return None) or meets a waiting neighbour (return the neighbour)."""
     while done[stage] < len(program):
         step = program[done[stage]]
         if isinstance(step, Compute):
@@ -71,7 +71,7 @@ def _run_on(stage: int, program: Program, clock: list[float], done: list[int], w
 def _program(
     stage: int, forward_s: Sequence[float], backward_s: Sequence[float], between: Sequence[Exchange], microbatches: int
 ) -> Program:
-    """Return what a stage does: warm-up forwards, one forward and one backward at a time, the backwards left over."""
+    """Return a stage's program: warm-up forwards, alternating forwards and backwards, the remaining backwards."""
     warm = min(len(forward_s) - 1 - stage, microbatches)
     forward, backward = Compute(forward_s[stage]), Compute(backward_s[stage])
     above = _meetings(between, stage - 1)
@@ -90,7 +90,7 @@ def _program(
 
 @dataclass(frozen=True)
 class Meetings:
-    """What a stage and one of its neighbours may exchange; nothing where it has none."""
+    """Exchanges of a stage with one neighbour; empty without a neighbour."""
 
     forward: Program
     backward: Program

@@ -1,13 +1,13 @@
-"""A Kineto trace (`torch.profiler`, its Chrome format) of some steps on one GPU, as seconds by kind of work.
+"""Kineto trace (`torch.profiler`, Chrome format) of some steps on one GPU, reduced to seconds by kind of work.
 
     {"traceEvents": [{"cat": "kernel", "name": "ampere_fp16_s16816gemm_…", "ts": 12.5, "dur": 830, "args":
                       {"correlation": 7}},
                      {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"correlation": 7}, …},
                      {"cat": "user_annotation", "name": "ProfilerStep#3"}, …]}
 
-Kernels count by name: matrix products, fused attention, collectives, and all others as passes over memory; those that
-an optimizer's step launched are the optimizer's. A trace without kernels is of a CPU: there the time of each operator
-counts that none of its own operators takes. Marks of steps (`ProfilerStep#`) say how many steps there are.
+Kernels are classified by name: matrix products, fused attention, collectives, and all others as memory passes; kernels
+launched in an optimizer's step count as optimizer. A trace without kernels is of a CPU: there the self time of each
+operator counts. The number of steps is that of the marks `ProfilerStep#`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ),
     ("optimizer", re.compile(r"multi_tensor_apply|adam|lamb|_foreach_", re.I)),
 )
-"""Kinds by what stands in a name; the first that fits. Where none does, it is a pass over memory."""
+"""Pattern of names for each kind, first match wins. Other names are passes over memory."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A span of a trace: microseconds."""
+    """Event of a trace, in microseconds."""
 
     category: str
     name: str
@@ -60,12 +60,12 @@ class Event:
 
     @property
     def end(self) -> float:
-        """When it was over."""
+        """End of the event."""
         return self.start + self.duration
 
 
 def read_kineto(path: Path, model: Model, strategy: Strategy) -> Profile:
-    """Return what a trace says of a step of `model` under `strategy`; raises `InputError` for what is no such trace."""
+    """Return the profile of a trace of `model` under `strategy`; raises `InputError` for anything but such a trace."""
     content = read_whole(path, MOST_BYTES, "the trace")
     try:
         trace = parse_strict(content)
@@ -75,7 +75,7 @@ def read_kineto(path: Path, model: Model, strategy: Strategy) -> Profile:
 
 
 def from_trace(trace: object, model: Model, strategy: Strategy, source: str) -> Profile:
-    """Return the profile of a trace that was read; raises as `read_kineto` does."""
+    """Return the profile of a parsed trace; raises as `read_kineto` does."""
     events = list(_events(trace, source))
     steps = len({event.name for event in events if event.name.startswith(STEP)}) or 1
     on_device = [event for event in events if event.category in KERNELS]
@@ -113,7 +113,7 @@ def _events(trace: object, source: str) -> Iterator[Event]:
 
 
 def _kernels(kernels: Iterable[Event], events: list[Event]) -> Iterator[tuple[Kind, float]]:
-    """Yield what kernels took; those launched within an optimizer's step are the optimizer's."""
+    """Yield the times of kernels by kind; those launched within an optimizer's step count as optimizer."""
     launched = {event.correlation: event for event in events if event.category in LAUNCHES}
     of_optimizer = _Spans(event for event in events if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED)
     for kernel in kernels:
@@ -128,7 +128,7 @@ ANNOTATED = frozenset({"user_annotation", "cpu_op"})
 
 
 def _operators(events: list[Event]) -> Iterator[tuple[Kind, float]]:
-    """Yield what operators took on their threads, what they call left out."""
+    """Yield the self times of operators on their threads by kind."""
     of_optimizer = _Spans(event for event in events if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED)
     of_thread: dict[tuple[str, str], list[Event]] = {}
     for event in events:
@@ -141,7 +141,7 @@ def _operators(events: list[Event]) -> Iterator[tuple[Kind, float]]:
 
 
 def _alone(events: list[Event]) -> Iterator[tuple[Event, float]]:
-    """Yield each event of a thread with its time, that of events within it left out."""
+    """Yield each event of a thread with its self time (without nested events)."""
     open_events: list[tuple[Event, float]] = []
     for event in sorted(events, key=lambda event: (event.start, -event.duration)):
         while open_events and event.start >= open_events[-1][0].end:
@@ -154,7 +154,7 @@ def _alone(events: list[Event]) -> Iterator[tuple[Event, float]]:
 
 
 class _Spans:
-    """Spans of time that do not overlap on a thread, to ask what lies within one."""
+    """Non-overlapping spans per thread, for queries whether an event lies within one."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._of_thread: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -164,7 +164,7 @@ class _Spans:
             spans.sort()
 
     def around(self, event: Event) -> bool:
-        """Whether an event begins within a span of its thread."""
+        """Return whether an event begins within a span of its thread."""
         spans = self._of_thread.get(event.thread, [])
         place = bisect_right(spans, (event.start, float("inf"))) - 1
         return place >= 0 and event.start < spans[place][1]

@@ -1,9 +1,9 @@
-"""Which operators stand on which stage, and how each is cut: the finest description of a strategy.
+"""Layout of operators on stages, and how each is cut: the finest description of a strategy.
 
     stage 0: embedding, norm, qkv …        1 GPU
     stage 1: score, softmax …              2 GPUs: tp 2          recomputed: score, softmax, dropout, context
 
-Stages may end anywhere, inside a layer too. Ranks are numbered stage after stage, so that neighbours share a node.
+Stages may end anywhere, even inside a layer. Ranks are numbered stage after stage, so that neighbours share a node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Stage:
-    """The operators of a stage, in order, and on how many GPUs it stands."""
+    """Operators of a stage, in order, and its number of GPUs."""
 
     operators: tuple[Placed, ...]
     gpus: int = 1
@@ -36,34 +36,34 @@ class Stage:
 
 @dataclass(frozen=True)
 class Layout:
-    """All stages, and the batch that passes them."""
+    """Stages of the model, and the batch."""
 
     stages: tuple[Stage, ...]
     batch: int
     """Samples of a step."""
     microbatch: int = 1
-    """Samples that a stage gets at once, over all its GPUs."""
+    """Samples of a microbatch, over all GPUs of a stage."""
     gpus_per_node: int = 8
 
     @property
     def microbatches(self) -> int:
-        """How many pass each stage in a step."""
+        """Number of microbatches per step."""
         return self.batch // self.microbatch
 
     def first_gpu(self, stage: int) -> int:
-        """Return the number of a stage's first GPU."""
+        """Return the index of a stage's first GPU."""
         return sum(earlier.gpus for earlier in self.stages[:stage])
 
     def crosses(self, left: int, right: int) -> bool:
-        """Whether two stages, the left one first, do not share a node."""
+        """Return whether two stages, the left one first, are on different nodes."""
         last = self.first_gpu(right) + self.stages[right].gpus - 1
         return self.first_gpu(left) // self.gpus_per_node != last // self.gpus_per_node
 
 
 def even_layout(profile: Profile, strategy: Strategy, layers: int, gpus_per_node: int) -> Layout:
-    """Return the layout of a strategy: as many layers on each stage as can be even, all cut alike.
+    """Return the layout of a strategy: layers as even as possible over stages, all cut alike.
 
-    Raises `MisfitError` for a strategy that a profile of operators cannot place.
+    Raises `MisfitError` for a strategy that a profile of operators cannot express.
     """
     _check(strategy)
     counts = strategy.stages or tuple(
@@ -102,7 +102,7 @@ def _check(strategy: Strategy) -> None:
 
 
 def _recomputed(profile: Profile, strategy: Strategy, stage: int, layers: int) -> list[frozenset[str]]:
-    """Return for each layer of a stage the names that are recomputed."""
+    """Return, for each layer of a stage, the names of the operators that are recomputed."""
     everything, nothing = frozenset(profile.layer), frozenset[str]()
     chosen = strategy.recompute
     if chosen == "none":

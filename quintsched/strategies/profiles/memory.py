@@ -1,10 +1,10 @@
-"""The fullest moment of a stage: state, activations of all microbatches under way, and the backward's own tensors.
+"""Peak memory of a stage: state, activations of all microbatches in flight, and temporary tensors of the backward.
 
-    16 bytes per weight │ (under way − 1) × what a microbatch keeps │ this one's, freed as the backward walks back
-                        │                                          │ + gradients in and out, a recomputed segment
+    16 bytes per weight │ (in flight − 1) × activations per microbatch │ this one's, freed as the backward proceeds
+                        │                                              │ + gradients in and out, a recomputed segment
 
-fp16 weights and gradients, and in fp32 weights and both of Adam's moments. The walk goes through the operators of a
-stage from the last to the first: what a segment recomputes stands until its operators have had their backward.
+State is fp16 weights and gradients, and fp32 weights and Adam's two moments. The walk visits a stage's operators from
+the last to the first: recomputed activations of a segment are resident until the backward of its operators is done.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quintsched.strategies.profiles.rates import Rates
 from quintsched.strategies.profiles.stages import found
 
 STATE = 8.0
-"""Bytes for each byte of fp16 weights: gradients too (2), and in fp32 weights (2) and Adam's moments (4)."""
+"""Bytes of state per byte of fp16 weights: those and gradients (2), fp32 weights (2), Adam's moments (4)."""
 OPTIMIZER_STATE = 9.0
-"""In the optimizer's step: gradients stand there in fp32."""
+"""The same in the optimizer's step: gradients are in fp32 there."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class StageMemory:
     """Bytes on one GPU of a stage."""
 
     state: float
-    """Weights, gradients and the optimizer's."""
+    """Weights, gradients and optimizer state."""
     waiting: float
-    """Activations of the microbatches under way but the one in its backward."""
+    """Activations of the microbatches in flight, without the one in its backward."""
     backward: float
-    """Of that one, at its fullest moment: what it still keeps, recomputes, and its gradients."""
+    """Peak of the microbatch in its backward: kept and recomputed activations, and gradients."""
     optimizer: float
-    """State in the optimizer's step, when no activation is left."""
+    """State in the optimizer's step, when no activations are left."""
 
     @property
     def peak(self) -> float:
-        """The fullest moment."""
+        """Peak memory."""
         return max(self.state + self.waiting + self.backward, self.optimizer)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Operators `begin` to `end` of a stage, recomputed together or not at all."""
+    """Operators `begin` to `end` - 1 of a stage, recomputed together or not at all."""
 
     begin: int
     end: int
@@ -51,7 +51,7 @@ class Segment:
 
 
 def stage_memory(rates: Rates, layout: Layout, number: int) -> StageMemory:
-    """Return what stage `number` holds at its fullest moment under 1F1B."""
+    """Return the peak memory of stage `number` under 1F1B."""
     stage = layout.stages[number]
     operators = [found(rates, layout, placed) for placed in stage.operators]
     cuts = segments(stage, rates.profile.layer[:1])
@@ -69,7 +69,7 @@ def stage_memory(rates: Rates, layout: Layout, number: int) -> StageMemory:
 
 
 def segments(stage: Stage, breaks: tuple[str, ...]) -> list[Segment]:
-    """Return how a stage falls into segments: neighbours that are recomputed, parted before each name of `breaks`."""
+    """Return the segments of a stage: consecutive recomputed operators, split before each name in `breaks`."""
     made: list[Segment] = []
     for place, placed in enumerate(stage.operators):
         last = made[-1] if made else None
@@ -81,10 +81,10 @@ def segments(stage: Stage, breaks: tuple[str, ...]) -> list[Segment]:
 
 
 def _resident(operators: list[Operator], kept: list[float], cuts: list[Segment]) -> list[float]:
-    """Return what each operator leaves behind until the backward.
+    """Return the bytes that each operator keeps until the backward.
 
-    A recomputed segment leaves its input, its output where the next operator keeps it, and what operators behind it
-    take from inside.
+    A recomputed segment keeps its input, its output if the next operator needs it, and tensors inside it that later
+    operators use.
     """
     resident = list(kept)
     for cut in cuts:
@@ -100,7 +100,7 @@ def _resident(operators: list[Operator], kept: list[float], cuts: list[Segment])
 
 
 def _taken_behind(operators: list[Operator], cut: Segment) -> float:
-    """Return what a segment makes for operators behind it, its output left out: a residual, values of attention."""
+    """Return the bytes of a segment's tensors for later operators, without its output: a residual, attention values."""
     inside = operators[cut.begin : cut.end]
     taken = 0.0
     for place, operator in enumerate(inside[:-1]):
@@ -123,7 +123,7 @@ def _fullest_backward(
 
 
 def _gradients(operators: list[Operator], place: int) -> float:
-    """Return the bytes of an operator's gradients: of its output, its input, what passes by, and its weights."""
+    """Return the bytes of an operator's gradients: of its output, its input, passed tensors, and its weights."""
     operator = operators[place]
     given = operators[place - 1].output if place else operator.input
     weights = operator.weights if operator.flops else 0.0

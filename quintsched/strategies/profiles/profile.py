@@ -1,4 +1,4 @@
-"""The one form of measured times.
+"""Common form of measured times.
 
     {"name": "gpt-13b on L4",
      "operators": [{"name": "qkv", "kind": "product", "tp": 1, "microbatch": 1, "seq": 2048, "forward_s": 0.0067,
@@ -8,8 +8,8 @@
      "message": {…}, "network_message": {…},
      "steps": [{"strategy": {…}, "seconds": {"product": 0.41, "pass": 0.12, …}}]}
 
-`operators` are times of single operators, or of whole blocks, by how they were cut; `steps` are whole steps by kind of
-work, on one GPU. A file may have either, or both. Seconds and bytes throughout.
+`operators` are times of single operators, or of whole blocks, with the way they were cut; `steps` are whole steps by
+kind of work, on one GPU. A file may have either, or both. All values are in seconds and bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from quintsched.strategies.descriptions.model import Amount, Count, Description,
 from quintsched.strategies.descriptions.strategy import Strategy
 
 Kind = Literal["product", "attention", "pass", "block", "communication", "optimizer"]
-"""Work that matrix products bound, fused attention, passes over memory, all of a block together, waiting for other
-ranks, and stepping the weights."""
+"""Kind of work: bound by matrix products, fused attention, memory passes, a whole block, waiting for other ranks, or
+the optimizer step."""
 
 Bytes = Amount
 
 
 class Operator(Description):
-    """One operator of a block, cut over `tp` GPUs, for one microbatch: its times, and what it holds on one GPU."""
+    """One operator of a block, sharded over `tp` GPUs, for one microbatch: its times, and its memory on one GPU."""
 
     name: str
     kind: Kind = "block"
@@ -38,53 +38,53 @@ class Operator(Description):
     microbatch: Size = 1
     seq: Size
     cut: Count = 0
-    """Which of several ways to cut it over `tp`; 0: the usual one."""
+    """Number of the way in which it is cut over `tp`; 0: the usual one."""
     forward_s: Amount
     backward_s: Amount
-    """Without the weight's half, where the profile's `weight_gradients` says so."""
+    """Seconds of the backward; without the weight gradient if the profile's `weight_gradients` is false."""
     flops: Amount = 0.0
-    """Operations of the forward's matrix product, on one GPU."""
+    """FLOP of the forward's matrix product, on one GPU."""
     all_reduce_forward: Bytes = 0.0
-    """What the forward sums over `tp` where that is more than 1; the time of that is in `forward_s`."""
+    """Bytes that the forward all-reduces over `tp` if that is more than 1; the time of that is in `forward_s`."""
     all_reduce_backward: Bytes = 0.0
     weights: Bytes = 0.0
     input: Bytes = 0.0
-    """Of the input that the first operator of a stage receives, with what passes it by."""
+    """Bytes that a stage receives if this is its first operator, passed tensors included."""
     output: Bytes = 0.0
     passed: Bytes = 0.0
-    """What is handed on beside the output: the residual, values of attention."""
+    """Bytes passed on beside the output: the residual, attention values."""
     whole: Bytes = 0.0
-    """Of `output` and `passed`, what every GPU of `tp` has alike; the rest is cut."""
+    """Bytes of `output` and `passed` that are replicated over `tp`; the rest is sharded."""
     kept: Bytes = 0.0
-    """What stays for the backward, the output included."""
+    """Bytes kept for the backward, the output included."""
     output_freed: bool = False
-    """Whether nothing of `kept` stays once the next operator has run: no backward reads it."""
+    """Whether `kept` is freed once the next operator has run, as no backward reads it."""
     scores: bool = False
-    """Whether `output` and `kept` are attention's scores, which grow with heads and the square of the sequence."""
+    """Whether `output` and `kept` are attention scores, which grow with heads and the square of the sequence."""
     in_place: bool = False
-    """Whether the backward overwrites the gradient it is given."""
+    """Whether the backward overwrites its incoming gradient."""
     aside: Bytes = 0.0
-    """What is kept for an operator further on, `aside_until`, which a recomputed segment that ends before it keeps."""
+    """Bytes kept for a later operator, `aside_until`; a recomputed segment that ends before it keeps them."""
     aside_until: str | None = None
     split: bool = True
-    """Whether the GPUs of `tp` share out its work, or each does all of it."""
+    """Whether the GPUs of `tp` divide its work, or each does all of it."""
     enters: Literal["whole", "cut"] = "whole"
-    """Whether the input is cut over tp; where the operator before leaves another state, both exchange it."""
+    """State of the input over tp; if it differs from the previous operator's output, both exchange it."""
     leaves: Literal["whole", "cut"] = "whole"
 
     @property
     def sums_forward(self) -> bool:
-        """Whether the forward waits for other GPUs."""
+        """Whether the forward has an all-reduce."""
         return self.tp > 1 and self.all_reduce_forward > 0
 
     @property
     def sums_backward(self) -> bool:
-        """Whether the backward does."""
+        """Whether the backward has an all-reduce."""
         return self.tp > 1 and self.all_reduce_backward > 0
 
 
 class Measures(Description):
-    """The sizes of the model that was measured."""
+    """Sizes of the measured model."""
 
     hidden: Size
     heads: Size
@@ -97,35 +97,35 @@ class MeasuredStep(Description):
     model: Model
     strategy: Strategy
     seconds: dict[Kind, Amount]
-    """Of the GPU's busy time; what is missing was not measured."""
+    """Seconds of the GPU's busy time by kind; missing kinds were not measured."""
 
 
 class Profile(Description):
-    """What was measured; see the module."""
+    """Set of measurements; see the module."""
 
     name: str = "profile"
     source: str | None = None
     operators: tuple[Operator, ...] = ()
     first: tuple[str, ...] = ()
-    """The operators before the first layer, in order."""
+    """Operators before the first layer, in order."""
     layer: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     measures: Measures | None = None
-    """Of the model whose operators they are; None: no other model's can be told from them."""
+    """Sizes of the model that the operators belong to; None: they cannot be resized for another model."""
     weight_gradients: bool = True
-    """Whether `backward_s` includes the products for weights' gradients."""
+    """Whether `backward_s` includes the products for weight gradients."""
     alone: bool = False
-    """Whether each operator was run by itself, over and over, as no run does; see `rates`."""
+    """Whether each operator was run separately and repeatedly, unlike in a real run; see `rates`."""
     accumulation_bytes: Amount = 0.0
-    """What adding up gradients moves, for each byte of weights and microbatch, where `backward_s` does not have it."""
+    """Bytes moved by gradient accumulation, per byte of weights and microbatch, if `backward_s` does not include it."""
     memory_rate: Figure | None = None
-    """Bytes per second that a pass over memory reaches."""
+    """Bytes per second of a memory pass."""
     collectives: dict[str, dict[Ranks, Curve]] = Field(default_factory=dict)
     """"all_reduce", "all_gather" …: by number of ranks, bytes per second by bytes of one rank's tensor."""
     message: Curve | None = None
-    """Between two GPUs of a node: bytes per second by bytes."""
+    """Messages between two GPUs of a node: bytes per second by bytes."""
     network_message: Curve | None = None
-    """Between two nodes."""
+    """Messages between two nodes, likewise."""
     steps: tuple[MeasuredStep, ...] = ()
 
     @model_validator(mode="after")

@@ -1,17 +1,17 @@
-"""Times of operators as a run has them, looked up in a profile.
+"""Times of operators in a real run, derived from a profile.
 
-A profile that runs each operator by itself, over and over, differs from a run in three ways, all undone here:
+A profile that runs each operator separately and repeatedly differs from a run in three ways, all corrected here:
 
-- A GPU with a limit of power lowers its clock under nothing but matrix products. In a run they share the power with
-  passes over memory, messages and waits, and keep the clock. The profile itself shows the rate of an unthrottled GPU:
-  a product does not run slower than a smaller one, so a product's rate is the best among those with no more work.
+- A GPU with a power limit lowers its clock under matrix products alone. In a run they share the power with memory
+  passes, messages and waits, and the clock stays up. The profile itself has the unthrottled rate: a product is not
+  slower than a smaller one, so a product's rate is the best among those with no more work.
 
       measured   77 ● ● 86                     taken   77 ━━━━ 86 ━━━━━━━━━━━━
                         ●  ● 48 ●                      by operations ──▶
 
-- What it does not time: the product for the weight's gradient (as the one for the input's: same operations), and
-  adding that gradient to the sum so far.
-- Sizes that were not measured: from the nearest, in proportion to the work.
+- It lacks the product for the weight's gradient (as many operations as the one for the input's gradient), and gradient
+  accumulation.
+- Sizes that were not measured are scaled from the nearest, in proportion to the work.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.profiles.profile import Operator, Profile
 
 SLACK = 1e-9
-"""Relative; two products of the same operations count as the same size."""
+"""Relative tolerance within which two products count as the same size."""
 SAME_SIZE = 0.01
-"""Relative; a size so near a measured one is that one."""
+"""Relative tolerance within which a size counts as a measured one."""
 SIZES = ("input", "output", "passed", "whole", "kept", "aside")
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One operator as a run has it: seconds."""
+    """Times of one operator in a run, in seconds."""
 
     forward_s: float
     backward_s: float
@@ -45,17 +45,17 @@ class Timed:
 
 @dataclass(frozen=True)
 class Rates:
-    """A profile to look up times in."""
+    """Lookup of times in a profile."""
 
     profile: Profile
 
     def find(self, name: str, tp: int = 1, microbatch: int = 1, cut: int = 0) -> Operator:
-        """Return an operator as measured, or the nearest one in proportion; raises `MisfitError` for an unknown one."""
+        """Return an operator as measured, or the nearest one scaled; raises `MisfitError` for an unknown one."""
         exact = self._by_key.get((name, tp, microbatch, cut))
         return exact or self._scaled(name, tp, microbatch, cut)
 
     def timed(self, name: str, tp: int, microbatch: int, cut: int) -> Timed:
-        """Return what an operator takes in a run."""
+        """Return an operator's times in a run."""
         found = self.find(name, tp, microbatch, cut)
         forward, backward = found.forward_s, found.backward_s
         if not found.flops:
@@ -69,7 +69,7 @@ class Rates:
         return Timed(forward, backward)
 
     def product_s(self, operator: Operator) -> float:
-        """Return the seconds of an operator's matrix product: by the best rate among products of no more work."""
+        """Return the seconds of an operator's matrix product, by the best rate among products of no more work."""
         sizes, rates = self._best_rates
         place = int(np.searchsorted(sizes, operator.flops * (1 + SLACK), side="right")) - 1
         if place < 0:
@@ -77,13 +77,13 @@ class Rates:
         return operator.flops / float(rates[place])
 
     def pass_s(self, moved: float) -> float:
-        """Return the seconds of a pass over memory that reads and writes so many bytes."""
+        """Return the seconds of a memory pass that reads and writes `moved` bytes in all."""
         return moved / self.profile.memory_rate if self.profile.memory_rate else 0.0
 
     def collective_s(self, kind: str, ranks: int, size: float) -> float:
-        """Return the seconds of a collective of so many bytes per rank, as measured among as many ranks of a node.
+        """Return the seconds of a collective of `size` bytes per rank, as measured among that many ranks of a node.
 
-        Where other numbers of ranks were measured, the next larger one's are taken, or the largest's.
+        If that number of ranks was not measured, the next larger one is used, or else the largest.
         """
         if ranks < 2 or not size:
             return 0.0
@@ -93,7 +93,7 @@ class Rates:
         return size / rate_at(known[min((n for n in known if n >= ranks), default=max(known))], size, rising=True)
 
     def message_s(self, size: float, *, network: bool) -> float:
-        """Return the seconds of a message of so many bytes, inside a node or between nodes."""
+        """Return the seconds of a message of `size` bytes, inside a node or between nodes."""
         curve = (self.profile.network_message if network else None) or self.profile.message
         if not size:
             return 0.0
@@ -102,9 +102,9 @@ class Rates:
         return size / rate_at(curve, size)
 
     def rescaled_s(self, operator: Operator, way: str, work: float, summed: float, tp: int) -> float:
-        """Return what an operator takes "forward" or "backward" with so many times the work and bytes to sum over `tp`.
+        """Return an operator's time ("forward" or "backward") scaled to other work and other bytes to all-reduce.
 
-        Its collective is taken from its own curve, before and after.
+        Its collective is scaled by the collective's own curve.
         """
         took: float = getattr(operator, f"{way}_s")
         size: float = getattr(operator, f"all_reduce_{way}")
@@ -117,7 +117,7 @@ class Rates:
 
     @cached_property
     def _best_rates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Rising operations of products, and the best rate up to there: of those without a collective inside."""
+        """Ascending operations of products without a collective inside, and the best rate up to each."""
         points = sorted(self._points())
         sizes, rates = (np.array([point[place] for point in points]) for place in (0, 1))
         return sizes, np.maximum.accumulate(rates) if len(rates) else rates
@@ -133,7 +133,7 @@ class Rates:
                 yield o.flops, halves * o.flops / o.backward_s
 
     def _scaled(self, name: str, tp: int, microbatch: int, cut: int) -> Operator:
-        """Return the nearest operator, its work in proportion; what its collectives take stays out of that."""
+        """Return the nearest operator with its work scaled in proportion, and its collectives separately."""
         like = [o for o in self.profile.operators if o.name == name]
         if not like:
             raise MisfitError(f"the profile has no {name!r}{suggest(name, {o.name for o in self.profile.operators})}")
@@ -152,10 +152,11 @@ class Rates:
 
 
 def rate_at(curve: Curve, size: float, *, rising: bool = False) -> float:
-    """Return a measured rate at a size: that of the size itself, or else one between those around it.
+    """Return the measured rate at a size, or else an interpolated one.
 
-    `rising`: between measured sizes, rates only rise. A collective that was slower than one of a smaller size had an
-    obstacle of its own, such as how its size divides. Linear in the size's logarithm, constant beyond both ends.
+    With `rising`, rates between measured sizes never fall: a collective slower than one of a smaller size had an
+    obstacle of its own, such as a size that does not divide well. Linear in the logarithm of the size, constant beyond
+    both ends.
     """
     sizes, rates = np.array(curve.sizes), np.array(curve.rates)
     nearest = int(np.abs(sizes - size).argmin())

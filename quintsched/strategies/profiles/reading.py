@@ -1,4 +1,4 @@
-"""Finding out what a measured file is, and reading it.
+"""Reader of measured files and folders of any form.
 
 FOLDER with gpt_13B_mbs1_tp1_algo0.csv …          aceso
 FOLDER with rank0.json …, and its plan            traces
@@ -28,20 +28,20 @@ MOST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Measured:
-    """Under what a trace was taken; a profile of operators needs at most the model."""
+    """Circumstances under which a trace was taken; a profile of operators needs at most the model."""
 
     model: Model | None = None
-    """Of Aceso's models the nearest is read."""
+    """Model; for Aceso's profiles the nearest of its models is read."""
     strategy: Strategy | None = None
     plan: PlanData | None = None
-    """Of a trace of our own."""
+    """Plan of a trace of this project's runtime."""
 
 
 def read_profile(path: Path, measured: Measured | None = None, size: str | None = None) -> Profile:
-    """Return what a file or folder has measured; `size`: of which of Aceso's models, "13B".
+    """Return the profile in a file or folder; `size`: the size of one of Aceso's models, "13B".
 
-    Raises `UsageError` for a path that holds nothing of the kind, or where `measured` lacks what a trace needs, and
-    `InputError` with the place for a file that is broken.
+    Raises `UsageError` for a path without a profile, or if `measured` lacks what a trace needs, and `InputError` with
+    the place for a broken file.
     """
     measured = measured or Measured()
     if path.is_dir():
@@ -62,7 +62,7 @@ def read_profile(path: Path, measured: Measured | None = None, size: str | None 
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile as JSON; raises `UsageError` where that cannot be."""
+    """Write a profile as JSON; raises `UsageError` on failure."""
     write_whole(path, profile.model_dump_json(exclude_defaults=True, indent=1) + "\n", "the profile")
 
 

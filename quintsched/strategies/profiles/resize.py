@@ -1,11 +1,11 @@
-"""A profile of operators for another model of the same kind: times and sizes in proportion to the work.
+"""Conversion of a profile of operators to another model of the same kind: times and sizes scaled by the work.
 
     hidden ×2     products and their weights ×4, passes ×2, attention by its heads
     seq    ×2     products and passes ×2, attention ×4
     vocab  ×2     the embedding's and the head's weights ×2
 
-Collectives inside operators are taken from their own curves. Products and passes change their rates with their sizes:
-in proportion is near for sizes that are near.
+Collectives inside operators are scaled by their own curves. Rates of products and passes change with their sizes, so
+scaling is accurate only for similar sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quintsched.strategies.profiles.rates import Rates
 
 @dataclass(frozen=True)
 class Ratios:
-    """The new model's sizes by the measured one's."""
+    """Sizes of the new model relative to the measured one."""
 
     hidden: float
     heads: float
@@ -31,7 +31,7 @@ class Ratios:
 def resized(profile: Profile, model: Model, seq: int) -> Profile:
     """Return the profile of `model` at a sequence length.
 
-    Raises `MisfitError` where the profile does not say which sizes were measured, and others are asked for.
+    Raises `MisfitError` if the profile does not contain its model's sizes, and others are requested.
     """
     measured = {operator.seq for operator in profile.operators}
     wanted = Measures(hidden=model.hidden, heads=model.heads, vocab=max(model.vocab, 1))

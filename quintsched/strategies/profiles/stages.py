@@ -1,9 +1,9 @@
-"""What each stage of a layout takes: computation of a microbatch, exchanges with its neighbours, the end of the step.
+"""Times of each stage of a layout: computation of a microbatch, exchanges with its neighbours, end of the step.
 
     forward      operators, and the collectives inside them
-    backward     the same, weights' gradients, adding them up, and forwards that were recomputed
+    backward     the same, weight gradients, gradient accumulation, and recomputed forwards
     exchange     activations of one microbatch one way, gradients of another back; across nodes or not
-    end          gradients over replicas, tied embeddings, the optimizer
+    end          gradient reduction over replicas, tied embeddings, the optimizer
 
 All times in seconds.
 """
@@ -18,41 +18,41 @@ from quintsched.strategies.profiles.profile import Operator
 from quintsched.strategies.profiles.rates import Rates
 
 REDUCTION_PASSES = 6.0
-"""How often gradients pass through memory around their reduction: gathered, divided and scattered, read and written."""
+"""Memory passes over gradients around their reduction: gathered, divided and scattered, each read and written."""
 OPTIMIZER_PASSES = 32.0
-"""How often, in units of the weights' bytes of 2 each: gradients to fp32 (3), unscaled (4), their norm and clipping
-(6), counting zeros (2), Adam (14), weights copied back (3)."""
+"""Memory passes of the optimizer, in units of the weights' bytes of 2 each: gradients to fp32 (3), unscaled (4), norm
+and clipping (6), counting zeros (2), Adam (14), weights copied back (3)."""
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """One stage: seconds for one microbatch."""
+    """Times of one stage for one microbatch, in seconds."""
 
     forward_s: float
     backward_s: float
-    """All of it: with what is recomputed and what is accumulated."""
+    """Whole backward: with recomputation and gradient accumulation."""
     recompute_s: float
     accumulate_s: float
     communication_s: float
-    """Of forward and backward, collectives of tensor parallelism; recomputed ones too."""
+    """Collectives of tensor parallelism in forward and backward, recomputed ones included."""
     weights: float
-    """Bytes, on one GPU."""
+    """Bytes of the weights on one GPU."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What passes between two neighbouring stages: seconds."""
+    """Times of the exchanges between two neighbouring stages, in seconds."""
 
     forward_s: float
-    """Activations, one way."""
+    """Activations only, one direction."""
     backward_s: float
-    """Gradients, the other way."""
+    """Gradients only, the other direction."""
     both_s: float
-    """Of both at once: they share the way through the host."""
+    """Both at once: they share the path through the host."""
 
 
 def stage_time(rates: Rates, layout: Layout, stage: Stage) -> StageTime:
-    """Return what a stage takes for one microbatch."""
+    """Return the times of a stage for one microbatch."""
     forward = backward = again = communication = weights = 0.0
     for placed in stage.operators:
         operator, timed = found(rates, layout, placed), rates.timed(*_key(layout, placed))
@@ -78,10 +78,10 @@ def stage_time(rates: Rates, layout: Layout, stage: Stage) -> StageTime:
 
 
 def exchange(rates: Rates, layout: Layout, left: int) -> Exchange:
-    """Return what passes between the stage `left` and the next one.
+    """Return the exchanges between the stage `left` and the next one.
 
-    A tensor that all GPUs of a stage have alike is sent in parts, one by each of them, and gathered behind the
-    message. Inside a node a GPU's parts share its way; between nodes each pair of GPUs has its own connection.
+    A tensor that is replicated on all GPUs of a stage is sent in parts, one by each GPU, and gathered after the
+    message. Inside a node a GPU's parts share its link; between nodes each pair of GPUs has its own connection.
     """
     ends = layout.stages[left].operators[-1], layout.stages[left + 1].operators[0]
     last = found(rates, layout, ends[0])
@@ -96,7 +96,7 @@ def exchange(rates: Rates, layout: Layout, left: int) -> Exchange:
 
 
 def tied_s(rates: Rates, layout: Layout) -> float:
-    """Return the seconds of adding up the embedding's gradients of the first stage and of the head."""
+    """Return the seconds of summing the tied embedding's gradients between the first stage and the head."""
     if len(layout.stages) == 1 or not rates.profile.first:
         return 0.0
     size = found(rates, layout, layout.stages[-1].operators[-1]).weights
@@ -104,7 +104,7 @@ def tied_s(rates: Rates, layout: Layout) -> float:
 
 
 def end_s(rates: Rates, layout: Layout, stage: Stage, weights: float) -> float:
-    """Return the seconds of what a stage does once all its gradients are there, tied embeddings left out."""
+    """Return the seconds of a stage's work after its last backward, without tied embeddings."""
     replicas = max(placed.dp for placed in stage.operators)
     reduction = rates.collective_s("all_reduce", replicas, weights)
     if stage.gpus > layout.gpus_per_node and replicas > 1:
@@ -113,7 +113,7 @@ def end_s(rates: Rates, layout: Layout, stage: Stage, weights: float) -> float:
 
 
 def found(rates: Rates, layout: Layout, placed: Placed) -> Operator:
-    """Return the profile's operator for one of a layout."""
+    """Return the profile's operator for an operator of the layout."""
     return rates.find(*_key(layout, placed))
 
 
@@ -122,7 +122,7 @@ def _key(layout: Layout, placed: Placed) -> tuple[str, int, int, int]:
 
 
 def _accumulate_s(rates: Rates, layout: Layout, stage: Stage) -> float:
-    """Return the seconds of adding a microbatch's gradients to the sum; the first microbatch has none to add to."""
+    """Return the seconds of gradient accumulation per microbatch; the first microbatch needs none."""
     first = set(rates.profile.first)
     moved = sum(found(rates, layout, placed).weights for placed in stage.operators if placed.name not in first)
     added = (layout.microbatches - 1) / layout.microbatches
@@ -130,7 +130,7 @@ def _accumulate_s(rates: Rates, layout: Layout, stage: Stage) -> float:
 
 
 def _reshard_s(rates: Rates, layout: Layout, stage: Stage) -> tuple[float, float]:
-    """Return the seconds of gathering, forward and backward, where neighbours on a stage are cut differently."""
+    """Return the seconds of gathering, forward and backward, between neighbours on a stage that are cut differently."""
     forward = backward = 0.0
     for before, after in pairwise(stage.operators):
         left, right = found(rates, layout, before), found(rates, layout, after)

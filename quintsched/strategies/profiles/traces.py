@@ -1,4 +1,4 @@
-"""Our own traces as a profile: what blocks of a traced run took, and its messages.
+"""Profile from a trace of this project's runtime: times of a run's blocks, and of its messages.
 
 trace + plan ──▶ costs of stages ──▶ seconds of computation of a step, on one GPU
                                 └──▶ bytes per second of a message
@@ -19,21 +19,21 @@ from quintsched.strategies.profiles.profile import Kind, MeasuredStep, Profile
 from quintsched.trace.measured import Trace
 
 COMPUTED = ("forward", "backward_input", "backward_weight")
-"""The costs that are computation, in each run."""
+"""Costs that are computation, in every run."""
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 def read_trace(directory: Path, plan: PlanData, model: Model, strategy: Strategy) -> Profile:
     """Return the profile of a run of `plan` that trained `model` under `strategy`.
 
-    Raises `MisfitError` where the strategy is not the plan's, and what reading the trace raises.
+    Raises `MisfitError` if the strategy is not the plan's; also raises as `Trace.load` does.
     """
     _check(plan, strategy)
     return from_costs(Trace.load(directory, plan).costs("s"), plan, model, strategy, str(directory))
 
 
 def from_costs(costs: Costs, plan: PlanData, model: Model, strategy: Strategy, source: str) -> Profile:
-    """Return the profile of a run whose stages took `costs`, in seconds."""
+    """Return the profile of a run with these costs per stage, in seconds."""
     schedule, stages = plan.schedule, range(len(plan.stage_to_pp))
     names = (*COMPUTED, "recompute") if costs.recompute is not None else COMPUTED
     whole = sum(costs.of_stage(name, stage, schedule.chunks, schedule.slices) for name in names for stage in stages)

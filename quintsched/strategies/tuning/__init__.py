@@ -1,4 +1,4 @@
-"""The best strategies for a model, a cluster and a batch: a search that can show what it left out, and why.
+"""Search for the best strategies for a model, a cluster and a batch, with a certificate of all that it left out.
 
 Imports `prediction` and `descriptions`.
 """

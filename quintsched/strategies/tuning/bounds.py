@@ -1,14 +1,14 @@
-"""What no strategy of a box can fall below, in time and in memory.
+"""Lower bounds on time and memory of all strategies in a box.
 
     box     time                                                  memory
-    frame   its pipeline, with the least recomputation, ahead of  each kind of rank's weights, gradients and optimizer
-            what ends a step                                      state cut as finely as may be, with the activations of
-                                                                  the recomputation that leaves it least
-    mesh    the least of its frames'                              the least of its frames'
+    frame   its pipeline with the least recomputation, without    each kind of rank's weights, gradients and optimizer
+            the end of the step                                   state under the finest sharding, with the activations
+                                                                  of the recomputation that leaves least
+    mesh    the minimum over its frames                           the minimum over its frames
 
-Each figure is the prediction's own, for a row in which all terms are least. So bounds follow where the prediction
-changes, as long as two things hold of it: more recomputation makes no pipeline faster, and ZeRO none; and what a rank
-holds is least with one of the extreme numbers of recomputed layers.
+Each bound is the prediction's own result for a row in which all terms are minimal. So bounds follow changes of the
+prediction, as long as it has two properties: neither more recomputation nor ZeRO makes a pipeline faster; and a rank's
+memory is minimal for one of the extreme numbers of recomputed layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quintsched.strategies.tuning.evaluator import STATE, Evaluator, Floats
 from quintsched.strategies.tuning.space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
 
 SLACK = 1e-9
-"""By this share a bound is lowered, for what rounding may have added."""
+"""Relative margin by which bounds are lowered, because of rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +33,12 @@ class Bounds:
 
 
 def frame_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Bounds:
-    """Return what no leaf of each of these frames falls below."""
+    """Return the lower bounds of each of these frames, over all their leaves."""
     return Bounds(time_bounds(space, evaluator, frames), memory_bounds(space, evaluator, frames))
 
 
 def time_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
-    """Return the seconds that no leaf of each frame falls below."""
+    """Return a lower bound on the seconds of all leaves of each frame."""
     time = np.full(len(frames), np.inf)
     for dtype in range(len(space.choices.dtype)):
         for sequence_parallel in space.choices.sequence_parallel:
@@ -49,14 +49,14 @@ def time_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
 
 
 def memory_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
-    """Return the bytes that the fullest rank of every leaf of each frame holds at least."""
+    """Return a lower bound on the peak bytes of all leaves of each frame."""
     dtypes = range(len(space.choices.dtype))
     held = [_least_bytes(space, evaluator, frames, dtype) for dtype in dtypes]
     return np.asarray(np.minimum.reduce(held) * (1 - SLACK))
 
 
 def _least_bytes(space: Space, evaluator: Evaluator, frames: Ints, dtype: int) -> Floats:
-    """Return the same for one dtype."""
+    """Return the same for one dtype, in bytes."""
     spread, zeros, codes = int(max(space.choices.sequence_parallel)), space.choices.zero, extreme_recomputes(space)
     state: list[Floats] = []
     others: list[Floats] = []
@@ -68,13 +68,13 @@ def _least_bytes(space: Space, evaluator: Evaluator, frames: Ints, dtype: int) -
 
 
 def mesh_bounds(space: Space, frames: Bounds) -> Bounds:
-    """Return what no frame of each mesh falls below, from the bounds of all frames."""
+    """Return the lower bounds of each mesh, from the bounds of all frames."""
     starts = space.starts[:-1]
     return Bounds(np.minimum.reduceat(frames.time_s, starts), np.minimum.reduceat(frames.memory_bytes, starts))
 
 
 def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel: int, recompute: int) -> Columns:
-    """Return a row for each frame with these switches."""
+    """Return one row per frame with these switches."""
     columns: Columns = {name: space.column(name, frames) for name in FRAME}
     switches = {"dtype": dtype, "zero": zero, "overlap": 0, "recompute": recompute}
     switches["sequence_parallel"] = sequence_parallel
@@ -85,7 +85,7 @@ def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel
 
 
 def least_recomputes(space: Space) -> list[int]:
-    """Return the choices of recomputation of which one takes least time."""
+    """Return the choices of recomputation among which one takes the least time."""
     codes, numbers = _codes(space)
     if {NONE, PER_STAGE} & codes:
         return [NONE]
@@ -93,10 +93,10 @@ def least_recomputes(space: Space) -> list[int]:
 
 
 def extreme_recomputes(space: Space) -> list[int]:
-    """Return the choices of recomputation of which, for any rank, one holds least.
+    """Return the choices of recomputation among which, for any rank, one holds the least memory.
 
-    What a rank holds rises once, for what is recomputed at a time, and then falls or rises evenly with each layer: so
-    it is least where nothing is recomputed, where all is, or with one of the extreme numbers.
+    A rank's memory rises once, for the block being recomputed, and then changes linearly with each layer: so it is
+    minimal without recomputation, with full recomputation, or for one of the extreme numbers.
     """
     codes, numbers = _codes(space)
     if PER_STAGE in codes:

@@ -1,4 +1,4 @@
-"""What a search left out, and why: a certificate that `checker` verifies without searching.
+"""Certificate of a search: all that it left out, with reasons that `checker` verifies without searching.
 
     {"model": …, "hardware": …, "gpus": 1024, "batch": 1536, "seq": 2048, "choices": …, "top": 5, "strategies": 518960,
      "best":      [{"place": [611, 7], "numbers": [], "step_s": 17.8, "memory_bytes": 5.4e10}, …],
@@ -7,9 +7,9 @@
      "evaluated": [[16, 4, 1, 1, 16, 0, 1, 1], …],                                                frames, leaf by leaf
      "per_stage": [{"place": [611, 3], "least": [2, 1, 0, 0]}, …]}
 
-A box is pruned where no strategy of it can be as fast as the k-th best, or none can fit. Boxes and evaluated frames
-cover the space once. In an evaluated frame, leaves of per-stage recomputation are either no faster than the k-th best
-though they recompute nothing, or in `per_stage`: less than that does not fit.
+A box is pruned if no strategy in it can be as fast as the k-th best, or none can fit. Boxes and evaluated frames cover
+the space exactly once. In an evaluated frame, leaves of per-stage recomputation are either no faster than the k-th best
+even without recomputation, or in `per_stage`: fewer recomputed layers than that do not fit.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ MAX_BYTES = 2**28
 
 
 class Box(Description):
-    """A mesh or a frame that was left out."""
+    """Mesh or frame that was left out."""
 
     box: tuple[int, ...]
-    """Its columns, those of `space.MESH` or of `space.FRAME`."""
+    """Columns of the box: those of `space.MESH` or of `space.FRAME`."""
     reason: Literal["time", "memory"]
     bound: float
-    """What nothing in it falls below, in seconds or bytes."""
+    """Lower bound of the box, in seconds or bytes."""
 
 
 class Winner(Description):
-    """One of the best."""
+    """One of the best strategies."""
 
     place: tuple[int, int]
     numbers: tuple[int, ...] = ()
-    """Layers that the stages of each rank recompute, where the leaf says "per-stage"."""
+    """Layers that the stages of each rank recompute, if the leaf is "per-stage"."""
     step_s: float
     memory_bytes: float
 
 
 class Least(Description):
-    """A leaf of per-stage recomputation, solved."""
+    """Solution for a leaf of per-stage recomputation."""
 
     place: tuple[int, int]
     least: tuple[int, ...]
-    """The least number of recomputed layers with which each rank fits; one more than it has, where none does."""
+    """Least number of recomputed layers with which each rank fits; one more than it has, if none does."""
 
 
 class Certificate(Description):
-    """See the module."""
+    """Certificate; see the module."""
 
     format: Literal["quintsched-tuning"] = "quintsched-tuning"
     version: Literal[1] = 1
@@ -87,7 +87,7 @@ class Certificate(Description):
 
 
 def load_certificate(path: str | Path) -> Certificate:
-    """Read one; raises `UsageError` where it cannot be opened, `InputError` that says what is wrong and where."""
+    """Read a certificate; raises `UsageError` if it cannot be opened, `InputError` with the fault and its place."""
     try:
         return Certificate.model_validate(parse_strict(read_whole(Path(path), MAX_BYTES, "the certificate")))
     except ValidationError as error:
@@ -132,7 +132,7 @@ def _winners(best: Candidates) -> tuple[Winner, ...]:
 
 
 def _pruned(tuning: Tuning) -> list[Box]:
-    """Return a box for each mesh that can be left out as a whole, and for each frame that can of the others."""
+    """Return a box for each mesh that can be left out as a whole, and for each such frame of the others."""
     space, found = tuning.space, tuning.found
     if not found.pruned:
         return []

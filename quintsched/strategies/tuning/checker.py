@@ -1,12 +1,12 @@
-"""Checks a certificate of `tune` without searching: it counts, evaluates and compares.
+"""Checker of a certificate of `tune`, without a search: it counts, evaluates and compares.
 
-    boxes and evaluated frames     every frame of the space is in one of them, and in one only
-    each pruned box                its bound is what `bounds` says of it, and beyond the k-th best or the memory
+    boxes and evaluated frames     every frame of the space is in exactly one of them
+    each pruned box                its bound equals that of `bounds`, and exceeds the k-th best or the memory
     each evaluated frame           all its leaves are evaluated; the best k are those of the certificate
-    per-stage recomputation        of such a leaf, the time without any recomputation is beyond the k-th best; or less
-                                   than `least` does not fit, and `least` takes longer or is among the best
+    per-stage recomputation        the time of such a leaf without any recomputation exceeds the k-th best; or less
+                                   than `least` does not fit, and `least` is slower or among the best
 
-It trusts the prediction, the space, and `bounds`; nothing of the search.
+It trusts the prediction, the space, and `bounds`, but not the search.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quintsched.strategies.tuning.space import MESH, PER_STAGE, Ints, Mask, Spac
 
 FRAMES_AT_ONCE = 1 << 12
 TOLERANCE = 1e-9
-"""By so much of its value a figure of a certificate may differ, for rounding."""
+"""Relative tolerance of a certificate's figures, for rounding."""
 
 
 def check_certificate(given: Certificate) -> int:
-    """Return how many strategies the certificate accounts for; raises `UnsoundError` for the first thing wrong."""
+    """Return the number of strategies that the certificate covers; raises `UnsoundError` for the first fault."""
     space = make_space(given.model, given.gpus, given.batch, given.seq, given.choices)
     evaluator = Evaluator(space, given.hardware)
     if space.count() != given.strategies:
@@ -43,7 +43,7 @@ def check_certificate(given: Certificate) -> int:
 
 
 def _check_cover(space: Space, given: Certificate) -> Ints:
-    """Return the evaluated frames; every frame of the space has to be in one box, or among them."""
+    """Return the evaluated frames; checks that every frame of the space is covered exactly once."""
     number = {tuple(row): frame for frame, row in enumerate(space.frames.tolist())}
     meshes = _meshes(space)
     times = np.zeros(space.num_frames, np.int64)
@@ -72,7 +72,7 @@ def _meshes(space: Space) -> dict[tuple[int, ...], int]:
 
 
 def _check_bounds(space: Space, evaluator: Evaluator, boxes: Sequence[Box], limit: float) -> None:
-    """Every bound has to be right, and to be a reason."""
+    """Check that every bound is right, and large enough to exclude its box."""
     if not boxes:
         return
     frames = frame_bounds(space, evaluator, np.arange(space.num_frames))
@@ -90,7 +90,7 @@ def _check_bounds(space: Space, evaluator: Evaluator, boxes: Sequence[Box], limi
 
 
 Key = tuple[float, float, int, int, tuple[int, ...]]
-"""Of a strategy: time, memory, place and numbers; in the order in which strategies are ranked."""
+"""Time, memory, place and numbers of a strategy; the sort key of the ranking."""
 
 
 def _leaves(space: Space, evaluator: Evaluator, frames: Ints, given: Certificate, limit: float) -> list[Key]:
@@ -111,7 +111,7 @@ def _leaves(space: Space, evaluator: Evaluator, frames: Ints, given: Certificate
 def _per_stage(
     space: Space, evaluator: Evaluator, place: Ints, solved: dict[tuple[int, int], tuple[int, ...]], limit: float
 ) -> list[Key]:
-    """Return the least tuples of these leaves that are no slower than the limit; less must not fit."""
+    """Return the least tuples of these leaves that are no slower than the limit; checks that less does not fit."""
     by_ranks: dict[int, list[tuple[int, int]]] = {}
     for frame, leaf in place.tolist():
         if (frame, leaf) not in solved:
@@ -136,7 +136,7 @@ def _per_stage(
 
 
 def _check_least(space: Space, evaluator: Evaluator, place: Ints, least: Ints) -> None:
-    """No rank may fit with less than the least."""
+    """Check that no rank fits with fewer layers than its least number."""
     columns = space.rows(place)
     for number in range(int(least.max(initial=0))):
         held = evaluator.rank_bytes({**columns, "recompute": np.full(len(place), number, np.int64)})
@@ -164,7 +164,7 @@ def _keys(
     limit: float,
     numbers: Ints | None = None,
 ) -> list[Key]:
-    """Return the strategies that fit and are no slower than the limit, simulated where there is no closed form."""
+    """Return the strategies that fit and are no slower than the limit; simulated if there is no closed form."""
     found: list[Key] = []
     for row in np.flatnonzero(fits & (outcome.time_s * (1 - SLACK) <= limit)).tolist():
         given = () if numbers is None else tuple(numbers[row].tolist())

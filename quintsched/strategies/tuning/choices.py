@@ -1,10 +1,10 @@
-"""What a search may choose from, axis by axis; an axis that is left out is free.
+"""Choices of a search, axis by axis; an axis that is left out is free.
 
     Choices(tp=8, recompute="full")             tp fixed, recomputation fixed, all else free
     Choices(tp=(4, 8), zero=(0, 1))             two values each
     Choices(recompute=("none", "per-stage"))    nothing, or any number of layers of each stage
 
-`quintsched tune --tp 8 --recompute full` makes the first of them.
+`quintsched tune --tp 8 --recompute full` gives the first of these.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from quintsched.errors import UsageError, quoted, suggest
 from quintsched.strategies.descriptions.model import Count, Description, Size
 
 Recompute = Literal["none", "selective", "full", "per-stage"] | Count
-"""Of each stage's layers: none, the attention's scores alone, all, K of them; or another number in each stage."""
+"""Recomputed layers of each stage: none, attention scores only, all, a number; or a different number per stage."""
 DType = Literal["bf16", "fp16", "fp32", "fp64"]
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
-"""Schedules that are searched unless the user names others."""
+"""Schedules that are searched by default."""
 UNLIMITED = 2**40
 
 
 class Choices(Description):
-    """The values each axis may take; None: all that divide. See the module; `read` gives errors of ours."""
+    """Values that each axis may take; None: all that divide. See the module; `read` converts errors to `UsageError`."""
 
     dp: tuple[Size, ...] | None = None
     tp: tuple[Size, ...] | None = None
@@ -39,7 +39,7 @@ class Choices(Description):
     dtype: tuple[DType, ...] = ("bf16",)
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
     overlap: tuple[bool, ...] = (False,)
-    """Whether replicas add up gradients beside the last backwards; not searched unless it is asked for."""
+    """Whether replicas reduce gradients during the last backwards; searched on request only."""
     sequence_parallel: tuple[bool, ...] = (False, True)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full", "per-stage")
     even: bool = Field(default=False)
@@ -54,7 +54,7 @@ class Choices(Description):
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> Choices:
-        """Return the choices for `given`, axis → value or values; raises `UsageError` for what there is not."""
+        """Return the choices for `given`, axis → value or values; raises `UsageError` for unknown axes and values."""
         unknown = sorted(set(given or {}) - set(cls.model_fields))
         if unknown:
             raise UsageError(f"tune: no axis is called {quoted(unknown[0])}{suggest(unknown[0], cls.model_fields)}")
@@ -75,5 +75,5 @@ def _listed(name: str, value: Any) -> Any:
 
 
 def allows(choice: tuple[int, ...] | None, value: int) -> bool:
-    """Whether an axis may take `value`."""
+    """Return whether an axis may take `value`."""
     return choice is None or value in choice

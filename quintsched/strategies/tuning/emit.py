@@ -1,10 +1,10 @@
-"""A strategy as files that run it: the plan, and a job file.
+"""Export of a strategy as files that run it: the plan, and a job file.
 
     strategy ──▶ DIR/plan.json      compiled and proved
              └─▶ DIR/job.yaml       model, data, parallel, train, runtime; quintsched run DIR/plan.json DIR/job.yaml
 
-A model that is one of the runtime's own (gpt, moe-gpt, vit) runs as it is, on the data that the runtime brings; of
-others the job file says what to fill in. Where the runtime cannot do quite what a strategy says, a comment says so.
+One of the runtime's built-in models (gpt, moe-gpt, vit) runs without changes, on the runtime's example data; for other
+models the job file has placeholders. Where the runtime deviates from the strategy, a comment in the job file says so.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ OWN_DATA = "my_data.py:load"
 
 @dataclass(frozen=True)
 class Emitted:
-    """The files that were written."""
+    """Files that were written."""
 
     plan: Path
     job: Path
     notes: tuple[str, ...]
-    """What the job file says in comments: what is to be filled in, and where the run differs from the strategy."""
+    """Comments in the job file: placeholders to fill in, and differences of the run from the strategy."""
 
 
 def emit(model: Model, strategy: Strategy, directory: str | Path) -> Emitted:
     """Compile the strategy's plan and write it into `directory`, with a job file that runs it.
 
-    Raises `UsageError` where the schedule takes no such sizes, or a file cannot be written.
+    Raises `UsageError` if the schedule does not take these sizes, or a file cannot be written.
     """
     folder = Path(directory)
     try:
@@ -80,7 +80,7 @@ def job_file(model: Model, strategy: Strategy) -> str:
 
 
 def built_in(model: Model) -> tuple[str, dict[str, Any] | None]:
-    """Return which of the runtime's models this is, and its options; None: none of them."""
+    """Return the name of the runtime's built-in model, and its options; None for those if none is equivalent."""
     name = "vit" if model.images else "moe-gpt" if model.experts else "gpt"
     if any(differences(model)):
         return name, None
@@ -101,7 +101,7 @@ def built_in(model: Model) -> tuple[str, dict[str, Any] | None]:
 
 
 def differences(model: Model) -> Iterator[str]:
-    """Yield what the runtime's own models do not have."""
+    """Yield the properties of a model that the runtime's built-in models lack."""
     if model.latent:
         yield "latent attention"
     if model.hidden % model.heads or model.head_width * model.heads != model.hidden:
@@ -122,7 +122,7 @@ def differences(model: Model) -> Iterator[str]:
 
 
 def notes(model: Model, strategy: Strategy) -> Iterator[str]:
-    """Yield what is to be filled in, and where the run differs from what was predicted."""
+    """Yield the placeholders to fill in, and the differences of the run from the prediction."""
     name, options = built_in(model)
     if options is None:
         lacks = ", ".join(differences(model))

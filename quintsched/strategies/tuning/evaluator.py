@@ -1,9 +1,9 @@
-"""What a search asks of the prediction: time and memory of many strategies at once, and the parts that bounds need.
+"""Interface of the search to the prediction: time and memory of many strategies at once, and parts for bounds.
 
-    time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
-    memory  ≥ the fullest of resident     the rest: what comes and goes
+    time    ≥ pipeline_s                  the rest: end of the step (exchange of gradients, optimizer)
+    memory  ≥ maximum of resident_bytes   the rest: temporary terms
 
-A row of a space is one of the prediction's table; only the words of its codes differ.
+A row of a space is a row of the prediction's table, with other codes.
 """
 
 from __future__ import annotations
@@ -25,69 +25,69 @@ from quintsched.strategies.tuning.space import FULL, MESH, NONE, PER_STAGE, SELE
 
 Floats = NDArray[np.float64]
 ENDS = ("dp", "optimizer")
-"""Terms of a step's time that a pipeline without ZeRO has after its last backward."""
+"""Terms of a step's time after the last backward, in a pipeline without ZeRO."""
 STATE = ("weights", "gradients", "optimizer")
-"""Terms of a rank's memory that ZeRO cuts; the others that stay do not depend on it."""
+"""Terms of a rank's memory that ZeRO shards; the other permanent terms do not depend on it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What was found of n strategies; arrays of length n."""
+    """Results for n strategies; arrays of length n."""
 
     time_s: Floats
-    """Of a step."""
+    """Seconds of a step."""
     memory_bytes: Floats
-    """Of the fullest rank."""
+    """Peak bytes of the rank that holds most."""
     exact: Mask
-    """False where there is no closed form: the time is then a lower bound."""
+    """False if there is no closed form: the time is then a lower bound."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """The prediction for one space on one cluster."""
+    """Prediction for one space on one cluster."""
 
     space: Space
     hardware: Hardware
 
     @property
     def capacity_bytes(self) -> float:
-        """What a rank may hold."""
+        """Memory of a GPU in bytes."""
         return self.hardware.memory_gb * 1e9
 
     def evaluate(self, columns: Columns, numbers: Ints | None = None) -> Outcome:
-        """Evaluate the rows; one that says "per-stage" counts as "none".
+        """Evaluate the rows; "per-stage" counts as "none".
 
-        `numbers` (rows, pp), where all rows have that pp: how many layers the stages of each rank recompute.
+        `numbers` (rows, pp), for rows of one pp: recomputed layers of each rank's stages.
         """
         found = self._evaluated(self.table(columns, numbers))
         return Outcome(found.step_s, found.memory_bytes, found.exact)
 
     def pipeline_s(self, columns: Columns) -> Floats:
-        """Return what the step takes without what ends it, for rows without ZeRO."""
+        """Return the step time without its end, for rows without ZeRO."""
         found = self._evaluated(self.table(columns))
         return np.asarray(found.step_s - sum(found.seconds[name] for name in ENDS))
 
     def resident_bytes(self, columns: Columns) -> dict[str, Floats]:
         """Return weights, gradients, optimizer state and activations of each kind of rank, (rows, kinds) by term.
 
-        Rows that differ in `SWITCHES` alone have the same kinds; those that are missing hold 0.
+        Rows that differ in `SWITCHES` only have the same kinds; missing kinds hold 0.
         """
         terms, kinds = held(self.space.model, self.hardware, self.table(columns))
         present = kinds.ranks > 0
         return {name: held * present for name, held in terms.items() if name not in COMES_AND_GOES}
 
     def rank_bytes(self, columns: Columns) -> Floats:
-        """Return (rows, pp), where all rows have that pp: all that each pipeline rank holds."""
+        """Return the memory of each pipeline rank, (rows, pp), for rows of one pp."""
         terms, _ = held(self.space.model, self.hardware, self.table(columns), each_rank=True)
         return np.asarray(sum(terms.values()))
 
     def simulate(self, strategies: Sequence[Strategy]) -> Floats:
-        """Return the seconds of steps whose schedules have no closed form."""
+        """Return the seconds of steps, simulated where the schedule has no closed form."""
         found = evaluate(self.space.model, self.hardware, Table.of(strategies), simulate=True)
         return np.asarray(found.step_s)
 
     def table(self, columns: Columns, numbers: Ints | None = None) -> Table:
-        """Return rows as the prediction's table."""
+        """Return the rows as the prediction's table."""
         rows = len(columns["pp"])
         constant = {
             name: np.full(rows, value, np.int64)
@@ -104,7 +104,7 @@ class Evaluator:
         )
 
     def _recomputes(self, columns: Columns, numbers: Ints | None) -> tuple[Ints, tuple[Any, ...]]:
-        """Return the column of codes and what they stand for."""
+        """Return the column of recomputation codes and their values."""
         if numbers is None:
             return columns["recompute"] - PER_STAGE, self._words
         keys = np.column_stack([columns["schedule"], columns["chunks"], numbers])
@@ -115,7 +115,7 @@ class Evaluator:
 
     @cached_property
     def _words(self) -> tuple[Any, ...]:
-        """What a column of recomputation says, from PER_STAGE up."""
+        """Values of the codes of recomputation, from PER_STAGE upwards."""
         most = max(self.space.model.layers, int(self.space.recomputes.max()))
         words = {PER_STAGE: "none", FULL: "full", SELECTIVE: "selective", NONE: "none"}
         return tuple(words.get(code, code) for code in range(PER_STAGE, most + 1))

@@ -1,9 +1,9 @@
-"""Why a strategy is not the best: what it takes longer for, or which rank holds too much and what would make it fit.
+"""Explanation why a strategy is not the best: slower terms, or the rank that holds too much and a change that fits.
 
     explain(tuning, strategy)      a strategy beside the winner, term by term
-    misfit(tuning)                 where nothing fits: the strategy that holds least, and the smallest change that would
+    misfit(tuning)                 if nothing fits: the strategy that holds least, and the smallest change that fits
 
-A change is small where it costs little: first what is switched, then how the work is cut, then more GPUs:
+Changes are ordered by cost: first switches, then other ways to cut the work, then more GPUs:
 
     sequence parallelism ▶ ZeRO ▶ recomputation ▶ microbatch ▶ pp, tp, cp instead of dp ▶ twice as many GPUs, …
 """
@@ -34,45 +34,45 @@ from quintsched.strategies.tuning.tune import Tuning
 MOST_GPUS = 2**20
 FRAMES_AT_ONCE = 64
 SMALL = 1e-3
-"""Terms that differ by less of the winner's step are not named."""
+"""Fraction of the winner's step below which differences of terms are not named."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What would make a strategy fit."""
+    """Change that would make a strategy fit."""
 
     strategy: Strategy
     words: str
-    """ "microbatch 1 instead of 4"."""
+    """Text of the change: "microbatch 1 instead of 4"."""
     step_s: float
     memory_bytes: float
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a strategy is not the best."""
+    """Explanation why a strategy is not the best."""
 
     prediction: Prediction
     winner: Prediction | None
-    """None where nothing fits."""
+    """Prediction of the best strategy; None if nothing fits."""
     change: Change | None
-    """The smallest that would make it fit; None where it does, or nothing is known that would."""
+    """Smallest change that would make it fit; None if it fits, or no such change is known."""
     lines: tuple[str, ...]
-    """In words."""
+    """Explanation as text."""
 
     @property
     def rank(self) -> int:
-        """The pipeline rank that holds most."""
+        """Pipeline rank that holds most."""
         return fullest_rank(self.prediction)
 
     @property
     def term(self) -> tuple[str, float]:
-        """What that rank holds most of, and its bytes."""
+        """Largest term of that rank's memory, and its bytes."""
         return binding_term(self.prediction)
 
 
 def explain(tuning: Tuning, strategy: Strategy) -> Explanation:
-    """Return why a strategy lost, does not fit, or that it won; raises `UsageError` where it cannot be placed."""
+    """Explain why a strategy lost, does not fit, or won; raises `UsageError` for an invalid strategy."""
     found = predict(tuning.model, tuning.hardware, strategy)
     winner = predict(tuning.model, tuning.hardware, tuning.best[0].strategy) if tuning.best else None
     if not found.fits:
@@ -82,9 +82,9 @@ def explain(tuning: Tuning, strategy: Strategy) -> Explanation:
 
 
 def misfit(tuning: Tuning) -> Explanation:
-    """Return why nothing fits: of the strategy that holds least, what binds and which change would make it fit.
+    """Explain why nothing fits: for the strategy that holds least, the limiting term and a change that would fit.
 
-    What the user fixed is freed first, one axis at a time; then there are more GPUs.
+    Choices fixed by the user are freed first, one axis at a time; then the number of GPUs is raised.
     """
     space, hardware = tuning.space, tuning.hardware
     smallest, _ = least_memory(space, hardware)
@@ -95,7 +95,7 @@ def misfit(tuning: Tuning) -> Explanation:
 
 
 def least_memory(space: Space, hardware: Hardware) -> tuple[Strategy, float]:
-    """Return the strategy of a space that holds least (one number of recomputed layers for all stages), in bytes."""
+    """Return the strategy that holds least (with one number of recomputed layers for all stages), and its bytes."""
     evaluator = Evaluator(space, hardware)
     bounds = frame_bounds(space, evaluator, np.arange(space.num_frames)).memory_bytes
     best: tuple[float, float, int, int] = (np.inf, np.inf, -1, -1)
@@ -115,7 +115,7 @@ def least_memory(space: Space, hardware: Hardware) -> tuple[Strategy, float]:
 
 
 def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> Change | None:
-    """Return the smallest change that makes a strategy fit, and of those of one kind the fastest; None: none known."""
+    """Return the smallest change that makes a strategy fit, the fastest among those of one kind; None if unknown."""
     for _, same in groupby(_changes(model, strategy), key=lambda one: one[0]):
         placed = [(words, one) for _, words, one in same if _can_be_placed(model, hardware, one)]
         if not placed:
@@ -136,7 +136,7 @@ def fullest_rank(prediction: Prediction) -> int:
 
 
 def binding_term(prediction: Prediction) -> tuple[str, float]:
-    """Return what the fullest rank holds most of, all activations together, and its bytes."""
+    """Return the largest memory term of the rank that holds most, with all activations as one term, and its bytes."""
     terms: dict[str, float] = {}
     for name, held in prediction.breakdown_bytes.items():
         kind = "activations" if name.startswith("activations") else name
@@ -145,7 +145,7 @@ def binding_term(prediction: Prediction) -> tuple[str, float]:
 
 
 def _changes(model: Model, strategy: Strategy) -> Iterator[tuple[int, str, Strategy]]:
-    """Yield (how large, in words, the changed strategy), smaller changes first; not all of them can be placed."""
+    """Yield (size, text, changed strategy), smaller changes first; not all of them are valid."""
 
     def changed(**values: Any) -> tuple[str, Strategy]:
         other = strategy.model_copy(update=values)
@@ -204,7 +204,7 @@ def _can_be_placed(model: Model, hardware: Hardware, strategy: Strategy) -> bool
 
 
 def _freed(space: Space, hardware: Hardware, smallest: Strategy) -> Change | None:
-    """Return the best of what fits where one axis that the user fixed is free."""
+    """Return the best change with one of the user's fixed axes freed."""
     free = Choices()
     order = ("sequence_parallel", "zero", "recompute", "microbatch", "chunks", "schedule", "pp", "tp", "cp", "ep", "dp")
     for axis in order:
@@ -228,7 +228,7 @@ def _more_gpus(space: Space, hardware: Hardware, smallest: Strategy) -> Change |
 
 
 def _fitting(space: Space, hardware: Hardware, smallest: Strategy, choices: Choices, gpus: int) -> Change | None:
-    """Return what fits with these choices and differs in the fewest fields, and of those the fastest."""
+    """Return the change to the strategy that fits with these choices and differs in the fewest fields."""
     try:
         wider = make_space(space.model, gpus, space.batch, space.seq, choices)
     except UsageError:
@@ -268,7 +268,7 @@ def _nearest(space: Space, hardware: Hardware, wanted: Strategy) -> Strategy | N
 
 
 def _values(strategy: Strategy, space: Space, column: str) -> int:
-    """Return what a column of the space says of a strategy; -9 where the space has no such choice."""
+    """Return a strategy's value in a column of the space; -9 if the space has no such choice."""
     value = getattr(strategy, column)
     if column in ("schedule", "dtype"):
         choices = getattr(space.choices, column)
@@ -307,7 +307,7 @@ def _slower(found: Prediction, winner: Prediction | None) -> Iterator[str]:
 
 
 def terms(found: Prediction, winner: Prediction) -> list[tuple[str, float, float]]:
-    """Return the terms of both steps side by side, (name, seconds, winner's seconds), what is lost most first."""
+    """Return the terms of both steps, (name, seconds, winner's seconds), largest loss first."""
     names = dict.fromkeys((*found.breakdown_s, *winner.breakdown_s))
     both = [
         (name, found.breakdown_s.get(name, 0.0), winner.breakdown_s.get(name, 0.0))

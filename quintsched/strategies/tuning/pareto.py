@@ -1,7 +1,7 @@
-"""The Pareto front of time and memory: what is faster than all that holds as little.
+"""Pareto front of time and memory: points that are faster than all others with no more memory.
 
-memory │ ·  ·                 ● on the front: nothing else is both
-       │ ●     ·              as fast and as small
+memory │ ·  ·                 ● on the front: no other point
+       │ ●     ·              is as fast and as small
        │    ●      ·
        │        ●     ●
        └───────────────▶ time
@@ -16,7 +16,7 @@ from quintsched.strategies.tuning.space import Ints, Mask
 
 
 def pareto(time: Floats, memory: Floats, *ties: Ints) -> Ints:
-    """Return the indices of the front, by rising time; of equal points the one whose `ties` come first, in order."""
+    """Return the indices of the front, by ascending time; of equal points the one whose `ties` are smallest."""
     order = np.lexsort((*reversed(ties), memory, time))
     least = np.minimum.accumulate(memory[order])
     new = np.concatenate([[True], memory[order][1:] < least[:-1]]) if len(order) else np.zeros(0, bool)
@@ -24,7 +24,7 @@ def pareto(time: Floats, memory: Floats, *ties: Ints) -> Ints:
 
 
 def dominated(time: Floats, memory: Floats, front_time: Floats, front_memory: Floats) -> Mask:
-    """Return for each point whether something on the front is faster and no larger; the front by rising time."""
+    """Return for each point whether one on the front is faster and no larger; the front is sorted by time."""
     if not len(front_time):
         return np.zeros(len(time), bool)
     before = np.searchsorted(front_time, time, side="left")

@@ -1,4 +1,4 @@
-"""How many layers each stage recomputes, solved exactly: the least numbers that fit, rank by rank.
+"""Exact solution for per-stage recomputation: the least numbers of layers that fit, rank by rank.
 
     layers recomputed      0    1    2    3    4
     rank 0 holds          95   84   73   62   51 GB      80 GB fit: 2
@@ -6,8 +6,8 @@
     rank 2 holds          79   …                                    0
     rank 3 holds          70   …                                    0
 
-What a rank holds depends on its own number alone, and no step is faster where more is recomputed. So of all tuples that
-fit, the one that is least in every rank takes least time.
+A rank's memory depends on its own number alone, and more recomputation never makes a step faster. So of all tuples that
+fit, the one that is least in every rank takes the least time.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from quintsched.strategies.tuning.space import FULL, NONE, Ints, Mask, Space
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """What was found of leaves with as many pipeline ranks."""
+    """Solutions for leaves with one number of pipeline ranks."""
 
     place: Ints
-    """(n, 2): the leaves."""
+    """Leaves, (n, 2)."""
     least: Ints
-    """(n, pp): the least number of recomputed layers with which each rank fits; more than it has where none does."""
+    """Least number of recomputed layers with which each rank fits, (n, pp); more than it has, if none does."""
     found: Candidates
-    """The tuples of `least`, where they fit and have no other name."""
+    """Tuples of `least` that fit and have no other name."""
     exact: Mask
-    """Of those, which have a closed form."""
+    """Whether each of those has a closed form."""
 
 
 def solve(space: Space, evaluator: Evaluator, place: Ints) -> Iterator[Solved]:
-    """Yield the best tuples of the leaves at these places, (n, 2), by the number of pipeline ranks."""
+    """Yield the best tuples of the leaves at these places, (n, 2), by number of pipeline ranks."""
     sizes = space.column("pp", place[:, 0])
     for pp in np.unique(sizes).tolist():
         members = place[sizes == pp]
@@ -53,18 +53,18 @@ def solve(space: Space, evaluator: Evaluator, place: Ints) -> Iterator[Solved]:
 
 
 def least_numbers(space: Space, evaluator: Evaluator, place: Ints, pp: int) -> Ints:
-    """Return (n, pp): the least number of recomputed layers with which each rank fits, one more than all if none."""
+    """Return the least number of recomputed layers with which each rank fits, (n, pp); one more than all if none."""
     columns = space.rows(place)
     most = int(space.stage_layers(place[:, 0]).max(initial=0))
     least = np.full((len(place), pp), most + 1)
-    for number in range(most, -1, -1):  # falling, so that the least is what remains
+    for number in range(most, -1, -1):  # descending, so that the least number remains
         held = evaluator.rank_bytes({**columns, "recompute": np.full(len(place), number, np.int64)})
         least[held <= evaluator.capacity_bytes] = number
     return least
 
 
 def is_new(space: Space, frames: Ints, numbers: Ints) -> Mask:
-    """Return for each tuple whether it can be placed, and no other word names it."""
+    """Return for each tuple whether it is valid and not already named by another choice ("none", "full")."""
     layers = rank_layers(space, frames, numbers.shape[1])
     found = np.all(numbers <= layers, axis=1)
     if NONE in space.recomputes:
@@ -75,7 +75,7 @@ def is_new(space: Space, frames: Ints, numbers: Ints) -> Mask:
 
 
 def rank_layers(space: Space, frames: Ints, pp: int) -> Ints:
-    """Return how many layers the largest stage of each rank has, (frames, pp): the first stages are larger."""
+    """Return the layers of the largest stage of each rank, (frames, pp): the first stages are larger."""
     small = np.arange(pp) >= space.large_stages(frames)[:, None]
     found: Ints = space.stage_layers(frames)[:, None] - small
     return found

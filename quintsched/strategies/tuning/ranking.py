@@ -1,7 +1,7 @@
-"""The strategies that are best so far: k by time, and the front of time and memory.
+"""Best strategies so far: the k fastest, and the Pareto front of time and memory.
 
-Ties are broken by memory, then by the place in the space (frame, leaf), so that a search finds the same whatever the
-order in which it goes.
+Ties are broken by memory, then by the place in the space (frame, leaf), so that the result of a search does not depend
+on its order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from quintsched.strategies.tuning.space import Ints, Mask
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """n strategies that fit: what they take, their places, and the tuple of those that recompute by stage."""
+    """n strategies that fit: time, memory, places, and tuples for those with per-stage recomputation."""
 
     time_s: Floats
     memory_bytes: Floats
     place: Ints
-    """(n, 2): frame and leaf."""
+    """Places (n, 2): frame and leaf."""
     numbers: tuple[tuple[int, ...] | None, ...] | None = None
-    """Layers that the stages of each rank recompute, None where the leaf says all; None: so for all of them."""
+    """Layers that the stages of each rank recompute, None for leaves without tuples; None: for all of them."""
 
     def __len__(self) -> int:
         return len(self.time_s)
 
     def take(self, index: Ints) -> Candidates:
-        """Return these of them."""
+        """Return the candidates at these indices."""
         numbers = None if self.numbers is None else tuple(self.numbers[at] for at in index.tolist())
         return replace(
             self,
@@ -41,7 +41,7 @@ class Candidates:
         )
 
     def joined(self, other: Candidates) -> Candidates:
-        """Return both."""
+        """Return the candidates of both."""
         numbers = None
         if self.numbers is not None or other.numbers is not None:
             numbers = (self.numbers or (None,) * len(self)) + (other.numbers or (None,) * len(other))
@@ -54,12 +54,12 @@ class Candidates:
 
 
 def nobody() -> Candidates:
-    """Return no candidates."""
+    """Return an empty set of candidates."""
     return Candidates(np.zeros(0), np.zeros(0), np.zeros((0, 2), np.int64))
 
 
 class Ranking:
-    """Takes candidates and keeps the best."""
+    """Collects candidates and keeps the best."""
 
     def __init__(self, top: int, front: bool) -> None:
         self.top, self.wants_front = top, front
@@ -67,11 +67,11 @@ class Ranking:
 
     @property
     def limit_s(self) -> float:
-        """The k-th best time: what takes longer cannot be among the best."""
+        """The k-th best time: slower strategies cannot be among the best."""
         return float(self.best.time_s[-1]) if len(self.best) >= self.top else float("inf")
 
     def offer(self, found: Candidates) -> None:
-        """Take candidates."""
+        """Add candidates."""
         if not len(found):
             return
         if self.wants_front:
@@ -83,7 +83,7 @@ class Ranking:
         self.best = joined.take(_order(joined)[: self.top])
 
     def hopeless(self, time: Floats, memory: Floats) -> Mask:
-        """Return for each pair of bounds whether nothing of that box can be kept."""
+        """Return for each pair of bounds whether no strategy of that box can be kept."""
         slow: Mask = time > self.limit_s
         if not self.wants_front:
             return slow

@@ -1,4 +1,4 @@
-"""Why the best is the best, in words: what its time goes to, whether memory binds it, what the next one loses by."""
+"""Text on why the best strategy is best: the terms of its time, whether memory binds, and the loss of the second."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quintsched.strategies.tuning.explain import binding_term
 from quintsched.strategies.tuning.tune import Tuning
 
 BINDING = 0.9
-"""Memory binds where the best uses more than this part of it."""
+"""Fraction of the memory above which it counts as binding."""
 
 
 def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Yield in words what takes the time of the best, whether memory binds it, and what the next one loses by."""
+    """Yield lines on the terms of the best step's time, whether memory binds it, and the second's loss."""
     best = predictions[0]
     waits = {name: value for name, value in best.breakdown_s.items() if not name.endswith("_hidden")}
     computes = waits.pop("compute", 0.0) / best.step_s
@@ -31,7 +31,7 @@ def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
 
 
 def _difference(best: Prediction, other: Prediction) -> str:
-    """Say by which terms another strategy is slower."""
+    """Return the term by which another strategy is slower, as text."""
     slower = other.step_s / best.step_s - 1
     terms = {name for name in (*best.breakdown_s, *other.breakdown_s) if not name.endswith("_hidden")}
     change = {name: other.breakdown_s.get(name, 0.0) - best.breakdown_s.get(name, 0.0) for name in sorted(terms)}

@@ -1,11 +1,11 @@
-"""The search: boxes in the order of their bounds, leaves of those that may win, and then what was put off.
+"""Branch-and-bound search: frames by ascending bound, the leaves of those that may win, and then deferred leaves.
 
-    all frames ──by rising bound of time──▶ slower than the k-th best: pruned
-                                      └───▶ too much memory: pruned
-                                      └───▶ every leaf evaluated ──▶ k best, front
-                                                   └─▶ put off: per-stage recomputation, schedules without a closed form
+    all frames ──by ascending bound of time──▶ slower than the k-th best: pruned
+                                         └───▶ too much memory: pruned
+                                         └───▶ every leaf evaluated ──▶ k best, front
+                                                      └─▶ deferred: per-stage recomputation, no closed form
 
-What is put off has a lower bound, and is solved or simulated by rising bound until the bound passes the k-th best. So
+Deferred leaves have a lower bound, and are solved or simulated by ascending bound until it exceeds the k-th best. So
 nothing is lost: every strategy that is not evaluated is in a box, or has a bound, that cannot win. With `prune=False`
 every leaf is evaluated.
 """
@@ -25,38 +25,38 @@ from quintsched.strategies.tuning.ranking import Candidates, Ranking, nobody
 from quintsched.strategies.tuning.space import PER_STAGE, Ints, Mask, Space
 
 ROWS_AT_ONCE = 1 << 15
-"""So many leaves are evaluated before what is left is looked at again."""
+"""Number of leaves evaluated before the remaining frames are pruned again."""
 FIRST_ROWS = 1 << 12
-"""Fewer at first, for a time to prune by."""
+"""Smaller number for the first batch, to get a time to prune by."""
 GROUPS_AT_ONCE = 1 << 9
-"""So many groups of per-stage recomputation are solved at once."""
+"""Number of groups of per-stage recomputation solved at once."""
 SIMULATED_AT_ONCE = 1 << 4
-"""So many steps are simulated at once."""
+"""Number of steps simulated at once."""
 
 Progress = Callable[[int, int, float], None]
-"""Called with frames done, frames in all, and the best time so far (inf: none)."""
+"""Callback with frames done, frames in all, and the best time so far (inf: none)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a search found, and how it disposed of every frame."""
+    """Result of a search, with the fate of every frame."""
 
     ranking: Ranking
     evaluated: Ints
-    """Frames of which every leaf was evaluated, rising; the others were pruned."""
+    """Frames whose leaves were all evaluated, ascending; the others were pruned."""
     solved: tuple[tuple[Ints, Ints], ...]
-    """Leaves of per-stage recomputation that were solved: places (n, 2), and the least number of each rank, (n, pp)."""
+    """Solved leaves of per-stage recomputation: places (n, 2), and the least number of each rank, (n, pp)."""
     pruned: bool
     """Whether frames were left out."""
     rows: int
-    """Strategies that were evaluated."""
+    """Number of strategies that were evaluated."""
     put_off: int
-    """Of the leaves, how many were put off, and how many of those were solved or simulated then."""
+    """Number of deferred leaves; `worked_out` counts those that were solved or simulated afterwards."""
     worked_out: int
 
 
 class Search:
-    """One search; `run` it once."""
+    """One search; call `run` once."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Search:
         self.space, self.evaluator, self.prune, self.progress = space, evaluator, prune, progress
         self.ranking = Ranking(top, front)
         self.by_stage, self.unknown = [nobody()], [nobody()]
-        """What is put off, with the lower bounds of their times: to be solved, and to be simulated."""
+        """Deferred leaves with lower bounds of their times: to be solved, and to be simulated."""
         self.solved: list[tuple[Ints, Ints]] = []
         self.rows = self.put_off = self.worked_out = 0
 
     def run(self) -> Found:
-        """Go through the space."""
+        """Search the space."""
         frames = np.arange(self.space.num_frames)
         times = None
         if self.prune:
@@ -96,7 +96,7 @@ class Search:
         )
 
     def _frames(self, frames: Ints, times: Floats | None) -> Ints:
-        """Evaluate every leaf of these frames, in order, but of those that turn out to be hopeless."""
+        """Evaluate every leaf of these frames, in order, except for frames found to be hopeless meanwhile."""
         evaluated = [np.zeros(0, np.int64)]
         ends = np.concatenate([[0], np.cumsum(self.space.leaves[frames])])
         start = 0
@@ -117,7 +117,7 @@ class Search:
         return np.concatenate(evaluated)
 
     def _hopeful(self, frames: Ints, times: Floats) -> Ints:
-        """Return those of the frames that may fit, and may be among the best or on the front."""
+        """Return the frames that may fit, and may be among the best or on the front."""
         memory = memory_bounds(self.space, self.evaluator, frames)
         hopeless = self.ranking.hopeless(times, memory) | (memory > self.evaluator.capacity_bytes)
         return frames[~hopeless]
@@ -138,7 +138,7 @@ class Search:
         self._take(whole, found.exact, np.flatnonzero(~by_stage))
 
     def _take(self, found: Candidates, exact: Mask, rows: Ints) -> None:
-        """Offer those of these rows that fit, or put them off until they are simulated."""
+        """Offer those of these rows that fit to the ranking; defer those without a closed form."""
         rows = rows[found.memory_bytes[rows] <= self.evaluator.capacity_bytes]
         self.ranking.offer(found.take(rows[exact[rows]]))
         unknown = rows[~exact[rows]]
@@ -146,7 +146,7 @@ class Search:
             self.unknown.append(_lowered(found.take(unknown)))
 
     def _solve(self) -> None:
-        """Solve per-stage recomputation, by rising bound."""
+        """Solve per-stage recomputation, by ascending bound."""
         later = _sorted(self.by_stage)
         self.put_off += len(later)
         for start in range(0, len(later), GROUPS_AT_ONCE):
@@ -160,7 +160,7 @@ class Search:
                 self._take(part.found, part.exact, np.arange(len(part.found)))
 
     def _simulate(self) -> None:
-        """Simulate what has no closed form, by rising bound."""
+        """Simulate leaves without a closed form, by ascending bound."""
         later = _sorted(self.unknown)
         self.put_off += len(later)
         for start in range(0, len(later), SIMULATED_AT_ONCE):
@@ -185,7 +185,7 @@ def _lowered(found: Candidates) -> Candidates:
 
 
 def _sorted(parts: list[Candidates]) -> Candidates:
-    """Return all of them by rising bound."""
+    """Return all candidates by ascending bound."""
     joined = parts[0]
     for part in parts[1:]:
         joined = joined.joined(part)

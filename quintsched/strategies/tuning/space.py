@@ -1,13 +1,13 @@
-"""The strategies that a search goes through, as data: counted exactly, named by numbers, made as columns.
+"""Space of strategies of a search: counted exactly, indexed by numbers, expanded to columns.
 
-    mesh    pp tp cp ep dp                       ┐ a frame: what decides how the work is cut
+    mesh    pp tp cp ep dp                       ┐ a frame: the way in which the work is cut
     frame   … schedule chunks microbatch         ┘
     leaf    … dtype zero overlap sequence_parallel recompute
 
-A box is a mesh with all its frames, or a frame with all its leaves. Frames stand in rising order of their columns, and
-the leaves of a frame in the order of their choices: (frame, leaf) is the place of a strategy, by which ties are broken.
-A leaf whose recomputation is "per-stage" stands for a strategy of each tuple of numbers, one for each pipeline rank
-(every stage of a rank recomputes the same number of layers), less those that are called "none" and "full" already.
+A box is a mesh with all its frames, or a frame with all its leaves. Frames are sorted by their columns, and the leaves
+of a frame by the order of their choices: (frame, leaf) is the place of a strategy, by which ties are broken. A leaf
+with recomputation "per-stage" stands for one strategy per tuple of numbers, one number for each pipeline rank (every
+stage of a rank recomputes the same number of layers), without those that are already named "none" or "full".
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MESH = ("pp", "tp", "cp", "ep", "dp")
 FRAME = (*MESH, "schedule", "chunks", "microbatch")
 SWITCHES = ("dtype", "zero", "overlap", "sequence_parallel", "recompute")
 NONE, SELECTIVE, FULL, PER_STAGE = 0, -1, -2, -3
-"""What the column `recompute` says in place of a number of layers."""
+"""Codes of the column `recompute` that are no numbers of layers."""
 WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
 _WORDS: dict[int, Any] = {code: name for name, code in WORDS.items()}
 
 
 @dataclass(frozen=True)
 class Space:
-    """All placeable strategies for a model, a number of GPUs and a batch, within the user's choices; see the module."""
+    """All valid strategies for a model, a number of GPUs and a batch, within the user's choices; see the module."""
 
     model: Model
     gpus: int
@@ -52,14 +52,14 @@ class Space:
 
     @cached_property
     def frames(self) -> Ints:
-        """(frames, 8): the columns of `FRAME`, in rising order; a schedule is its number in `choices.schedule`."""
+        """Columns of `FRAME`, (frames, 8), in ascending order; a schedule is an index into `choices.schedule`."""
         rows = [row for mesh in self._meshes() for row in self._frames_of(*mesh)]
         found = np.array(sorted(rows), np.int64).reshape(-1, len(FRAME))
         return found[self._leaves(found) > 0]
 
     @cached_property
     def starts(self) -> Ints:
-        """(meshes + 1,): the first frame of each mesh, and behind the last."""
+        """First frame of each mesh, and the end, (meshes + 1,)."""
         if not len(self.frames):
             return np.zeros(1, np.int64)
         new = np.any(np.diff(self.frames[:, : len(MESH)], axis=0), axis=1)
@@ -67,7 +67,7 @@ class Space:
 
     @cached_property
     def leaves(self) -> Ints:
-        """(frames,): how many leaves each frame has."""
+        """Number of leaves of each frame, (frames,)."""
         return self._leaves(self.frames)
 
     def _leaves(self, rows: Ints) -> Ints:
@@ -75,11 +75,11 @@ class Space:
 
     @property
     def num_frames(self) -> int:
-        """How many frames there are."""
+        """Number of frames."""
         return len(self.frames)
 
     def count(self, frames: Ints | None = None) -> int:
-        """How many strategies these frames hold, or all: exactly, whatever the number of digits."""
+        """Return the exact number of strategies in these frames, or in all, as a Python int."""
         chosen = np.arange(len(self.frames)) if frames is None else frames
         leaves = self.leaves[chosen]
         if PER_STAGE not in self.recomputes:
@@ -93,7 +93,7 @@ class Space:
         return int((leaves - groups).sum()) + sum(int(n) * alike[key] for n, key in zip(groups, keys, strict=True))
 
     def _tuples(self, pp: int, layers: int, large: int) -> int:
-        """How many tuples "per-stage" stands for, less those that other words name."""
+        """Return the number of tuples of "per-stage", without those that other choices name."""
         named = sum(code in self.recomputes for code in (NONE, FULL))
         return int((layers + 1) ** min(large, pp) * layers ** max(pp - large, 0)) - named
 
@@ -102,20 +102,20 @@ class Space:
         return np.asarray(self.frames[frames, FRAME.index(name)])
 
     def stage_layers(self, frames: Ints) -> Ints:
-        """Return how many layers the largest stage of each frame has."""
+        """Return the number of layers of the largest stage of each frame."""
         return _stage_layers(self.model, self.frames[frames])
 
     def large_stages(self, frames: Ints) -> Ints:
-        """Return how many stages of each frame have `stage_layers`; the others, behind them, have one less."""
+        """Return the number of stages of each frame with `stage_layers` layers; the later ones have one less."""
         stages = self.column("pp", frames) * self.column("chunks", frames)
         return self.model.layers - (self.stage_layers(frames) - 1) * stages
 
     def tokens_divide(self, frames: Ints) -> Mask:
-        """Whether tp divides the tokens that a rank has of a sample, as sequence parallelism asks."""
+        """Return whether tp divides a rank's tokens of a sample, as sequence parallelism requires."""
         return _tokens_divide(self.seq, self.frames[frames])
 
     def expand(self, frames: Ints) -> tuple[Columns, Ints]:
-        """Return every leaf of these frames as columns, and its (frame, leaf) as two columns, (rows, 2)."""
+        """Return every leaf of these frames as columns, and its (frame, leaf), (rows, 2)."""
         counts = self.leaves[frames]
         owner = np.repeat(np.arange(len(frames)), counts)
         leaf = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -126,7 +126,7 @@ class Space:
         return self._rows(place[:, 0], np.arange(len(place)), place[:, 1])
 
     def _rows(self, frames: Ints, owner: Ints, rest: Ints) -> Columns:
-        """Return columns: of each row, which of the frames it is of, and which leaf of that."""
+        """Return columns, given each row's index into `frames` and its leaf."""
         of_frames = self.frames[frames]
         columns: Columns = {name: values[owner] for name, values in zip(FRAME, of_frames.T.copy(), strict=True)}
         _, zeros, overlaps, spread, recomputes = (radix[owner] for radix in self._radices(of_frames))
@@ -142,7 +142,7 @@ class Space:
         return columns
 
     def _radices(self, rows: Ints) -> tuple[Ints, ...]:
-        """How many choices of each of `SWITCHES` these frames, (n, 8), have."""
+        """Return the number of choices of each of `SWITCHES` for these frames, (n, 8)."""
         _, tp, cp, ep, dp, *_ = rows.T
         choices = self.choices
         zeros = np.where(dp * cp * ep > 1, len(choices.zero), 1)
@@ -158,7 +158,7 @@ class Space:
 
     @cached_property
     def recomputes(self) -> Ints:
-        """Codes of the choices: words first, then numbers of layers, rising, of which a frame takes those it can."""
+        """Codes of recomputation: words first, then ascending numbers of layers, as far as a frame can have them."""
         words = [WORDS[one] for one in self.choices.recompute if isinstance(one, str)]
         numbers = {one for one in self.choices.recompute if not isinstance(one, str)}
         return np.array(words + sorted(numbers - set(words)), np.int64)
@@ -183,7 +183,7 @@ class Space:
         )
 
     def by_stage(self, schedule: str, chunks: int, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return for each stage how many of its layers are recomputed, where each rank's stages recompute so many."""
+        """Return the number of recomputed layers of each stage, given the number for each rank's stages."""
         ranks = find_schedule(schedule).placed(len(numbers), chunks)
         least, larger = divmod(self.model.layers, len(ranks))
         return tuple(min(numbers[rank], least + (stage < larger)) for stage, rank in enumerate(ranks))
@@ -214,14 +214,14 @@ class Space:
         sizes = [size for size in divisors(local) if allows(self.choices.microbatch, size)]
         for number, name in enumerate(self.choices.schedule):
             if pp == 1 and self.choices.schedule == SCHEDULES and number:
-                break  # without a pipeline they are alike, unless they are asked for
+                break  # without a pipeline all schedules are alike; try one, unless the user names some
             for chunks in self._chunks(name, pp):
                 for size in sizes:
                     if takes(name, pp, local // size, chunks):
                         yield pp, tp, cp, ep, dp, number, chunks, size
 
     def _chunks(self, name: str, pp: int) -> list[int]:
-        """How many chunks are tried: all that leave no stage empty, and where layers can be even, only even ones."""
+        """Return the numbers of chunks to try: without empty stages, and only even splits if there are any."""
         least, most = find_schedule(name).min_chunks, find_schedule(name).max_chunks
         if pp == 1 and self.choices.chunks is None:
             return [least] if least <= self.model.layers else []
@@ -231,7 +231,7 @@ class Space:
 
 
 def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) -> Space:
-    """Return the space; raises `UsageError` where nothing in it can be placed at all."""
+    """Return the space; raises `UsageError` if it is empty."""
     for what, value, most in (("gpus", gpus, MAX_RANKS), ("batch", batch, UNLIMITED), ("seq", seq, UNLIMITED)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1 to {most}")
@@ -248,7 +248,7 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
 
 
 def _way_out(space: Space) -> str:
-    """Return which choice stands in the way by itself; where none does alone, a word on all of them."""
+    """Return the single choice that makes the space empty, as text; general advice if no single one does."""
     given = {name: value for name, value in space.choices if value != Choices.model_fields[name].default}
     for name in given:
         freed = Choices.read({other: value for other, value in given.items() if other != name})
@@ -258,13 +258,13 @@ def _way_out(space: Space) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Every divisor of `number`, rising."""
+    """Return all divisors of `number`, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def experts_of(model: Model) -> int:
-    """How many experts there are to share out; 1: none."""
+    """Return the number of experts that ep can shard; 1 without experts."""
     return model.experts.count if model.experts else 1
 
 
@@ -280,7 +280,7 @@ def _tokens_divide(seq: int, rows: Ints) -> Mask:
 
 @lru_cache(maxsize=2**16)
 def takes(name: str, pp: int, microbatches: int, chunks: int) -> bool:
-    """Whether a schedule takes these sizes."""
+    """Return whether a schedule takes these sizes."""
     try:
         find_schedule(name).shape(pp, microbatches, chunks)
     except UsageError:

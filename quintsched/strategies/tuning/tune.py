@@ -1,8 +1,8 @@
-"""`tune`: the best strategies for a model, a cluster and a batch.
+"""Entry point `tune`: the best strategies for a model, a cluster and a batch.
 
 tuning = tune(model, hardware, gpus=1024, batch=1536, seq=2048, fixed={"tp": 8}, top=5)
-tuning.best[0].strategy        the fastest that fits; tuning.misfit says why, where nothing does
-tuning.certificate()           what was left out, each box with the bound that says why
+tuning.best[0].strategy        the fastest that fits; if nothing fits, `explain.misfit(tuning)` explains it
+certificate.certify(tuning)    what was left out, each box with the bound that excludes it
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from quintsched.strategies.tuning.space import FULL, Space, make_space
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that fits, and what the search found of it; `prediction.step.predict` has the breakdown."""
+    """Strategy that fits, with the search's results; `prediction.step.predict` has the breakdown."""
 
     strategy: Strategy
     step_s: float
     memory_bytes: float
-    """Of the fullest rank."""
+    """Peak bytes of the rank that holds most."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """What a search found."""
+    """Result of a search."""
 
     space: Space
     hardware: Hardware
     best: tuple[Candidate, ...]
-    """The k fastest that fit, by rising time; ties by memory, then by the order of the space. Of strategies that differ
-    in the numbers of layers that stages recompute alone, only the best."""
+    """The k fastest that fit, by ascending time; ties by memory, then by the order of the space. Of strategies that
+    differ only in numbers of layers for per-stage recomputation, only the best."""
     front: tuple[Candidate, ...]
-    """Faster than all that hold as little, by rising time: of strategies whose stages all recompute alike, and those of
-    `best`. () where it was not asked for."""
+    """Pareto front, by ascending time: of strategies whose stages all recompute alike, and those of `best`. () if it
+    was not requested."""
     strategies: int
-    """How many the space holds."""
+    """Number of strategies in the space."""
     seconds: float
     found: Found
 
     @property
     def model(self) -> Model:
-        """What is trained."""
+        """Model to train."""
         return self.space.model
 
     @property
     def evaluated(self) -> int:
-        """How many strategies were evaluated."""
+        """Number of strategies that were evaluated."""
         return self.found.rows + self.found.worked_out
 
 
@@ -78,21 +78,21 @@ def tune(
     prune: bool = True,
     progress: Progress | None = None,
 ) -> Tuning:
-    """Search all placeable strategies of `model` on `gpus` GPUs for the `top` fastest that fit.
+    """Search all valid strategies of `model` on `gpus` GPUs for the `top` fastest that fit.
 
     Args:
-        model: what is trained.
-        hardware: a GPU, and how many of them make a node.
-        gpus: how many there are; every strategy uses all of them.
+        model: the model to train.
+        hardware: the GPU, and the number of GPUs per node.
+        gpus: the number of GPUs; every strategy uses all of them.
         batch: samples of a step, over all replicas.
         seq: tokens of a sample; None: the model's longest.
-        fixed: the fields of `Choices`: a value, or several to choose among, of each axis that is not free.
-        top: how many are ranked.
-        front: whether the Pareto front of time and memory is found too.
-        prune: whether boxes that cannot win are left out; the result is the same.
+        fixed: the fields of `Choices`: a value, or several to choose among, for each axis that is not free.
+        top: the number of strategies to rank.
+        front: whether to find the Pareto front of time and memory too.
+        prune: whether to leave out boxes that cannot win; the result is the same.
         progress: called with frames done, frames in all, and the best time so far in seconds (inf: none yet).
 
-    Raises UsageError for sizes and choices under which nothing can be placed.
+    Raises UsageError for sizes and choices without any valid strategy.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise UsageError(f"tune: top is {top!r}; give a whole number from 1")

@@ -32,7 +32,7 @@ SIZES = range(2, 65)
 
 
 def steps(plan: CollectivePlan) -> int:
-    """How many messages follow each other, as the simulator has it."""
+    """Return the number of messages in sequence, by the simulator."""
     return round(plan.simulate(0, STEPS).makespan)
 
 

@@ -144,7 +144,7 @@ def test_spin_finds_crossing_sends(tmp_path):
 
 
 def comments_of(text: str, rank: int) -> list[list[str]]:
-    """What the model of a rank says of each of its instructions: the index, and the instruction."""
+    """Return the comments in the model of a rank: the index and the text of each of its instructions."""
     body = text.split(f"active proctype rank_{rank}() {{")[1].split("\n}")[0]
     return [line.split("/* ")[1].split(" */")[0].split(maxsplit=1) for line in body.splitlines() if "/*" in line]
 

@@ -12,7 +12,7 @@ SHARDED = ("titan_example_interleaved_2rank_4mb_comms", "titan_interleaved1f1b_8
 
 
 def weights(plan: qs.Plan) -> list[list[tuple[str, int]]]:
-    """When each rank gathers and frees which weights."""
+    """Return the gathers and frees of weights of each rank, in order."""
     return [[(i.op, i.stage) for i in p if isinstance(i, GatherParams | FreeParams)] for p in plan.programs]
 
 

@@ -1,4 +1,4 @@
-"""What an instruction, a schedule or a name needs to be whole: a newcomer is told here what was forgotten."""
+"""Completeness of instructions, schedules and names: a new one fails here if any of its parts is missing."""
 
 import inspect
 import json

@@ -223,7 +223,7 @@ PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=4, offload=1)
 
 
 def changed(kind: type[HostCopy], *program: Instruction) -> str:
-    """What `check` says when the first copy of a kind is something else."""
+    """Return the verdict of `check` if the first copy of a kind is replaced."""
     found = list(PLAN.programs[0])
     place = next(k for k, i in enumerate(found) if isinstance(i, kind))
     found[place : place + 1] = program

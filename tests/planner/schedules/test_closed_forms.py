@@ -67,11 +67,11 @@ class Case:
 
     @property
     def ideal(self) -> int:
-        """What each rank computes."""
+        """Time of each rank's computations."""
         return self.M * (self.F if self.name == "inference" else self.F + self.I + self.W)
 
     def idle(self) -> tuple[Fraction, Fraction]:
-        """What makespan and longest span are beyond that."""
+        """Return the excess of makespan and longest span over that."""
         D, F, I, W = self.P - 1, self.F, self.I, self.W  # noqa: E741
         behind = max(self.P - self.M, 0)
         match self.name:

@@ -101,7 +101,7 @@ def test_apart_the_pairs_are_the_order_without_overlap(name):
 @settings(max_examples=40, deadline=None)
 @given(asked=requests(["dp=2,pp={}", "pp={},cp=2"]))
 def test_weights_that_pairs_need_are_there_and_few_at_once(asked):
-    """Those of both sides stand while a pair runs; no more than the next computation's beside them."""
+    """Check that weights of both sides are resident while a pair runs, and at most the next computation's besides."""
     plan = qs.compile(**{**asked, "zero": 3}, overlap=True)
     for program in plan.programs:
         resident: set[int] = set()

@@ -50,7 +50,7 @@ class Naive:
     plan: Plan
     file: dict[str, Any]
     ends: dict[tuple[int, int], Fraction] = field(default_factory=dict)
-    """When the instruction of a rank at an index ends: computations, and both ends of messages."""
+    """End of the instruction of a rank at an index: computations, and both ends of messages."""
     made: dict[Value, Fraction] = field(default_factory=dict)
     arrived: dict[Value, Fraction] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class Naive:
         return sum((self.cost(n, s.stage, s.microbatch) for s in i.sides for n in PURE[type(s)]), Fraction(0))
 
     def exchange(self, i: Instruction) -> Fraction:
-        """What is exchanged while nothing is computed: of an overlap, what neither side's computation hides."""
+        """Return the exchange time not hidden by computation; for an overlap, by neither side's."""
         if isinstance(i, Overlap):
             forward, backward = i.sides
             apart = [self.pure(side) + self.exchange(side) for side in i.sides]
@@ -101,7 +101,7 @@ class Naive:
         return route[at] if 0 <= at < len(route) else None
 
     def taken(self, i: Compute) -> Value | None:
-        """What a computation takes from another stage."""
+        """Return the value that a computation takes from another stage."""
         if isinstance(i, Fwd):
             before = self.neighbour(i.stage, i.microbatch, -1)
             return None if before is None else ("act", before, i.microbatch)
@@ -118,7 +118,7 @@ class Naive:
         return None
 
     def carried(self, i: Message) -> Value:
-        """What a message holds, named by the stage whose output, or the gradient of whose output, it is."""
+        """Return the value of a message, named by the stage whose output, or gradient of the output, it is."""
         if "Act" in i.op:
             stage = i.stage if isinstance(i, SendAct) else self.neighbour(i.stage, i.microbatch, -1)
             return ("act", stage, i.microbatch)

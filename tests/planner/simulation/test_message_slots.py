@@ -65,7 +65,7 @@ def unit_of(value: Value) -> int:
 
 
 def lane_of(value: Value) -> int:
-    """Which of the skips it is of."""
+    """Return the skip that a value belongs to."""
     return value.number % MAX_SKIPS if value.kind in SKIPS else 0
 
 
@@ -109,7 +109,7 @@ class Walk:
                     keepers.pop(value)
 
     def _keepers(self, value: Value, flow: Flow) -> set[Value]:
-        """What keeps a value, of all that the instruction makes that took it; microbatches tell its sides apart."""
+        """Return the values that keep this one alive, made by its taker; microbatches tell an overlap's sides apart."""
         return {
             made
             for made in flow.produces

@@ -1,4 +1,4 @@
-"""What a simulation says of state that replicas share out, and of the time that takes."""
+"""Simulated memory of state that replicas shard, and the time of its collectives."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a whole rank's worth of the model costs is spread over stages by their blocks, where these are known."""
+"""Costs of a whole rank's layers, spread over stages by their blocks where these are known."""
 
 import json
 

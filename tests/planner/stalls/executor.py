@@ -27,7 +27,7 @@ NOTHING = Wait("nothing")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong: a rank freezes as it comes to an instruction, or passes over a message."""
+    """Injected fault: a rank freezes at an instruction, or skips a message."""
 
     kind: FaultKind
     rank: int
@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass
 class _Said:
-    """What a rank said, and when."""
+    """Reports of a rank, with their times."""
 
     times: list[float] = field(default_factory=list)
     entries: list[tuple[int, int | None, Wait]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Whose error it is: torch's in a wait, a signal's handler's in the same place, the user's own code's."""
+"""Owner of an error: torch's in a wait, a signal handler's in the same place, user code's own."""
 
 import asyncio
 import ctypes

@@ -1,4 +1,4 @@
-"""What the pairs of a trace say of the exchanges that they hide."""
+"""Hidden exchanges, estimated from the overlapped pairs of a trace."""
 
 import numpy as np
 import pytest

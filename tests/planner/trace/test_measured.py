@@ -93,7 +93,7 @@ def test_links_that_differ_come_back(tmp_path):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "seq-1f1b", "dualpipe"])
 def test_factors_come_back(tmp_path, name):
-    """What all computations have in common; a mean of 1, the rest is in the stages."""
+    """Recover factors common to all computations, with mean 1; the rest is in the stages."""
     lengths, parts = (1.0, 0.5, 2.0, 1.5, 0.25, 0.75), (0.5, 1.5)
     slices = parts if name == "seq-1f1b" else None
     costs = qs.Costs(unit="ms", forward=90.0, backward_input=80.0, microbatches=lengths, slices=slices, p2p=0.0)

@@ -140,7 +140,7 @@ class Judge:
         return True
 
     def _carried(self, i: Message) -> Token | None:
-        """What a message carries: a stage's output, or the gradient of it, or a skip, or the gradient of it."""
+        """Return the token of a message: a stage's output or its gradient, or a skip or its gradient."""
         if isinstance(i, SendSkip | RecvSkip | SendSkipGrad | RecvSkipGrad):
             return self.skips.carried(i) if (i.stage, i.microbatch) in self.neighbours else None
         before, after = self.neighbours.get((i.stage, i.microbatch), (None, None))
@@ -352,7 +352,7 @@ class Judge:
             yield from (("reduced", stage, bucket, part) for bucket in self._buckets() for part in parts)
 
     def _buckets(self) -> dict[int, tuple[str, ...]]:
-        """What is summed over replicas, and over which axes: dense weights, and where ep cuts them apart, experts."""
+        """Return the buckets and the axes of their sums: dense weights, and where ep shards them, experts."""
         sizes, dense = dict(self.plan.mesh.axes), self.plan.buckets_per_stage
         over = tuple(name for name, size in sizes.items() if name in ("dp", "cp", "ep") and size > 1)
         without = tuple(name for name in over if name != "ep")

@@ -1,4 +1,4 @@
-"""What a judge of plans finds in a plan's head: what names nothing, or does not fit, or is another model."""
+"""Judge of a plan's head: indices out of range, sizes that do not fit, routes through another model."""
 
 from __future__ import annotations
 

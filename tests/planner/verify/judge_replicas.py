@@ -1,4 +1,4 @@
-"""What the judge says of a plan's head about its replicas: what they share out, and how they add up."""
+"""Judge of a plan's head about its replicas: the state that they shard, and the way they sum gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge of plans knows of skips: who hands which on to whom, worked out anew from the head of a plan.
+"""Judge of skips: senders and receivers of each, derived independently from the head of a plan.
 
 Tokens are ("skip", name, stage that takes it, unit), and ("skip grad", name, stage, unit) for the sum over that stage
 and all that take the skip after it.
@@ -45,7 +45,7 @@ class SkipJudge:
         return next((stage for stage in reversed(before) if self._home[stage] == self._home[taker]), source)
 
     def forward(self, stage: int, unit: int) -> tuple[list[Token], list[Token]]:
-        """What a forward takes, and what it gives."""
+        """Return the tokens that a forward takes, and those that it gives."""
         takes = [("skip", name, stage, unit) for name, (_, *takers) in self._skips.items() if stage in takers]
         gives = [
             ("skip", name, taker, unit)
@@ -56,7 +56,7 @@ class SkipJudge:
         return takes, gives
 
     def backward(self, stage: int, unit: int) -> tuple[list[Token], list[Token]]:
-        """What a backward takes, and what it gives."""
+        """Return the tokens that a backward takes, and those that it gives."""
         holding = [(name, stages) for name, stages in self._skips.items() if stage in stages]
         takes = [
             ("skip grad", name, stages[stages.index(stage) + 1], unit)
@@ -66,7 +66,7 @@ class SkipJudge:
         return takes, [("skip grad", name, stage, unit) for name, stages in holding if stage != stages[0]]
 
     def carried(self, i: Message) -> Token | None:
-        """What a message of a skip carries."""
+        """Return the token of a message of a skip."""
         if i.skip not in self._skips or i.stage not in self._skips[i.skip]:
             return None
         stages = self._skips[i.skip]

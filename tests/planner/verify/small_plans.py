@@ -1,4 +1,4 @@
-"""What small plans are compiled from: every schedule, with all that a plan can have.
+"""Recipes of small plans: every schedule, with all features that a plan can have.
 
 SMALL = (Recipe(1f1b, mesh="pp=1", microbatches=1, …), …)      known when tests are collected
 SMALL[0].plan                                                  compiled when it is asked for, and kept
@@ -48,7 +48,7 @@ BUILT_IN = [schedule for schedule in qs.all_schedules() if schedule.built_in]
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What a plan is compiled from; one that `offloads` moves as many activations to the host as it can."""
+    """Recipe of a plan; one that `offloads` moves as many activations to the host as it can."""
 
     schedule: Schedule
     options: Mapping[str, Any]

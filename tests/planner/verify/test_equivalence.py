@@ -324,7 +324,7 @@ def assert_sound_is_equivalent(plan: Plan) -> bool:
 
 
 def test_a_renumbered_computation_never_gives_the_same_gradient():
-    """What the checker calls unsound is not always inequivalent; another microbatch or another stage is."""
+    """Unsound plans need not be inequivalent; but with another microbatch or stage they are."""
     random = Random(0)
     training = [recipe for recipe in EACH if recipe.schedule.mode == "train"]
     several = [recipe for recipe in training if recipe.options["microbatches"] * recipe.options.get("slices", 1) > 1]

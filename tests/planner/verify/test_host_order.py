@@ -43,7 +43,7 @@ PLANS = [
 ]
 
 SCHEDULES = qs.all_schedules()
-"""Those of the package, before other tests register theirs."""
+"""Schedules of the package, before other tests register theirs."""
 
 
 def held_back() -> Plan:

@@ -36,7 +36,7 @@ class Halved(Scaled):
 
 
 def differing(name: str) -> dict[str, Any]:
-    """What a script defines that has another number, or code, on one rank: as its own module would."""
+    """Return the definitions of a script with another number, or other code, on one rank, as its own module would."""
     made: dict[str, Any] = {"nn": nn, "Scaled": Scaled, "__name__": "script", "FACTOR": 1.0, "my_rank": 0}
     source = """
 def twice(x): return x * NUMBER

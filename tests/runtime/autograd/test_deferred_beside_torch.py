@@ -164,7 +164,7 @@ def test_recomputation_within_the_backward() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "embedding"])
 def test_gradients_wait_where_hooks_unpack_what_was_saved(kind: str) -> None:
-    """What autograd then gives the backward in place of a weight is another tensor, which nobody has made wait."""
+    """Autograd then gives the backward another tensor in place of a weight, which was not set up for deferral."""
     layer = nn.Linear(4, 3) if kind == "linear" else nn.Embedding(4, 3)
     queue = WeightQueue()
     defer_weights(layer, queue)

@@ -1,4 +1,4 @@
-"""What autograd saves, moved to the host and back: views, leaves, what stays, and what was changed meanwhile."""
+"""Offload of autograd's saved tensors to the host and back: views, leaves, kept tensors, and in-place changes."""
 
 from __future__ import annotations
 

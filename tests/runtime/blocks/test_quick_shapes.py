@@ -1,4 +1,4 @@
-"""What is said at once of layers on the meta device is what torch finds, and so are errors."""
+"""Shapes and errors computed without running layers on the meta device: they equal torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured has the right form and the right order of size; processes end whatever happens."""
+"""Calibration results have the right form and order of magnitude; its processes end in any case."""
 
 from __future__ import annotations
 

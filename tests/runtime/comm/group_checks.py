@@ -1,4 +1,4 @@
-"""What four ranks of any transport find out about their groups: that every collective gives what it has to."""
+"""Checks that four ranks of any transport run on their groups: every collective gives the right result."""
 
 from __future__ import annotations
 

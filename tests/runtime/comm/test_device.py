@@ -1,4 +1,4 @@
-"""What the runtime asks of an accelerator, on machines that are made up: there is none here."""
+"""Accelerator interface of the runtime, on made-up machines, as there is none here."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_on_the_host_there_is_nothing_to_wait_for() -> None:
 
 
 def test_generators_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the host and, by way of its module, those of a device."""
+    """Restore the generators of the host and, by way of its module, those of a device."""
     gpu, kept = torch.device("xpu", 1), {torch.device("xpu", 1): torch.tensor([7])}
     module = SimpleNamespace(get_rng_state=kept.__getitem__, set_rng_state=lambda state, of: kept.update({of: state}))
     monkeypatch.setattr(torch, "get_device_module", lambda of: module)

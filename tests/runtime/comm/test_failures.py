@@ -1,4 +1,4 @@
-"""What a rank makes of a wait that failed, in its own collectives and in those of the user's code."""
+"""Handling of failed waits, in the runtime's collectives and in those of user code."""
 
 from types import SimpleNamespace
 

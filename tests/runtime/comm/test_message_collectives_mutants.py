@@ -1,4 +1,4 @@
-"""What the proof lets pass keeps its promise when it is run: with garbage in the buffers, on strict wires."""
+"""Mutants of collectives that pass the proof keep their promise when run: garbage in the buffers, strict wires."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...planner.collectives.mini_mutants import mini_mutant, small_collectives
 SEEDS = small_collectives()
 RULES: tuple[Rules, ...] = ("nccl", "rendezvous", "mailbox")
 PARTS = (0, 1, 5, 64)
-"""How many numbers a rank's part has: none at all, fewer than there are chunks, and parts that chunks do not divide."""
+"""Elements of a rank's part: none, fewer than there are chunks, and parts that chunks do not divide."""
 
 
 def accepted(seed: int, count: int) -> list[CollectivePlan]:

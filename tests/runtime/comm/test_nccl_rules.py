@@ -320,7 +320,7 @@ def test_sends_do_not_wait_for_the_wire_and_receives_do() -> None:
 
 
 def test_every_channel_may_have_its_own_wire() -> None:
-    """What is not named has none."""
+    """Channels that are not named have no wire."""
     wire = Wire("mailbox", {(0, 1): 1.0, (1, 0): 3.0})
     ends = [(0, 1, 5), (1, 0, 5), (0, 1, 6), (1, 2, 5)]
     first, back, second, other = (wire.send(*end, numbered(0)).arrival_s or 0.0 for end in ends)

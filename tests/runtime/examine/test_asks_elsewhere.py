@@ -143,7 +143,7 @@ def test_what_torch_asks_of_itself_is_not_what_the_forward_asks():
 
 
 def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
-    """Where its result counts for nothing at the split, no comparison of gradients finds it."""
+    """Refuse it although its result counts for nothing at the split, where no comparison of gradients finds it."""
     with pytest.raises(MisfitError, match=r"applies Reversed.apply \(test_asks_elsewhere.py, line \d+\) between"):
         split(Traced(lambda self, x: x + 0 * Reversed.apply(x)))
 

@@ -53,7 +53,7 @@ def test_what_a_loss_adds_to_gradients_and_its_own_weights_are_put_back() -> Non
 
 
 class Trainer:
-    """What a training loop has in one object: the model, its engine, a loss as a method."""
+    """Training loop in one object: the model, its engine, a loss as a method."""
 
     def __init__(self, plan: qs.Plan, transport: Transport, model: nn.Sequential) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""What updates depend on is said by classes; of torch's own a table knows it."""
+"""Dependencies of updates, declared by optimizer classes; torch's own are in a table."""
 
 from __future__ import annotations
 

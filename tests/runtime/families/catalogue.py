@@ -1,4 +1,4 @@
-"""What a family of models is to the matrix: a tiny model with random weights, and batches for it.
+"""Families of models for the matrix: a tiny model with random weights, and batches for it.
 
     Family("llama", "causal", build, words)
         build()          ─▶ the library's own module, on the CPU, drawn by torch's global generator
@@ -20,12 +20,12 @@ SAMPLES, LENGTH, VOCABULARY, CLASSES, WIDTH = 8, 8, 48, 10, 32
 
 Library = Literal["transformers", "timm"]
 Inputs = Tensor | dict[str, Tensor]
-"""What a model's `forward` takes: the one tensor that it needs, or several by name."""
+"""Inputs of a model's `forward`: the one tensor that it needs, or several by name."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is given: the tensors that the model's `forward` takes, and what its loss compares with."""
+    """Batch of a step: the tensors that the model's `forward` takes, and the targets of its loss."""
 
     inputs: Inputs
     targets: Tensor

@@ -70,7 +70,7 @@ MESHES: Mapping[str, Mesh] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a cell, and why."""
+    """Result of a cell, with the reason."""
 
     result: Result
     why: str = ""
@@ -78,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training leaves: tensors by the model's own names."""
+    """Results of training: tensors by the model's own names."""
 
     losses: list[float]
     gradients: dict[str, Tensor]

@@ -11,10 +11,10 @@ REFUSED = {
     ("timm/beit", "tp2"),
     ("timm/eva", "tp2"),
 }
-"""What tensor parallelism cannot cut yet: a bias that is put together of parts in every forward."""
+"""Cells that tensor parallelism cannot cut yet: a bias that is assembled from parts in every forward."""
 
 MAY_BE_REFUSED = {"sp", "cp2"}
-"""Where the number of tokens, an attention mask or a window may not go with slices."""
+"""Axes that may be refused: the number of tokens, an attention mask or a window may not allow slices."""
 
 
 @pytest.mark.slow

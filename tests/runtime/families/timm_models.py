@@ -80,7 +80,7 @@ def _made(name: str, options: Mapping[str, Any]) -> nn.Module:
 
 
 MANY = {"levit": 32, "densenet": 32}
-"""How many samples a batch has where norms see few values of a microbatch: of two, they leave little but the signs."""
+"""Samples of a batch where norms see few values of a microbatch: of two, they leave little but the signs."""
 
 
 def _family(family: str, name: str, size: int, options: Mapping[str, Any]) -> Family:

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, at one place: put into a rank's process before it runs a job.
+"""Faults on one rank, at one place: injected into a rank's process before it runs a job.
 
 kill, exit0, exit5, raise, stop, sleep         as it comes to an instruction, builds its model, or saves
 skip_send, skip_recv                           a message is passed over; the program goes on
@@ -58,15 +58,15 @@ STALLS: tuple[Kind, ...] = ("stop", "sleep")
 SKIPS: tuple[Kind, ...] = ("skip_send", "skip_recv")
 WRONGS: tuple[Kind, ...] = ("large", "small", "dtype", "other")
 ODD = ("train.seed=1", "train.optimizer.lr=0.5", "train.clip=2.0", "model.options.depth=7")
-"""What is another setting on one rank; which of them, an injection's step says."""
+"""Settings that differ on one rank; an injection's step selects one."""
 HEARD_S, CUT_WAITS_S = 0.6, 10.0
-"""How long a rank stays where it is before its link is cut, so that this is heard, and how long for that at most."""
+"""Seconds that a rank stays where it is before its link is cut, so that this is reported, and the most it waits."""
 PHASES: tuple[Phase, ...] = ("set-up", "warm-up", "steady", "cool-down", "reduction", "optimizer", "save")
 
 
 @dataclass(frozen=True)
 class Injection:
-    """What goes wrong: on which rank, in which phase, as which training step comes to which instruction."""
+    """Injected fault: its kind, rank and phase, and the training step and instruction at which it happens."""
 
     kind: Kind
     rank: int
@@ -227,7 +227,7 @@ class Injection:
 
     @property
     def name(self) -> str:
-        """What it is called in a table."""
+        """Name in a table."""
         return f"{self.kind} on rank {self.rank} in {self.phase}"
 
 

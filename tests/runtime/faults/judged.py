@@ -19,12 +19,12 @@ PHASE_NAMES = {"set-up": "setup", "save": "save"}
 
 ODD_RANKS = re.compile(r"\(ranks? [\d, and]+ differs? from the others\)")
 LOST_HUB = re.compile(r"rank (\d+) \(host host\d+\) cannot reach the host of rank 0")
-"""What ranks say whose link to rank 0's host is cut, or all of whose links are."""
+"""Message of ranks whose link to rank 0's host is cut, or all of whose links are."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What was said of a fault: `named` its rank and no other, `placed` with the place; `wrong`: somebody else.
+    """Judgement of a fault's report: `named` its rank only, `placed` with the place; `wrong`: another rank.
 
     `silent`: the run ended as if nothing had happened. `told_s` as in the outcome.
     """

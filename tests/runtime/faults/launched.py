@@ -42,7 +42,7 @@ REFUSED = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run with a fault ended: the launcher's exit code, what was said, and who was named.
+    """End of a run with a fault: the launcher's exit code, its output, and the rank that was named.
 
     `told_s` is how long after the fault the report was there, `left` how many processes were left a second later.
     """
@@ -143,7 +143,7 @@ def launch(folder: str, injected: dict[str, Any] | None, machine: Sequence[str] 
 
 
 class _Forked:
-    """What the launcher wants of a Popen."""
+    """Stand-in for Popen, with the methods that the launcher uses."""
 
     def __init__(
         self, folder: Path, environment: dict[str, str], arguments: Sequence[str], injection: Injection | None

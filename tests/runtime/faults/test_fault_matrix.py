@@ -11,7 +11,7 @@ from .judged import judge_all
 from .launched import plan_of_job
 
 CRASH_S = 2.0
-"""How soon a crash is told, in seconds."""
+"""Time limit for the report of a crash, in seconds."""
 
 CODES = {"raise": (1,), "skip_recv": (3, 4), "odd": (3,)}
 """The exit codes of runs: 4, but for errors of the culprit itself, such as that a message left over does not fit."""

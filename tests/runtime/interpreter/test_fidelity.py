@@ -1,4 +1,4 @@
-"""What the simulator says is hidden, is hidden: plans of sleeps, run in process, against their simulation.
+"""Fidelity of the simulator: plans of sleeps, run in process, hide what their simulation says is hidden.
 
 `benchmarks/fidelity.py` has the plans, all schedules and the figures; here are few and small ones, with wide bounds in
 time and exact ones in order.
@@ -74,7 +74,7 @@ def test_a_step_takes_as_long_as_simulated_where_links_and_microbatches_differ(f
 
 
 def test_a_late_message_is_named(fidelity: ModuleType, tmp_path: Path) -> None:
-    """Whoever thinks that messages take no time is told where they do."""
+    """A simulation without message times is off where a message is late, and the place is named."""
     case = fidelity.Sleeps(SCHEDULES["gpipe"], pp=2, computation_ms=5.0, wire_ms=40.0, steps=1)
     run_local(2, partial(case.run, tmp_path), wire_s=0.04)
     plan = case.plan()

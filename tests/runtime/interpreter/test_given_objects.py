@@ -1,4 +1,4 @@
-"""What a stage is given is a new object for each unit, though messages share buffers: code may go by objects."""
+"""Inputs of a stage are new objects for each unit, though messages share buffers: code may depend on identity."""
 
 from copy import deepcopy
 

@@ -315,7 +315,7 @@ def test_objects_that_do_not_like_to_be_looked_at(caplog: pytest.LogCaptureFixtu
 
 
 class Owner:
-    """What a user's trainer looks like: it has an engine, counts its steps, and its loss is a method of it."""
+    """Trainer as users write them: it has an engine, counts its steps, and its loss is a method of it."""
 
     def __init__(self, **more: Any) -> None:
         self.alpha, self.number, self.log = 0.1, 0, list[float]()

@@ -201,7 +201,7 @@ def test_a_change_in_place_is_an_error_whether_activations_go_or_stay(offload: f
 
 
 class Split(nn.Module):
-    """What PyTorch itself has sharded."""
+    """Module that PyTorch itself has sharded."""
 
     def __init__(self) -> None:
         super().__init__()

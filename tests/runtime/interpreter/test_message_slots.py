@@ -77,7 +77,7 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Used(NamedTuple):
-    """What a rank made, and the most of it that was in use at once."""
+    """Buffers that a rank allocated, and the most of them in use at once."""
 
     made: int
     receives: int
@@ -290,7 +290,7 @@ def put_off(units: int) -> qs.Plan:
 
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 def test_a_stage_that_changes_nothing_hands_no_buffer_on(rules: Rules) -> None:
-    """What the next stage on its rank keeps for its weights outlasts what the plan keeps the buffer for."""
+    """Inputs that the next stage on its rank keeps for its weights outlive the plan's use of the buffer."""
     plan = put_off(4)
     inputs, targets = torch.randn(2, 8, LENGTH, WIDTH, dtype=torch.float64)
     blocks = [Layer, nn.Identity, Layer]

@@ -283,7 +283,7 @@ def sends_in_flight(engine: Engine) -> int:
 
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_a_first_operation_may_be_in_place(recompute: int) -> None:
-    """What arrives is a leaf of the stage's graph, and given again where the stage is run again: it gets a copy."""
+    """Inputs are leaves of the stage's graph, and given again if the stage is run again: so it gets a copy."""
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=recompute)
     plain = train(plan, [linear, lambda: nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH))], batch(4))
     blocks = [linear, lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))]

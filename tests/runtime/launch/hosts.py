@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 REFUSALS = ("not permitted", "permission denied", "not supported", "unknown device type", "kind is unknown")
-"""What `ip`, `tc` and `unshare` say where something may not be done, or the system does not have it."""
+"""Errors of `ip`, `tc` and `unshare` for missing permissions or support by the system."""
 
 
 def _ip(*words: str) -> None:

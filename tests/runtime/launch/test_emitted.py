@@ -1,4 +1,4 @@
-"""What `tune` writes runs: the plan and the job file agree, and learn what one process learns."""
+"""Files that `tune` writes run: the plan and the job file agree, and train like one process."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ERROR = UsageError("model.py:3: the import failed: ValueError")
 
 
 class Store:
-    """What ranks meet in."""
+    """Store through which ranks meet."""
 
     def __init__(self) -> None:
         self._numbers, self._said, self._lock = Counter[str](), set[str](), threading.Lock()

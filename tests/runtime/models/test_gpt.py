@@ -43,7 +43,7 @@ def draw_ids(*shape: int) -> Tensor:
 
 
 class Joined:
-    """What came before a slice, kept in one graph: the plainest thing that a block's `past` can be."""
+    """Keys and values before a slice, kept in one graph: the simplest `past` of a block."""
 
     def __init__(self) -> None:
         self.seen = 0

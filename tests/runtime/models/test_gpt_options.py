@@ -174,7 +174,7 @@ def test_rotary_slices_give_the_whole(bounds: tuple[int, ...]) -> None:
 
 
 class _Before:
-    """What stood before a slice, as computed from the whole."""
+    """Keys and values before a slice, as computed from the whole sequence."""
 
     def __init__(self, seen: int, keys: Tensor, values: Tensor) -> None:
         self.seen, self._keys, self._values = seen, keys, values

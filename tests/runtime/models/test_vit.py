@@ -70,7 +70,7 @@ def test_attention_is_torchs_multihead_attention() -> None:
 
 
 def test_attention_over_slices_of_the_heads_adds_up() -> None:
-    """What tensor parallelism relies on: each rank holds a slice of q, of k, of v, and of the columns of `proj`."""
+    """Sum over tensor-parallel ranks: each holds a slice of q, of k, of v, and of the columns of `proj`."""
     torch.manual_seed(0)
     whole, tokens = Attention(16, num_heads=4), torch.randn(2, 5, 16)
     total = torch.zeros_like(tokens)

@@ -1,4 +1,4 @@
-"""Whatever holds a value, a snapshot says that it is another, and puts it back; no code of a user's is run for it."""
+"""Snapshots detect and restore a changed value in any kind of holder, without running user code for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever way an optimizer is given, it steps the same; what cannot be is refused in a line."""
+"""Optimizers step the same however they are given; those that cannot are refused with one line."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | No
 
 
 def drawn(layer: KeyedDropout, unit: Unit, *shape: int) -> Tensor:
-    """What a dropout makes of ones: 0, or 1 / (1 - p)."""
+    """Return the output of a dropout for ones: 0, or 1 / (1 - p)."""
     with layer.masks.of(unit):
         out: Tensor = layer(torch.ones(shape, dtype=torch.float64))
     return out

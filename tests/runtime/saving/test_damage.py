@@ -1,4 +1,4 @@
-"""Whatever becomes of the files of a checkpoint, it is refused with the file named, and the step before is taken.
+"""Damaged files of a checkpoint are refused by name, and the step before is loaded.
 
 step-00000002   whole
 step-00000004   flipped, cut, swapped, linked, a FIFO, … ─▶ step 2 is loaded, and the fault of step 4 is said
@@ -183,7 +183,7 @@ OF_CHECKPOINTS: list[Damage] = [*([sealed] * 4), folder_as_link, folder_as_file]
 
 
 class Watch:
-    """What the interpreter says that it does: unpickling, and which files are opened."""
+    """Audit of the interpreter: unpickling, and the files that are opened."""
 
     def __init__(self) -> None:
         self.unpickled, self.opened, self.is_on = 0, set[str](), False

@@ -39,7 +39,7 @@ DATA = save({"model.0.weight": torch.ones(2)})
 
 
 class Holder:
-    """What checkpoints ask of an engine, for ranks that all hold the same."""
+    """Stand-in for an engine with the attributes that checkpoints use, for ranks that all hold the same."""
 
     def __init__(self, plan: qs.Plan, transport: Transport) -> None:
         self.plan, self.transport = plan, transport

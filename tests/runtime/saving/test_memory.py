@@ -1,4 +1,4 @@
-"""How far resident memory rises while a rank saves and loads, in a process of its own."""
+"""Rise of resident memory while a rank saves and loads, in a process of its own."""
 
 import subprocess
 import sys

@@ -35,7 +35,7 @@ LENGTH, SAMPLES, DECAY = 8, 8, 0.8
 
 @dataclass(frozen=True)
 class Run:
-    """How a run is divided."""
+    """Parallel layout of a run."""
 
     mesh: str
     zero: int = 0

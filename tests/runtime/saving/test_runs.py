@@ -1,4 +1,4 @@
-"""Whose run a folder holds: never two mixed, never two at once, and the newest step that is whole is taken."""
+"""Runs in a folder: never two mixed, never two at once, and the newest complete step is loaded."""
 
 from __future__ import annotations
 

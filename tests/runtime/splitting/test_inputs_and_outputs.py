@@ -122,7 +122,7 @@ class Dict(Tuple):
 
 
 class Penalised(Model):
-    """It returns a number of each microbatch, of which the loss cannot know whether it is a mean."""
+    """Model that returns a number per microbatch, of which the loss cannot know whether it is a mean."""
 
     def forward(self, x):
         out = super().forward(x)
@@ -173,7 +173,7 @@ class Nested(Model):
 
 
 class Guessing(Model):
-    """It calls layers so that they raise, which a trace does not see."""
+    """Model that calls layers so that they raise, which a trace does not see."""
 
     def ends(self, x):
         for layer in self.layers:

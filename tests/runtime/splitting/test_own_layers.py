@@ -1,4 +1,4 @@
-"""What a loop sets in the layers of its model holds in the blocks, and what layers set is found in the model."""
+"""Attributes that a loop sets in the layers of its model hold in the blocks; those set by layers reach the model."""
 
 import copy
 

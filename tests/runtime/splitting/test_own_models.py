@@ -165,7 +165,7 @@ def test_values_of_earlier_blocks_ride_along(kind):
 
 
 class Mixing(Shared):
-    """What follows the layers uses the embedding again."""
+    """Model whose code after the layers uses the embedding again."""
 
     def forward(self, ids):
         first = x = self.embed(ids)
@@ -175,7 +175,7 @@ class Mixing(Shared):
 
 
 class MixingAsked(Mixing):
-    """It asks for numbers, so that it cannot be traced either."""
+    """Model that also depends on values, so that it cannot be traced."""
 
     def forward(self, ids):
         return super().forward(ids) if ids.sum() > 0 else None

@@ -1,4 +1,4 @@
-"""What a forward changes in its model does not count while that is split, and the proof's two runs start alike."""
+"""Side effects of a forward on its model are undone after the split, and the proof's two runs start alike."""
 
 import copy
 
@@ -63,7 +63,7 @@ class Drawing(Counting):
 
 
 class Writing(Counting):
-    """It writes into what it is given."""
+    """Layer that writes into its input."""
 
     def forward(self, x):
         return self.fc(x.mul_(2)) if not torch.is_grad_enabled() else self.fc(x * 2)

@@ -1,4 +1,4 @@
-"""What crosses stages requires a gradient where it does in one process; a stage that gives none back is refused."""
+"""Tensors between stages require a gradient as in one process; a stage that returns none is refused."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_losses_on_several_stages_equal_one_process(name: str, shape: dict[str, 
 
 
 def test_the_loss_has_the_same_bits_on_every_mesh_and_in_every_order() -> None:
-    """That of the first step: gradients are added up in the order of backwards, which is the schedule's."""
+    """Compare the first step only: gradients are added up in the order of backwards, which is the schedule's."""
     shapes = [
         ("1f1b", {"mesh": "pp=4", **FOUR}),
         ("gpipe", {"mesh": "pp=4", **FOUR}),

@@ -1,4 +1,4 @@
-"""What is wrong with a user's blocks, losses or batches is said in one line, the same on all ranks, with its place."""
+"""Faults of a user's blocks, losses or batches are reported in one line, the same on all ranks, with the place."""
 
 from __future__ import annotations
 

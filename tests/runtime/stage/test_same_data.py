@@ -29,7 +29,7 @@ class Shifted(nn.Linear):
 
 
 def refusals(mesh: str, give: Callable[[Engine, Transport, Given], Given], steps: int = 1) -> set[str]:
-    """What the ranks say; "" where they run."""
+    """Return the refusals of the ranks; "" for those that run."""
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
 
     def run(transport: Transport) -> str:

@@ -1,4 +1,4 @@
-"""What programs see of a stage besides numbers is as in one process."""
+"""Inputs of a stage look the same to programs as in one process, apart from their numbers."""
 
 from __future__ import annotations
 

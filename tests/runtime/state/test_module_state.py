@@ -1,4 +1,4 @@
-"""What modules save beside parameters and buffers goes into states and back; what cannot is refused at the start."""
+"""Module state beside parameters and buffers is saved and loaded; unsupported state is refused at the start."""
 
 from __future__ import annotations
 

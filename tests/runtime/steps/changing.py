@@ -33,7 +33,7 @@ def small_gpt(depth: int = 2, dropout: float = 0.2) -> Blocks:
 
 @dataclass(frozen=True)
 class Shape:
-    """What each replica is given in a step: (samples, length), and how many microbatches."""
+    """Batches of each replica in a step: (samples, length), and the number of microbatches."""
 
     replicas: Sequence[tuple[int, int]]
     microbatches: int | None = None

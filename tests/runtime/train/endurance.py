@@ -33,7 +33,7 @@ WIDTH, SAMPLES = 64, 128
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds. `nodes` are Python's handles on autograd's graph, `objects` all that Python can see.
+    """Resources of a process. `nodes` are Python's handles on autograd's graph, `objects` all that Python can see.
 
     The first look at all types leaves something behind itself, in the cache of `Node`'s subclasses.
     """

@@ -14,7 +14,7 @@ from ..launch.test_processes import run
 from .endurance import STEPS, WARM_UP, Footprint, endure
 
 SLACK_BYTES = 3_000_000
-"""What the allocator may keep to itself: less than one activation of one microbatch per step."""
+"""Memory that the allocator may keep: less than one activation of one microbatch per step."""
 SLACK_OBJECTS = 100
 
 

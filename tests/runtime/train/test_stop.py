@@ -121,7 +121,7 @@ def squares(output, targets):
 def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(
     data_file: Path, tmp_path: Path, step: int, second: dict[str, Any]
 ) -> None:
-    """Where microbatches have other sizes, a loss that says no weight is weighed by other numbers."""
+    """With microbatches of other sizes, a loss without a weight of its own is weighted by other numbers."""
     (tmp_path / "mine.py").write_text(LOSS)
     settings: dict[str, Any] = {
         "train": {"epochs": 2, "loss": f"{tmp_path / 'mine.py'}:squares"},

@@ -1,4 +1,4 @@
-"""What a first step finds of blocks, loss and metrics, in words: by `engine.inspect` and `quintsched inspect`."""
+"""Findings of a first step on blocks, loss and metrics, as text: `engine.inspect` and `quintsched inspect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes over the watch's wires: bounded, for those who know the key, and nothing that breaks is taken."""
+"""Frames on the watch's connections: bounded, for holders of the key, and no malformed one is accepted."""
 
 import struct
 import zlib

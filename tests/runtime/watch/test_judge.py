@@ -1,4 +1,4 @@
-"""When there is a verdict: by a clock that the tests move, and members that they write."""
+"""Time of a verdict: by a clock that the tests move, and members that they write."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How long a run may stand still: by a clock that the tests move."""
+"""Time limit for a run that stands still: by a clock that the tests move."""
 
 import random
 from dataclasses import dataclass, field

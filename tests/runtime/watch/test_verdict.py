@@ -1,4 +1,4 @@
-"""What a verdict makes of what ranks said: whose exit code a run has, when an error came, what is said of whom."""
+"""Verdicts from the reports of ranks: the exit code of the run, the time of an error, the text on each rank."""
 
 import pytest
 

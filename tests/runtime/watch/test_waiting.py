@@ -1,4 +1,4 @@
-"""What a rank waits for is written down while it waits, and gone afterwards."""
+"""Waits of a rank are recorded while it waits, and removed afterwards."""
 
 import threading
 

@@ -47,7 +47,7 @@ PUBLISHED = {
     "vit-l-16": 304_326_632,
     "vit-h-14": 632_045_800,
 }
-"""What the published checkpoints hold."""
+"""Parameter counts of the published checkpoints."""
 
 MPT = [
     ("mpt-125m", 2048, 125_311_488),

@@ -1,4 +1,4 @@
-"""What cannot be placed gets one clear error; what frameworks take is taken."""
+"""Invalid strategies get one clear error; strategies that frameworks accept are accepted."""
 
 from __future__ import annotations
 

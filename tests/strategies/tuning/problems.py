@@ -81,7 +81,7 @@ class Group:
 
     members: tuple[Strategy, ...]
     named: tuple[bool, ...] = (False,)
-    """Which of the tuples another word of the choices names; where one of those is best, the group is not ranked."""
+    """Tuples that another word of the choices names; if one of those is best, the group is not ranked."""
 
 
 def groups(given: Problem) -> list[Group]:

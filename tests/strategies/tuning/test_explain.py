@@ -1,4 +1,4 @@
-"""Why a strategy lost, or does not fit, and what would make it."""
+"""Explanations why a strategy lost, or does not fit, and which change would make it fit."""
 
 import numpy as np
 import pytest

@@ -1,8 +1,8 @@
-"""What a rank holds: activations of a block by kind, microbatches in flight, and state under ZeRO, term by term.
+"""Memory of a rank: activations of a block by kind, microbatches in flight, and state under ZeRO, term by term.
 
     activations ─┐
-    in_flight  ──┼──▶ terms of a rank ──▶ ranks: of many strategies, kind of rank by kind of rank
+    in_flight  ──┼──▶ terms of a rank ──▶ ranks: for many strategies, by kind of rank
     state      ──┘
 
-Imports `descriptions`, and of `prediction` columns, stages and orders of computation.
+Imports `descriptions`, and from `prediction` columns, stages and the pipeline's orders of computation.
 """

@@ -1,16 +1,16 @@
-"""Bytes that a block keeps of one microbatch for its backward, by kind.
+"""Bytes of activations that a block keeps of one microbatch for its backward, by kind.
 
     x ─ norm ─ q k v ─ scores ─ projection ─ mask ─ + ─ norm ─ up ─ activation ─ down ─ mask ─ + ─▶
     └─────────────── tokens (/ tp with sequence_parallel) ───────────────┘
-                └─ attention, scores, ffn, experts: what tp cuts (/ tp) ──┘
+                └─ attention, scores, ffn, experts: sharded over tp (/ tp) ──┘
 
 With s tokens, b samples, h wide, t = tp, a heads, a GPT in 16 bits keeps (Korthikanti et al. 2022, arXiv:2205.05198)
 
-    sbh (10 + 24/t + 5as/ht)        tokens cut too: sbh (34 + 5as/h) / t        selective: no 5as
-    full recomputation: 2sbh, the block's input; with tokens cut, 2sbh/t
+    sbh (10 + 24/t + 5as/ht)        sequence parallel: sbh (34 + 5as/h) / t     selective recomputation: no 5as
+    full recomputation: 2sbh, the block's input; with sequence parallelism 2sbh/t
 
-Here the same for fewer heads of keys, gates, experts, latent attention and other precisions. A flash attention keeps no
-scores, but one number in 32 bits per head and token; without dropout there are no masks. All sizes may be arrays.
+This module also covers fewer key-value heads, gates, experts, latent attention and other precisions. Flash attention
+keeps no scores, but one 32-bit number per head and token; without dropout there are no masks. Sizes may be arrays.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from quintsched.strategies.descriptions.model import Model
 KINDS = ("tokens", "masks", "attention", "scores", "ffn", "experts", "router")
 
 FP32 = 4
-"""Bytes of what is kept in single precision whatever the model's precision."""
+"""Bytes of elements kept in single precision, whatever the model's precision."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """What a rank has of one microbatch: numbers, or arrays of one length."""
+    """Sizes of one microbatch on a rank: numbers, or arrays of one length."""
 
     microbatch: Any
     seq: Any
@@ -39,24 +39,24 @@ class Sizes:
     cp: Any = 1
     sequence_parallel: Any = 0
     element: Any = 2
-    """Bytes of an activation's element."""
+    """Bytes of an element of an activation."""
 
     @cached_property
     def tokens(self) -> Any:
-        """Of a microbatch, on one rank of cp."""
+        """Tokens of a microbatch on one rank of cp."""
         return self.microbatch * self.seq / self.cp
 
     @cached_property
     def between(self) -> Any:
-        """Tokens of a rank outside of what tp cuts."""
+        """Tokens of a rank outside of the tensor-parallel regions."""
         return self.tokens / np.where(np.asarray(self.sequence_parallel) > 0, self.tp, 1)
 
 
 def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False) -> dict[str, Any]:
-    """Return the bytes that a block keeps without recomputation, by kind: those of `KINDS` that there are."""
+    """Return the bytes that a block keeps without recomputation, by those of `KINDS` that occur."""
     element, between = sizes.element, sizes.between
     found = {
-        "tokens": between * element * model.hidden * 4,  # inputs of both norms, and what they give
+        "tokens": between * element * model.hidden * 4,  # inputs and outputs of both norms
         "attention": _latent(model, sizes) if model.latent else _attention(model, sizes),
         "scores": _scores(model, sizes),
     }
@@ -70,7 +70,7 @@ def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False) -> dict
 
 
 def block_input(model: Model, sizes: Sizes) -> Any:
-    """Return the bytes of a block's input: all that full recomputation keeps, and what stages send to each other."""
+    """Return the bytes of a block's input: kept by full recomputation, and sent between stages."""
     return sizes.between * sizes.element * model.hidden
 
 
@@ -81,7 +81,7 @@ def embedding_kept(model: Model, sizes: Sizes) -> Any:
 
 
 def head_kept(model: Model, sizes: Sizes) -> dict[str, Any]:
-    """Return the bytes that the head keeps: the inputs of its norm and of its product, and logits in 32 bits."""
+    """Return the bytes that the head keeps: the inputs of its norm and of its product, and 32-bit logits."""
     tokens = {"tokens": sizes.between * sizes.element * model.hidden * 2}
     if model.images is not None:
         return tokens | {"logits": sizes.microbatch * model.images.classes * FP32}
@@ -89,7 +89,7 @@ def head_kept(model: Model, sizes: Sizes) -> dict[str, Any]:
 
 
 def _attention(model: Model, sizes: Sizes) -> Any:
-    """Queries, keys, values, and what the projection takes; before norms over heads, queries and keys once more."""
+    """Return the bytes of queries, keys, values and the projection's input; qk norms keep queries and keys again."""
     queries = _share(model.heads, sizes.tp) * model.head_width
     keys = _share(model.num_kv_heads, sizes.tp) * model.head_width
     kept = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
@@ -97,7 +97,7 @@ def _attention(model: Model, sizes: Sizes) -> Any:
 
 
 def _latent(model: Model, sizes: Sizes) -> Any:
-    """Latent vectors before and behind their norms, whole; queries, keys and values of this rank's heads."""
+    """Return the bytes of latent vectors before and after their norms (replicated), and of this rank's heads."""
     latent = model.latent
     assert latent is not None
     heads = _share(model.heads, sizes.tp)
@@ -107,7 +107,7 @@ def _latent(model: Model, sizes: Sizes) -> Any:
 
 
 def _scores(model: Model, sizes: Sizes) -> Any:
-    """Of every pair of tokens, or, where scores are not materialised, of every token."""
+    """Return the bytes per pair of tokens, or, if scores are not materialised, per token."""
     heads = _share(model.heads, sizes.tp)
     if model.attention != "unfused":
         return sizes.tokens * heads * FP32
@@ -120,14 +120,14 @@ def _feed_forward(model: Model, sizes: Sizes, width: int) -> Any:
 
 
 def _kept_widths(model: Model) -> int:
-    """Return how many times its width a feed-forward network keeps: with a gate, also both factors of the product."""
+    """Return the kept elements of a feed-forward network, in units of its width; a gate also keeps both factors."""
     if model.is_gated:
         return 4
     return 1 if model.activation == "relu" else 2
 
 
 def _experts(model: Model, sizes: Sizes) -> tuple[Any, Any]:
-    """Tokens of an even load on their way to the experts and back, and what these keep; logits and choices."""
+    """Return the bytes of routed tokens to and from the experts and inside them at even load, and of the router."""
     experts = model.experts
     assert experts is not None
     rows = sizes.tokens * experts.rows

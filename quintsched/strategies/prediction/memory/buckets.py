@@ -1,10 +1,10 @@
-"""Exact bytes of weights, gradients and optimizer state in our runtime, whose shards begin at aligned places.
+"""Exact bytes of weights, gradients and optimizer state in this project's runtime, with its aligned buffers.
 
-    weights of a stage, last first     w9 w8 w7 │ w6 w5 │ w4 … w0         buckets of so many bytes
-    one bucket, two replicas           [ w9 · w8 │ · w7 ·· ]              ·: unused; shards are equal
+    weights of a stage, last first     w9 w8 w7 │ w6 w5 │ w4 … w0         buckets of a maximum size
+    one bucket, two replicas           [ w9 · w8 │ · w7 ·· ]              ·: padding; shards are equal
 
-`state` has the same without buckets: what is unused is at most 32 numbers for each weight and each shard. This is what
-`Engine.state_bytes` counts, the counters of Adam's steps included.
+`state` has the same without buckets: padding is at most 32 elements per weight and per shard. The result equals
+`Engine.state_bytes`, including the counters of Adam's steps.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.parameters import Weight, block_weights, embedding_weights, head_weights
 
 ALIGNMENT = 32
-"""Numbers at whose multiples weights in a shared buffer begin."""
+"""Alignment of weights in a shared buffer, in elements."""
 
 COUNTER = 4
-"""Bytes of the number in which Adam counts the steps of one weight."""
+"""Bytes of Adam's step counter per weight."""
 
 STAGES_AT_ONCE = 2
-"""Stages of a rank whose full weights are gathered at once with ZeRO-3."""
+"""Number of stages of a rank whose full weights are resident at once with ZeRO-3."""
 
 
 class Tensor(NamedTuple):
-    """One weight on one rank: how many numbers, and what its gradient is summed with."""
+    """One weight on one rank: its number of elements, and the group that reduces its gradient."""
 
     numbers: int
     group: str
-    """"dense", "partial" (a partial sum on each rank of tp), "apart" (tied) or "experts"."""
+    """"dense", "partial" (a partial sum on each tp rank), "apart" (tied) or "experts"."""
     waits: bool
-    """Whether its gradient may wait for the second half of a split backward."""
+    """Whether its gradient may be deferred to the weight half of a split backward."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one rank of our runtime lays out its state; see the module.
+    """Layout of one rank's state in this project's runtime; see the module.
 
-    `replica` and `expert_replica` are its places among `replicas` and `expert_replicas`.
+    `replica` and `expert_replica` are its indices among `replicas` and `expert_replicas`.
     """
 
     tp: int = 1
@@ -56,7 +56,7 @@ class Layout:
     bucket_bytes: int = 25_000_000
 
     def state_bytes(self, stages: Sequence[Sequence[Tensor]]) -> dict[str, int]:
-        """Return the peaks of weights and gradients, and the optimizer's state, of a rank with these stages."""
+        """Return the peak bytes of weights and gradients, and the optimizer's state, of a rank with these stages."""
         wide = max(self.element, 4)
         if self.zero == 0:
             numbers = sum(tensor.numbers for stage in stages for tensor in stage)
@@ -75,7 +75,7 @@ class Layout:
         }
 
     def _resident(self, buckets: Sequence[Sequence[_Bucket]], sharded: bool, at_once: int) -> int:
-        """Return the numbers that are resident at most: shards, and all of so many stages beside them."""
+        """Return the peak number of resident elements: shards, and the full buffers of `at_once` stages beside them."""
         if not sharded:
             return sum(bucket.size for stage in buckets for bucket in stage)
         always = sum(bucket.shard if bucket.replicas > 1 else bucket.size for stage in buckets for bucket in stage)
@@ -88,7 +88,7 @@ class Layout:
         return masters + 2 * wide * sum(segments) + COUNTER * len(segments)
 
     def _buckets(self, stage: Sequence[Tensor]) -> Iterator[_Bucket]:
-        """Yield a stage's buckets; within dense ones and others, weights that wait are apart from those that do not."""
+        """Yield a stage's buckets; within each group, weights whose gradients may be deferred are separate."""
         for group in ("dense", "partial", "experts"):
             tensors = [tensor for tensor in reversed(stage) if tensor.group == group]
             for waits in (False, True):
@@ -119,7 +119,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Some weights in one buffer of equal shards, of which a rank has the one of number `index`."""
+    """Weights in one buffer of equal shards, of which a rank has shard `index`."""
 
     numbers: tuple[int, ...]
     replicas: int
@@ -127,17 +127,17 @@ class _Bucket:
 
     @property
     def shard(self) -> int:
-        """Numbers of one shard."""
+        """Elements of one shard."""
         used = sum(-(-numbers // ALIGNMENT) * ALIGNMENT for numbers in self.numbers)
         return -(-used // (self.replicas * ALIGNMENT)) * ALIGNMENT
 
     @property
     def size(self) -> int:
-        """Numbers of the buffer."""
+        """Elements of the buffer."""
         return self.replicas * self.shard
 
     def segments(self) -> Iterator[int]:
-        """Yield how many numbers of each weight lie in the shard."""
+        """Yield the number of elements of each weight in the shard."""
         first, start = self.index * self.shard, 0
         for numbers in self.numbers:
             yield max(min(start + numbers, first + self.shard) - max(start, first), 0)
@@ -149,7 +149,7 @@ def stage_tensors(
 ) -> list[Tensor]:
     """Return the weights of one stage in the order of its modules; `first` has the embedding, `last` the head.
 
-    What is tied across stages is apart; where one stage has both, the head is the embedding.
+    Weights tied across stages are "apart"; if one stage has both ends, the head is the embedding.
     """
     partial = layout.sequence_parallel and layout.tp > 1
     tied = model.tied and first != last
@@ -179,10 +179,10 @@ def _tensors(weights: Iterable[Weight], layout: Layout, *, partial: bool = False
 
 
 def _is_partial(weight: Weight) -> bool:
-    """Whether each rank of tp sees a slice of the tokens that a whole weight works on."""
+    """Return whether an unsharded weight sees only a slice of the tokens on each tp rank."""
     return not weight.is_cut and weight.kind != "router"
 
 
 def _waits(weight: Weight) -> bool:
-    """Whether a weight is that of a product or of a look-up."""
+    """Return whether a weight belongs to a matrix product or a lookup, whose gradient can be deferred."""
     return weight.kind != "norms" and weight.name not in ("class_token", "positions")

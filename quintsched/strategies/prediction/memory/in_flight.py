@@ -1,10 +1,10 @@
-"""How many microbatches a pipeline rank holds activations of at its fullest, in closed form.
+"""Peak number of microbatches whose activations a pipeline rank holds, in closed form.
 
-    rank 0   F0 F1 F2 F3 B0 F4 B1 …        1f1b, pp = 4: four before the first backward returns, then one for one
+    rank 0   F0 F1 F2 F3 B0 F4 B1 …        1f1b, pp = 4: four before the first backward, then one in, one out
     rank 3            F0 B0 F1 B1 …        … and one on the last rank
 
-In microbatches of a whole rank: a chunk's activations count for 1/chunks. The same as `simulation.activation_memory`
-finds in the compiled plan, an activation held until its weight gradient is done. All sizes may be arrays.
+Counted in microbatches of a whole rank: a chunk's activations count 1/chunks. Equal to `simulation.activation_memory`
+on the compiled plan, where an activation is held until its weight gradient is done. Sizes may be arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quintsched.schedules import find_schedule
 from quintsched.strategies.prediction.pipeline.makespan import peak_activations
 
 Form = Callable[[Any, Any, Any, Any], Any]
-"""Ranks of the pipeline, microbatches, chunks, the rank → activations in flight, in chunks."""
+"""(pp, microbatches, chunks, rank) → activations in flight, in chunks."""
 
 
 def _all(_pp: Any, microbatches: Any, chunks: Any, _rank: Any) -> Any:
@@ -93,16 +93,16 @@ _FORMS: Mapping[str, Form] = MappingProxyType(
 _FIRST_STAGE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {"v-half": lambda pp: pp + 1, "v-min": lambda pp: (2 * pp + 5) // 3}
 )
-"""Ranks of the pipeline → microbatches of the first stage in flight, where several chunks are not twice the ranks."""
+"""pp → microbatches of the first stage in flight, for schedules of several chunks where that is not twice pp."""
 KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
-"""Schedules whose last stage has all its forwards before its first backward."""
+"""Schedules whose last stage runs all forwards before its first backward."""
 
 
 def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
-    """Return the microbatches of a whole rank that `rank` holds at most.
+    """Return the peak number of microbatches in flight on `rank`, in microbatches of a whole rank.
 
-    A schedule that is not built in has no closed form: its order is made, once for each distinct shape. Where a rank
-    holds twins of stages, a microbatch passes one of them, so half of the rank. Raises `UsageError`.
+    A schedule that is not built in has no closed form: its order is generated, once per distinct shape. If a rank holds
+    twins of stages, a microbatch passes one of them, so half of the rank. Raises `UsageError`.
     """
     found = find_schedule(schedule)
     if found.mode != "train":
@@ -114,7 +114,7 @@ def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: A
 
 
 def _of_orders(schedule: str, *shape: Any) -> Any:
-    """Return what the schedule's own order holds."""
+    """Return the peaks counted from the schedule's own order."""
     pp, microbatches, chunks, rank = (np.asarray(size) for size in np.broadcast_arrays(*shape))
     rows = np.stack([pp.ravel(), microbatches.ravel(), chunks.ravel(), rank.ravel()], axis=1).tolist()
     held = [peak_activations(schedule, p, m, v)[r] / v for p, m, v, r in rows]
@@ -122,7 +122,7 @@ def _of_orders(schedule: str, *shape: Any) -> Any:
 
 
 def first_in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any) -> Any:
-    """Return the microbatches of the first stage that its rank holds at its fullest: those that the embedding keeps."""
+    """Return the peak number of microbatches of the first stage in flight, whose embedding is kept."""
     found = find_schedule(schedule)
     if found.max_chunks == 1:
         return in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=0) * (1 + found.bidirectional)
@@ -131,5 +131,5 @@ def first_in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any) -
 
 
 def logits_in_flight(schedule: str, *, microbatches: Any) -> Any:
-    """Return the microbatches whose logits the last stage keeps at once."""
+    """Return the number of microbatches whose logits the last stage keeps at once."""
     return microbatches if find_schedule(schedule).name in KEEPS_LOGITS else 1 + 0 * microbatches

@@ -1,14 +1,14 @@
-"""Bytes that autograd keeps for the built-in models of this project's own runtime on a CPU: exact, to the byte.
+"""Exact bytes that autograd keeps for the built-in models in this project's runtime on a CPU.
 
-    as in `activations`, and besides
+    as in `activations`, and in addition
     norms        mean and deviation of every row; an rmsnorm keeps its input twice, in 32 bits at least
-    rotations    queries and keys once more, and what is mixed in the order of heads; with cp, sines and cosines
-    cp           what is mixed once more: the ring's result, and the projection's input
-    experts      what comes back from them; logits, probabilities, choices and weights of the router
-    ends         positions, ids and masks of a vocabulary that is cut, the loss
+    rotations    queries and keys once more, and the attention output in the order of heads; with cp, sines and cosines
+    cp           the attention output once more: the ring's result, and the projection's input
+    experts      their outputs; logits, probabilities, choices and weights of the router
+    ends         positions, ids and masks of a sharded vocabulary, the loss
 
 With recomputation a stage keeps its input, and runs all its blocks again before its backward: then a rank holds one
-microbatch of that stage in full. ZeRO gathers and reduces stages. All sizes may be arrays.
+microbatch of that stage in full. ZeRO gathers and reduces whole stages. Sizes may be arrays.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ INDEX = 8
 
 
 def own_activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return what autograd keeps on a rank at its fullest, by kind, loads of experts being even.
+    """Return the peak bytes that autograd keeps on a rank, by kind, at even loads of experts.
 
-    Where blocks are recomputed, all of a stage are.
+    If blocks are recomputed, all of a stage are.
     """
     recomputes = np.asarray(ranks.full_dense + ranks.full_mixture) > 0
     found: dict[str, Any] = {}
@@ -46,9 +46,9 @@ def own_activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dic
 
 
 def own_gathered(whole: Mapping[str, Any], sizes: Sizes, mesh: Mesh) -> Any:
-    """Return what ZeRO makes resident for a while: a stage's weights, and its gradients before they are reduced.
+    """Return the bytes that ZeRO makes resident for a while: a stage's full weights, and gradients before reduction.
 
-    `whole` are the terms of the same rank where nothing is sharded.
+    `whole` has the terms of the same rank without sharding.
     """
     zero, is_shared = np.asarray(mesh.zero), mesh.dp * sizes.cp * mesh.ep > 1
     weights = np.where(zero >= 3, whole["weights"], 0.0)
@@ -57,7 +57,7 @@ def own_gathered(whole: Mapping[str, Any], sizes: Sizes, mesh: Mesh) -> Any:
 
 
 def _layers(model: Model, sizes: Sizes, ranks: Ranks) -> dict[str, Any]:
-    """Return what the layers of a rank keep of one microbatch."""
+    """Return the bytes that the layers of a rank keep of one microbatch, by kind."""
     found: dict[str, Any] = {}
     for has_experts, count in ((False, ranks.dense), (True, ranks.mixture if model.experts else 0)):
         if np.any(np.asarray(count) > 0):
@@ -77,7 +77,7 @@ def own_block(model: Model, sizes: Sizes, *, has_experts: bool) -> dict[str, Any
 
 
 def _norm(model: Model, rows: Any, element: Any) -> Any:
-    """Return what a norm keeps beside an input and an output in the model's precision."""
+    """Return the bytes that a norm keeps besides its input and output in the model's precision."""
     if model.norm == "layernorm":
         return 2 * rows * element
     wide = np.maximum(element, FP32)
@@ -87,7 +87,7 @@ def _norm(model: Model, rows: Any, element: Any) -> Any:
 def _attention_copies(model: Model, sizes: Sizes) -> Any:
     heads, keys = model.heads / sizes.tp, model.num_kv_heads / sizes.tp
     of_head = sizes.tokens * sizes.element * model.head_width
-    # One product gives queries, keys and values where they have as many heads: values keep its whole result alive.
+    # With equal numbers of heads, queries, keys and values are views of one product, which the values keep alive.
     turned = heads + keys if model.positions == "rope" and model.heads == model.num_kv_heads else 0
     copied = np.where((np.asarray(sizes.cp) > 1) | (model.positions == "rope"), heads, 0)
     is_rope_on_ring = (model.positions == "rope") & (np.asarray(sizes.cp) > 1)
@@ -96,7 +96,7 @@ def _attention_copies(model: Model, sizes: Sizes) -> Any:
 
 
 def _add_experts(model: Model, sizes: Sizes, found: dict[str, Any]) -> None:
-    """Add what returns from the experts, and replace what the router keeps."""
+    """Add the experts' outputs, and replace the router's terms."""
     experts, tokens, element = model.experts, sizes.tokens, sizes.element
     assert experts is not None
     choices = tokens * experts.top_k
@@ -106,16 +106,16 @@ def _add_experts(model: Model, sizes: Sizes, found: dict[str, Any]) -> None:
     unkept = np.where(is_short & (experts.shared == 0), tokens * model.hidden * element, 0)
     likelihoods = tokens * (2 * experts.count + 1) * FP32 + experts.count * FP32
     found["router"] = likelihoods + choices * (2 * INDEX + np.minimum(element, FP32)) + rounded - unkept
-    if experts.padded_to is not None:  # which rows go and where each returns to differ, and a mask says what is dropped
+    if experts.padded_to is not None:  # rows out and rows back have indices of their own, and a mask marks dropped rows
         rows = tokens * experts.rows
         found["router"] = found["router"] + rows * INDEX + choices
         found["experts"] = found["experts"] - rows * element * model.hidden
 
 
 def _embedding(model: Model, sizes: Sizes) -> Any:
-    """Return what the embedding keeps: patches, or positions, and where the vocabulary is cut, ids and a mask.
+    """Return the bytes that the embedding keeps: patches, or positions, and with a sharded vocabulary ids and a mask.
 
-    With dropout a mask of all tokens, also where blocks share them out over tp.
+    Dropout's mask covers all tokens, even if sequence parallelism divides them in blocks.
     """
     masks = sizes.tokens * model.hidden * model.dropout
     if model.images is not None:
@@ -126,7 +126,7 @@ def _embedding(model: Model, sizes: Sizes) -> Any:
 
 
 def _head(model: Model, sizes: Sizes) -> Any:
-    """Return what the head keeps: it has all tokens, also where blocks share them out over tp."""
+    """Return the bytes that the head keeps, for all tokens, even if sequence parallelism divides them in blocks."""
     element = sizes.element
     if model.images is not None:
         own = sizes.microbatch * (model.hidden * element + 2 * element)
@@ -135,7 +135,7 @@ def _head(model: Model, sizes: Sizes) -> Any:
 
 
 def _loss(model: Model, sizes: Sizes) -> Any:
-    """Return what the loss keeps: probabilities, and one number, or where the vocabulary is cut, places and masks."""
+    """Return the bytes that the loss keeps: probabilities and a scalar, or, if the vocabulary is cut, ids and masks."""
     logits = head_kept(model, sizes)["logits"]
     if model.images is not None:
         return logits + FP32

@@ -1,4 +1,4 @@
-"""What each kind of rank holds, of many strategies at once.
+"""Memory of each kind of rank, for many strategies at once.
 
 columns of strategies (n,) ─┐
                             ├──▶ terms (n, K), K the most kinds of ranks that one of them has
@@ -26,10 +26,10 @@ from quintsched.strategies.prediction.stages import Kinds
 
 
 def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
-    """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves.
+    """Return the bytes of every kind of rank, (n, K), by term, including the hardware's reserve.
 
-    On a CPU, which only this project's runtime is predicted for, activations and what ZeRO gathers are those that it
-    keeps.
+    For a CPU, which is predicted for this project's runtime only, activations and ZeRO's temporary buffers are those of
+    that runtime.
     """
     sizes, mesh = _cut(table)
     ranks = _ranks(table, kinds)
@@ -47,7 +47,7 @@ def _is_of_activations(term: str) -> bool:
 
 
 def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[np.float64]]:
-    """Return the bytes of every stage, (n, K), where replicas share nothing, and of one microbatch's activations."""
+    """Return the bytes of every stage, (n, K), without sharding over replicas, with one microbatch's activations."""
     sizes, mesh = _cut(table)
     once = np.ones(stages.dense.shape)
     ranks = replace(_ranks(table, stages), in_flight=once, logits_in_flight=once)
@@ -56,7 +56,7 @@ def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[
 
 
 def _cut(table: Table) -> tuple[Sizes, Mesh]:
-    """Return how strategies cut a model, as columns, (n, 1)."""
+    """Return the sizes and the mesh of strategies, as columns, (n, 1)."""
 
     def column(values: Any) -> Any:
         return np.asarray(values, np.float64)[:, None]

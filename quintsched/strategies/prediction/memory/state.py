@@ -1,15 +1,15 @@
-"""Bytes of weights, gradients and optimizer state on one rank: exact, under ZeRO 0 to 3.
+"""Exact bytes of weights, gradients and optimizer state on one rank, under ZeRO 0 to 3.
 
-With n numbers, R replicas that shard them, and shards of ⌈n/R⌉ (Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054)
+With n elements, R replicas that shard them, and shards of ⌈n/R⌉ (Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054)
 
-    ZeRO   weights               gradients             optimizer           in 16 bits: 2 of weights, 4 of gradients,
-    0      n                     n                     n                   12 of masters and moments, 18 in all
-    1      n                     n                     ⌈n/R⌉               in 32 bits: 4, 4 and 8
+    ZeRO   weights               gradients             optimizer           16-bit: 2 for weights, 4 for gradients,
+    0      n                     n                     n                   12 for masters and moments, 18 in all
+    1      n                     n                     ⌈n/R⌉               32-bit: 4, 4 and 8
     2      n                     ⌈n/R⌉ + unit          ⌈n/R⌉
-    3      ⌈n/R⌉ + units         ⌈n/R⌉ + unit          ⌈n/R⌉               unit: what is gathered or reduced at once
+    3      ⌈n/R⌉ + units         ⌈n/R⌉ + unit          ⌈n/R⌉               unit: gathered or reduced at once
 
-Dense weights have dp · cp · ep replicas, experts dp · cp. A unit is a block, as in FSDP, with the next one gathered
-ahead; our runtime gathers a stage (`layout` has its exact buffers). All sizes may be arrays.
+Dense weights have dp · cp · ep replicas, experts dp · cp. A unit is a block, as in FSDP, with the next one prefetched;
+this project's runtime gathers a stage (`buckets` has its exact buffers). Sizes may be arrays.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from quintsched.strategies.descriptions.parameters import Held
 KINDS = ("weights", "gradients", "optimizer", "gathered")
 
 SHARDED_FROM = {"weights": 3, "gradients": 2, "optimizer": 1}
-"""From which stage of ZeRO on."""
+"""ZeRO stage from which on each kind is sharded."""
 
 AHEAD = 2
-"""Units of ZeRO-3 that are full at once: the one that is computed with, and the next."""
+"""Number of ZeRO-3 units that are full at once: the current one and the prefetched one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Precision:
-    """Bytes per number of what a rank keeps; of Adam's two moments, and masters of short weights."""
+    """Bytes per element of each kind of state; the optimizer has Adam's two moments, and masters of 16-bit weights."""
 
     weight: Any
     gradient: Any
@@ -42,8 +42,8 @@ class Precision:
     def of(cls, element: Any, *, short_gradients: bool = False) -> Precision:
         """Return the bytes for weights of `element` bytes.
 
-        Gradients are summed in 32 bits at least (as Megatron does: 18 bytes in all), or with `short_gradients` in the
-        weights' own precision (as DeepSpeed does: 16).
+        Gradients are in 32 bits at least (as in Megatron: 18 bytes in all), or with `short_gradients` in the weights'
+        precision (as in DeepSpeed: 16).
         """
         wide = np.maximum(element, 4)
         masters = np.where(np.asarray(element) < 4, 4, 0)
@@ -56,12 +56,12 @@ def state_bytes(
     """Return the bytes of a rank's state by kind (`KINDS`).
 
     Args:
-        held: numbers that the rank would hold without ZeRO.
-        unit: numbers of what is gathered, or reduced, at once.
-        precision: bytes per number.
+        held: elements that the rank would hold without ZeRO.
+        unit: elements that are gathered, or reduced, at once.
+        precision: bytes per element.
         zero: the stage of ZeRO.
-        replicas: how many hold the same dense numbers.
-        expert_replicas: how many hold the same experts.
+        replicas: number of ranks with the same dense weights.
+        expert_replicas: number of ranks with the same experts.
     """
     sharded = {kind: np.asarray(zero) >= stage for kind, stage in SHARDED_FROM.items()}
     full = held.dense + held.experts

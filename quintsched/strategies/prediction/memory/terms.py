@@ -1,11 +1,11 @@
-"""What a pipeline rank holds at its fullest, term by term.
+"""Peak memory of a pipeline rank, term by term.
 
     weights │ gradients │ optimizer │ gathered │ activations in flight │ logits │ buffers │ temporary │ fragmentation
     └──────────── `state`, exact ────────────┘ └ `activations` x `in_flight` ┘            └── one block's backward
 
-All sizes are arrays that broadcast against each other: strategies in rows and, where that is wanted, kinds of ranks in
-columns. What is in flight has its peak where the last forward of the warm-up has run, when state is resident in full;
-so the terms add up to the peak.
+All sizes are arrays that broadcast against each other: strategies in rows and, if requested, kinds of ranks in columns.
+Activations in flight peak after the last forward of the warm-up, when all state is resident; so the terms add up to the
+peak.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from quintsched.strategies.prediction.memory.activations import (
 from quintsched.strategies.prediction.memory.state import Precision, state_bytes
 
 FRAGMENTATION = 0.03
-"""Of all that comes and goes: what an allocator has reserved and cannot use. An assumption, fitted to nothing."""
+"""Fraction of temporary memory that an allocator reserves and cannot use. An assumption, not fitted."""
 
 COMES_AND_GOES = ("gathered", "buffers", "temporary", "fragmentation")
-"""Terms that are no weights, gradients, optimizer state or activations."""
+"""Temporary terms: neither weights, gradients, optimizer state nor activations."""
 
 MESSAGES = 4
-"""Messages between stages that a rank has room for: two each of activations and of gradients."""
+"""Number of message buffers between stages on a rank: two each for activations and for gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Which layers ranks hold, and how many of them they recompute; see `descriptions.model.Experts` for mixtures."""
+    """Layers of ranks, as counts, with those recomputed; a mixture layer has `descriptions.model.Experts`."""
 
     dense: Any
     mixture: Any
     full_dense: Any
-    """Of the dense ones, how many are recomputed in full."""
+    """Number of the dense layers that are fully recomputed."""
     full_mixture: Any
     first: Any
-    """1 with the embedding."""
+    """1 with the embedding, else 0."""
     last: Any
-    """1 with the head."""
+    """1 with the head, else 0."""
     in_flight: Any
-    """Microbatches whose activations they hold; see `in_flight`."""
+    """Peak number of microbatches in flight; see the module `in_flight`."""
     first_in_flight: Any
-    """Microbatches of the first stage."""
+    """Peak number of microbatches of the first stage."""
     logits_in_flight: Any
-    """Microbatches whose logits the last one holds."""
+    """Number of microbatches whose logits the last stage holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """How a model is laid over GPUs, as far as what they hold depends on it; `Sizes` has tp and cp."""
+    """Settings of the parallel layout that determine memory; `Sizes` has tp and cp."""
 
     pp: Any
     dp: Any
@@ -74,11 +74,11 @@ class Mesh:
     zero: Any
     chunks: Any
     selective: Any = 0
-    """1 where scores are recomputed."""
+    """1 if attention scores are recomputed, else 0."""
 
 
 def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return the bytes of each term; they add up to the peak of a rank, without what the hardware reserves."""
+    """Return the bytes of each term; they add up to a rank's peak, without the hardware's reserve."""
     state = _state(model, sizes, mesh, ranks)
     kept = _activations(model, sizes, mesh, ranks)
     input_bytes = block_input(model, sizes)
@@ -91,7 +91,7 @@ def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[s
 def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
     """Return the bytes of weights, gradients and optimizer state.
 
-    A tied head is a second copy, unless its stage is that of the embedding.
+    A tied head is a second copy, unless its stage also has the embedding.
     """
     tp, first = sizes.tp, embedding_weights(model, sizes.seq)
     plain = on_rank(block_weights(model, has_experts=False), tp=tp)
@@ -111,7 +111,7 @@ def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, An
 
 
 def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return what is in flight, by kind."""
+    """Return the bytes of activations in flight, by kind."""
     kept = _kept(model, sizes, mesh, ranks)
     found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
     found["activations_embedding"] = ranks.first * ranks.first_in_flight * embedding_kept(model, sizes)
@@ -121,7 +121,7 @@ def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[s
 
 
 def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return what the layers of a rank keep of one microbatch."""
+    """Return the bytes that the layers of a rank keep of one microbatch."""
     full = ranks.full_dense + ranks.full_mixture
     found = {"inputs": full * block_input(model, sizes)}
     layers = [(False, ranks.dense - ranks.full_dense)]
@@ -139,9 +139,9 @@ def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any
 
 
 def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
-    """Return what a backward needs besides: what is recomputed, and gradients of the widest activations.
+    """Return the temporary bytes of a backward: recomputed activations, and gradients of the widest activations.
 
-    Of one block at a time, or of logits, whose gradient is made in place and then rounded to the model's precision.
+    For one block at a time, or for logits, whose gradient is made in place and then rounded to the model's precision.
     """
     found: Any = 0.0
     for has_experts, count, full in ((False, ranks.dense, ranks.full_dense), (True, ranks.mixture, ranks.full_mixture)):
@@ -157,5 +157,5 @@ def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
 
 
 def _can_recompute_scores(model: Model) -> bool:
-    """Whether there are scores to recompute: a flash attention keeps none."""
+    """Return whether there are scores to recompute: flash attention keeps none."""
     return model.attention == "unfused"

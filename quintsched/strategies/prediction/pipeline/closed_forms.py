@@ -1,16 +1,16 @@
-"""How long the computation of a step takes under the common schedules, in closed form: longest paths of their events.
+"""Closed forms of the computation time of a step under the common schedules: longest paths through their events.
 
-Under 1F1B a path through the events goes down the ranks with forwards and up again with backwards, so often until all
-microbatches are done. Wherever it turns, it goes on with the rank's own order:
+Under 1F1B a path through the events goes down the ranks with forwards and up with backwards, repeatedly, until all
+microbatches are done. Where it turns, it follows the rank's own order:
 
     rank 0   F0 ┐           ┌ B0 ─▶ F4 ┐       B3     each rank that it passes adds f + b, each turn at the bottom a
     rank 1      └ F0       B0          └ …  ⋯ B3      recomputation r, each step between ranks a message c; turning
-    rank 2           F0 ─▶ B0               B3        at ranks a and b, it takes up b - a + 1 microbatches
+    rank 2           F0 ─▶ B0               B3        at ranks a and b, it covers b - a + 1 microbatches
 
-A step takes as long as its longest path, and only few can be that: those that stay between two ranks a and b, each the
-first or the last of a run of equal ranks. Each formula here is the largest of such paths, so none says more than the
-simulator finds (but for ZB-H1 with long messages: 0.3 %). They cost a few operations per pair of runs, however many
-ranks and microbatches there are.
+The step time is the length of the longest path, and only few paths are candidates: those that stay between two ranks a
+and b, each the first or the last of a run of equal ranks. Each formula is the maximum over such paths, so none exceeds
+the simulator's result (except ZB-H1 with long messages: by 0.3 %). They cost a few operations per pair of runs, for any
+number of ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quintsched.strategies.prediction.pipeline.runs import Each, Pipelines, Plac
 
 
 def gpipe(s: Pipelines) -> Values:
-    """All forwards, then all backwards: twice a line of stations, of which the slowest sets the pace."""
+    """Return the makespan of GPipe: a line of stations, passed twice, whose slowest sets the pace."""
     channel = np.where(s.p > 1, s.c, 0.0)
     there = s.ranks > 0
     pace_forward = np.maximum(np.where(there, s.f, 0.0).max(axis=0), channel)
@@ -35,27 +35,27 @@ def gpipe(s: Pipelines) -> Values:
 
 
 def one_f_one_b(s: Pipelines) -> Values:
-    """1F1B."""
+    """Return the makespan of 1F1B."""
     return _zigzag(s, s.f + s.b, np.zeros_like(s.f))
 
 
 def zb_h1(s: Pipelines) -> Values:
-    """ZB-H1: as 1F1B with input halves alone; turns at the top add a weight half, and ranks end with those left."""
+    """Return the makespan of ZB-H1: 1F1B of input halves; turns at the top add a weight half, others come last."""
     return _zigzag(s, s.f + s.i, s.w)
 
 
 def _zigzag(s: Pipelines, passed: Values, late: Values) -> Values:
-    """Return the longest path that goes down and up the ranks.
+    """Return the length of the longest path that goes down and up the ranks.
 
-    `passed` is what a rank adds that is passed down and up, `late` what turns at its top add besides, from its
-    `rank`-th backward on.
+    `passed` is added by a rank that is passed down and up, `late` additionally by turns at its top, from its `rank`-th
+    backward on.
     """
     z = _Zigzag(s, Each(s, passed), Each(s, s.f), Each(s, passed - s.f), Each(s, s.r), Each(s, late))
-    apart = bool(s.c.any())  # without messages, no path gains by going from rank to rank
+    apart = bool(s.c.any())  # without messages, no path is longer for changing between ranks
     found = z.once + z.ending + np.where(s.m > 1, z.again(), 0.0)
     bottoms = [*z.bottoms()]
     for top in s.places:
-        # Down to a rank and up to this one; to and fro from here to a later one; down to a rank and up again.
+        # Down to a rank and up to this one; back and forth between here and a later one; down to a rank and up again.
         room = s.m - 1 - s.p + top.rank
         around = z.around(top, bottoms)
         for bottom in s.places if apart else (top,):
@@ -68,7 +68,7 @@ def _zigzag(s: Pipelines, passed: Values, late: Values) -> Values:
 
 @dataclass(frozen=True, eq=False)
 class _Zigzag:
-    """What ranks add to a path that goes down and up: `both` is passed both ways, `f` down and `back` up."""
+    """Contributions of ranks to a path that goes down and up: `both` if passed both ways, `f` down and `back` up."""
 
     s: Pipelines
     both: Each
@@ -84,12 +84,12 @@ class _Zigzag:
 
     @cached_property
     def once(self) -> Values:
-        """Down all ranks and up again."""
+        """Length of a path down all ranks and up again."""
         return np.asarray(self.both.total + 2 * self.s.c * (self.s.p - 1) + self.r.last)
 
     @cached_property
     def ending(self) -> Values:
-        """What weight halves left at the end take, beyond what is passed on the way up to the first rank."""
+        """Extra time of weight halves left at the end, beyond the way up to the first rank."""
         s, found = self.s, np.asarray(self.late.amounts[0])
         if not self.is_late:
             return np.asarray(found)
@@ -102,7 +102,7 @@ class _Zigzag:
         return np.asarray(found)
 
     def again(self) -> Values:
-        """Return what a second way down and up adds, that turns at the top as low as it must."""
+        """Return the extra length of a second way down and up, which turns at the top as low as it must."""
         deepest = np.maximum(self.s.p + 1 - self.s.m, 0.0)
         down = self.once - self.both.first(deepest) - 2 * self.s.c * deepest
         return np.where(deepest < self.s.p, down, 0.0)
@@ -110,8 +110,8 @@ class _Zigzag:
     def bottoms(self) -> Iterator[tuple[Place, Values, Values]]:
         """Yield (place, begins, ends) for the ranks at which paths may turn first and last.
 
-        `begins`: from the first forward to this rank's turn, its warm-up forwards done at the slowest rank on the way.
-        `ends`: from its last turn to the end, the backwards that are left done likewise.
+        `begins`: from the first forward to this rank's turn, with its warm-up forwards at the slowest rank on the way.
+        `ends`: from its last turn to the end, with the remaining backwards likewise.
         """
         s, (slow_f, slow_b) = self.s, np.zeros((2, *self.s.c.shape))
         left = self.back.amounts + self.r.amounts
@@ -128,7 +128,7 @@ class _Zigzag:
             yield place, begins, self.r.at(place) + ends
 
     def around(self, top: Place, bottoms: list[tuple[Place, Values, Values]]) -> Values:
-        """Return the longest ways to a rank's first backward, and from its last forward on."""
+        """Return the length of the longest paths to a rank's first backward, and from its last forward on."""
         begins, ends = np.full((2, *self.s.c.shape), -np.inf)
         for bottom, begun, ended in bottoms:
             if bottom.run >= top.run:
@@ -140,16 +140,16 @@ class _Zigzag:
         return np.asarray(begins + ends)
 
     def stays(self, top: Place, bottom: Place, room: Values) -> Values:
-        """Return what a path adds that goes to and fro between two ranks while it passes `room` forwards."""
+        """Return the length of a path that goes back and forth between two ranks while it passes `room` forwards."""
         found = self._to_and_fro(top, bottom, room, 0.0)
-        if self.is_late:  # first one sweep of all ranks, whose turn is no less than theirs
+        if self.is_late:  # first one sweep over all ranks, whose turn is at least as long as theirs
             swept = self._to_and_fro(top, bottom, room - self.s.p, self.s.p)
             first = np.where(room >= self.s.p, self.once + self.late.amounts[0] + swept, 0.0)
             found = np.maximum(found, first)
         return found
 
     def _to_and_fro(self, top: Place, bottom: Place, room: Values, turned: Values | float) -> Values:
-        """Return what it adds where so many backwards have been `turned` before."""
+        """Return the same after `turned` backwards."""
         r_top, r_bottom, w_top = self.r.at(top), self.r.at(bottom), self.late.at(top)
         room = np.maximum(room, 0.0)
         if top is bottom:
@@ -169,7 +169,7 @@ class _Zigzag:
         return np.asarray(sweeps * sweep + turns * w_top + np.where(rest > 0, short, 0.0))
 
     def at_one_rank(self, place: Place) -> Values:
-        """Return the paths that end at one rank with its cool-down, from its warm-up or its first backward on."""
+        """Return the length of paths that end at one rank with its cool-down, from its warm-up or first backward on."""
         s, ahead, w = self.s, self.s.p - 1 - place.rank, self.late.at(place)
         up = self.back.before(place) + s.c * place.rank
         finish = np.maximum(s.m * w, np.maximum(s.m - 1 - place.rank, 0.0) * w + up + self.late.amounts[0])
@@ -181,9 +181,9 @@ class _Zigzag:
 
 
 def interleaved(s: Pipelines) -> Values:
-    """Interleaved 1F1B: units go round and round, so a path that is at one rank goes on there, or once round the ring.
+    """Return the makespan of interleaved 1F1B: a path at a rank continues there, or goes once around the ring.
 
-    to a rank   ▶ its warm-up, or the ring ▶   all its own work   ▶ its cool-down, or the ring ▶   home
+    to a rank   ▶ its warm-up, or the ring ▶   all its own work   ▶ its cool-down, or the ring ▶   to rank 0
     """
     t = _Ring.of(s)
     found = np.zeros_like(s.c)
@@ -200,9 +200,9 @@ def interleaved(s: Pipelines) -> Values:
 
 @dataclass(frozen=True, eq=False)
 class _Ring:
-    """The passes of one chunk, and of a way round all ranks, under a looped schedule.
+    """Passes of one chunk, and of a way around all ranks, under a looped schedule.
 
-    `rounds` says how often a microbatch comes round before it is in the last chunk.
+    `rounds` is the number of rounds of a microbatch before it is in the last chunk.
     """
 
     s: Pipelines
@@ -213,7 +213,7 @@ class _Ring:
 
     @classmethod
     def of(cls, s: Pipelines) -> _Ring:
-        """Take a rank's passes apart."""
+        """Divide a rank's passes into those of its chunks."""
         f, b = chunked(s, s.f, s.first.f, s.last.f), chunked(s, s.b, s.first.b, s.last.b)
         return cls(s, Each(s, f), Each(s, b), Each(s, s.r / s.v), s.v - 1)
 
@@ -222,13 +222,13 @@ class _Ring:
         return self._way(place, self.f, 0.0, 0.0, self.s.first.f)
 
     def ends(self, place: Place) -> Values:
-        """Return the way from a rank's last backward of the last chunk, beyond the backwards that it has to do yet."""
+        """Return the way from a rank's last backward of the last chunk, beyond its own remaining backwards."""
         return self._way(place, self.b, self.r.at(place), self.r.amounts[0], self.s.first.b)
 
     def _way(
         self, place: Place, each: Each, again: Values | float, again_first: Values | float, extra: Values
     ) -> Values:
-        """Return the longest of three: round the ring; rank by rank; a round at rank 0, and round the ring."""
+        """Return the longest of three: around the ring; rank by rank; a round at rank 0, and then around the ring."""
         s, top = self.s, place.rank == 0
         own = self.rounds * s.p * (each.at(place) + again) + top * s.p * extra
         ring = each.total + s.p * s.c
@@ -238,9 +238,9 @@ class _Ring:
         return np.asarray(straight + np.maximum(around - own, 0.0))
 
     def laps(self, place: Place) -> Values:
-        """Return what ways over the last rank take longer than a rank's own warm-up and cool-down.
+        """Return the excess of ways over the last rank over a rank's own warm-up and cool-down.
 
-        With its first backward, or after a round of units there with a forward; at the end after a round there too.
+        They go with its first backward, or after a round of units there with a forward; at the end after a round too.
         """
         s, f, b, r = self.s, self.f.at(place), self.b.at(place), self.r.at(place)
         ahead, top = s.p - 1 - place.rank, place.rank == 0
@@ -265,4 +265,4 @@ CLOSED_FORMS: dict[str, Callable[[Pipelines], Values]] = {
     "interleaved-1f1b": interleaved,
     "zb-h1": zb_h1,
 }
-"""By the schedule's name."""
+"""Closed forms by the name of the schedule."""

@@ -1,12 +1,12 @@
-"""Time many cost models of one order of computation at once: the event graph of a plan, level by level.
+"""Vectorized simulation of one order of computation under many cost models: its event graph, level by level.
 
-    level   0    1     2     3     4            an event's level is the longest way to it, in events; those of one
-    rank 0  F0   F1 ─▶ F2 ─▶ …                  level wait only for earlier ones, so that one operation of numpy
-             ╲    ╲                             times them all, under as many cost models as there are columns
+    level   0    1     2     3     4            an event's level is the length of the longest path to it, in events;
+    rank 0  F0   F1 ─▶ F2 ─▶ …                  events of one level depend only on earlier levels, so that one numpy
+             ╲    ╲                             operation times them all, with one column per cost model
     rank 1        m0 ─▶ F0 ─▶ B0 …
 
-The waits are those of the simulator (a queue for each rank's computations and for each directed channel), and so are
-the results; the order is compiled without proof, reductions and optimizer. Orders and their levels are kept.
+Dependencies and results are those of the simulator (one queue for each rank's computations and for each directed
+channel); the order is compiled without proof, reductions and optimizer. Orders and their levels are cached.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.order import order_of_computation
 
 KINDS = (Fwd, BwdInput, BwdWeight, Bwd, Recompute, Message)
-"""What takes time, in the order of a table of durations; a message counts with the stage whose input it holds, or the
-gradient of that."""
+"""Classes with a duration, in the order of a table of durations; a message counts with the stage whose input, or
+gradient of the input, it carries."""
 
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """The events of an order of computation, sorted by level.
+    """Events of an order of computation, sorted by level.
 
     Attributes:
-        first: where each level begins, and where the last one ends.
+        first: offset of each level, and the end of the last one.
         durations_of: for each event, its row in the table of durations, kinds x stages.
-        sources: what events wait for, by the event that waits.
-        segments: for each event after level 0, where its sources begin.
-        last_backwards: for each stage, the event that ends its last backward.
+        sources: predecessors of events, grouped by event.
+        segments: for each event after level 0, the offset of its sources.
+        last_backwards: for each stage, the event of its last backward.
         reduced_in_turn: for each rank, its stages in the order in which their gradients are complete.
-        stage_to_pp: where the stages lie.
+        stage_to_pp: the placement of the stages.
     """
 
     first: Ints
@@ -60,11 +60,11 @@ class Levels:
 
     @property
     def num_stages(self) -> int:
-        """Of the order's stages."""
+        """Number of stages."""
         return len(self.stage_to_pp)
 
     def ends(self, table: Times) -> Times:
-        """Return when each event ends, (events, n), for durations of (kinds, stages, n) each."""
+        """Return the end time of each event, (events, n), for durations of (kinds, stages, n)."""
         durations = table.reshape(len(KINDS) * self.num_stages, -1)
         ends = durations[self.durations_of]
         first, segments = self.first.tolist(), self.segments
@@ -77,9 +77,9 @@ class Levels:
         return ends
 
     def reduced(self, ends: Times, reduction: Times, tied: tuple[int, ...] = ()) -> Times:
-        """Return when replicas have added up all gradients, (n,); `ends` as above, `reduction` (stages, n).
+        """Return the end time of all gradient reductions, (n,); `ends` as above, `reduction` (stages, n).
 
-        Those of `tied` stages, which share weights, come after all backwards of these stages' ranks.
+        Reductions of `tied` stages, which share weights, come after all backwards on these stages' ranks.
         """
         together = [rank for rank, stages in enumerate(self.reduced_in_turn) if set(stages) & set(tied)]
         computed = [ends[self.last_backwards[list(stages)]].max(axis=0) for stages in self.reduced_in_turn]
@@ -99,7 +99,7 @@ class Levels:
 def levels_of(
     schedule: str, pp: int, microbatches: int, chunks: int | None, recompute: tuple[bool, ...] = ()
 ) -> Levels:
-    """Return the levels of a schedule's order; `recompute` says which stages are recomputed. Raises `UsageError`."""
+    """Return the levels of a schedule's order, with recomputation of the stages in `recompute`. Raises `UsageError`."""
     plan = compute_order(schedule, pp, microbatches, chunks, recompute)
     events = Events.merge(plan)
     graph = build_graph(events, plan.flows, PROFILES["channel"])
@@ -127,7 +127,7 @@ def levels_of(
 def compute_order(
     schedule: str, pp: int, microbatches: int, chunks: int | None, recompute: tuple[bool, ...] = ()
 ) -> PlanData:
-    """Return a schedule's computations with their messages, and nothing after them."""
+    """Return a schedule's computations with their messages, and no later passes."""
     found = find_schedule(schedule)
     shape = found.shape(pp, microbatches, chunks)
     order = order_of_computation(found, shape, Mesh(pp=pp))
@@ -137,7 +137,7 @@ def compute_order(
 
 
 def _rows_of_table(plan: PlanData) -> Ints:
-    """Return for each row of the plan its row in a table of durations, kinds x stages."""
+    """Return, for each row of the plan, its row in a table of durations, kinds x stages."""
     columns = plan.columns
     found = np.zeros(len(columns), np.int64)
     for number, kind in enumerate(KINDS):
@@ -149,7 +149,7 @@ def _rows_of_table(plan: PlanData) -> Ints:
 
 
 def _last_backwards(plan: PlanData) -> Ints:
-    """Return the last row that adds to each stage's gradients."""
+    """Return the row of the last backward that adds to each stage's gradients."""
     columns = plan.columns
     rows = columns.rows_where(Bwd, BwdWeight)
     last = np.zeros(len(plan.stage_to_pp), np.int64)

@@ -1,14 +1,14 @@
-"""How long a step's computation takes under a schedule, and how many activations it holds: many strategies at once.
+"""Makespan of a step's computation under a schedule, and activations in flight, for many strategies at once.
 
-    makespan          of pipelines whose stages are alike but for what the first and the last do besides
-    of_pipelines      of pipelines of runs of equal ranks, as an uneven number of layers makes them
-    staged            of pipelines with stages as they come, by simulation
-    lower_bound       never more than these, for searches: the busiest rank's work, before it the way down to that rank,
-                      after it the way up
-    exposed_reductions  what is left of adding up gradients when all computation is done
+    makespan          of pipelines with equal stages, except for extra work of the first and the last one
+    of_pipelines      of pipelines of runs of equal ranks, as an uneven number of layers gives them
+    staged            of pipelines with arbitrary stages, by simulation
+    lower_bound       bound for searches: the slowest rank's work, plus the way down to that rank before it, and the
+                      way up after it
+    exposed_reductions  time of gradient reduction after the end of all computation
 
-The first two are closed forms where there is one (`closed_forms`); all else is simulated (`levels`). Times are in
-seconds, of one microbatch. Arguments are numbers or arrays that broadcast together; n is the number of pipelines.
+The first two use closed forms where they exist (`closed_forms`); all else is simulated (`levels`). Times are seconds
+per microbatch. Arguments are numbers or arrays that broadcast together; n is the number of pipelines.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from quintsched.strategies.prediction.pipeline.runs import Each, Passes, Pipelin
 Numbers: TypeAlias = float | npt.ArrayLike
 
 ROUNDS = 3
-"""A simulation runs so many times a pipeline's depth in microbatches; more of them repeat what it then has found."""
+"""Simulated microbatches, in units of the pipeline's depth; after these, the steady state repeats."""
 FEWEST = 8
-"""Of how many microbatches a repetition consists at least."""
+"""Minimum number of microbatches of a repetition."""
 MOST_SIMULATED = 2**21
-"""How many passes of stages are simulated at most; these take some 20 seconds."""
+"""Maximum number of passes of stages that are simulated, which takes some 20 seconds."""
 V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
 """Schedules under which the first rank has the first and the last stage."""
 WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
-"""Those under which each rank ends with a whole backward of its first stage, which goes on to the ranks above."""
+"""Schedules under which each rank ends with a full backward of its first stage, on which earlier ranks depend."""
 
 
 def pipelines(
@@ -65,17 +65,17 @@ def pipelines(
     """Return pipelines of equal stages, (n,) each.
 
     Args:
-        schedule: its name.
+        schedule: name of the schedule.
         pp: pipeline ranks.
-        microbatches: of a replica.
-        chunks: stages of a rank.
-        forward: of a stage between the first and the last, communication inside it included.
-        backward_input: the half of a backward that makes the input's gradient, likewise.
-        backward_weight: the half that makes the weights' gradient.
-        recompute: a forward run again before the backward; it does not wait for the gradient.
+        microbatches: per replica.
+        chunks: stages per rank.
+        forward: time of a stage between the first and the last, communication inside it included.
+        backward_input: input half of a backward, likewise.
+        backward_weight: weight half of a backward.
+        recompute: recomputed forward before the backward; it does not wait for the gradient.
         message: the time of a message between two stages, either way.
-        first_forward: what the first stage (the embedding) takes besides; and so on.
-        last_forward: what the last stage (the head, the loss) takes besides; and so on.
+        first_forward: extra time of the first stage (the embedding); and so on.
+        last_forward: extra time of the last stage (the head, the loss); and so on.
     """
     first = (first_forward, first_backward_input, first_backward_weight)
     last = (last_forward, last_backward_input, last_backward_weight)
@@ -95,22 +95,22 @@ def pipelines(
 
 
 def has_closed_form(schedule: str, microbatches: Numbers = np.inf, pp: Numbers = 1) -> npt.NDArray[np.bool_]:
-    """Return whether a formula finds the makespan of such pipelines: within 1 % of a simulation, mostly exactly."""
+    """Return whether a closed form gives the makespan of such pipelines: within 1 % of a simulation, mostly exactly."""
     name = find_schedule(schedule).name
     filled = np.asarray(microbatches) >= np.asarray(pp)
     return np.asarray((name in CLOSED_FORMS) & (filled | (name != "zb-h1")))
 
 
 def makespan(schedule: str, **times: Numbers) -> Values:
-    """Return when the last computation ends, (n,), in seconds; the arguments are those of `pipelines`.
+    """Return the end of the last computation, (n,), in seconds; the arguments are those of `pipelines`.
 
-    Raises `UsageError` for a schedule that there is not, or, where it is simulated, that does not take these sizes.
+    Raises `UsageError` for an unknown schedule, or, if it is simulated, for sizes that it does not take.
     """
     return of_pipelines(schedule, pipelines(schedule, **times))
 
 
 def of_pipelines(schedule: str, found: Pipelines) -> Values:
-    """Return when the last computation of each pipeline ends, (n,): by the closed form, if there is one."""
+    """Return the end of the last computation of each pipeline, (n,): by the closed form, if there is one."""
     formula = CLOSED_FORMS.get(find_schedule(schedule).name)
     return formula(found) if formula else simulated(schedule, found)
 
@@ -132,17 +132,17 @@ def rank_pipelines(
     """Return pipelines of runs of equal ranks, for `of_pipelines`, `bound_of` and `exposed_reductions`.
 
     Args:
-        schedule: its name.
-        ranks: how many each run has, (K, n), in the order of the ranks; a run may be of none.
+        schedule: name of the schedule.
+        ranks: number of ranks of each run, (K, n), in order of rank; a run may be empty.
         microbatches: (n,).
-        chunks: stages of a rank.
-        forward: what all stages of a rank of each run take, (K, n), embedding and head included; and so on.
+        chunks: stages per rank.
+        forward: time of all stages of a rank of each run, (K, n), embedding and head included; and so on.
         backward_input: likewise.
         backward_weight: likewise.
         recompute: likewise.
-        message: the time of a message, either way.
-        first: how much of the forward and the backward's halves belongs to the first stage alone, (n,) each.
-        last: to the last stage alone, likewise.
+        message: time of a message, in either direction.
+        first: part of the forward and the backward's halves that belongs to the first stage alone, (n,) each.
+        last: part that belongs to the last stage alone, likewise.
     """
     counts = np.asarray(ranks, np.float64)
     p, m = counts.sum(axis=0), np.asarray(microbatches, np.float64)
@@ -156,7 +156,7 @@ def rank_pipelines(
 
 
 def simulated(schedule: str, s: Pipelines) -> Values:
-    """Return when the last computation of each pipeline ends, (n,), by simulation: all of one shape at once."""
+    """Return the end of the last computation of each pipeline, (n,), by simulation: all of one shape at once."""
     found = np.zeros(len(s.p))
     recomputes = (s.r > 0).any(axis=0)
     shapes, which = np.unique(np.stack([s.p, s.m, s.v, recomputes]), axis=1, return_inverse=True)
@@ -168,7 +168,7 @@ def simulated(schedule: str, s: Pipelines) -> Values:
 
 
 def _of_stages(s: Pipelines, placed: tuple[int, ...]) -> Values:
-    """Return what each stage takes, (kinds, stages, n), where the chunks of a rank are alike."""
+    """Return the durations of each stage, (kinds, stages, n), for equal chunks of a rank."""
     ranks = [np.full_like(s.p, rank) for rank in placed]
     columns = []
     for name in ("f", "i", "w"):
@@ -188,9 +188,9 @@ def stage_durations(
     recompute: npt.ArrayLike = 0.0,
     message: npt.ArrayLike = 0.0,
 ) -> Values:
-    """Return what `staged` takes: (kinds, stages, n), in the order of `levels.KINDS`.
+    """Return the durations argument of `staged`: (kinds, stages, n), in the order of `levels.KINDS`.
 
-    Each is (stages, n), or broadcasts to that; `message` is that of a stage's input, and of the gradient of that.
+    Each argument is (stages, n), or broadcasts to that; `message` is that of a stage's input, or its gradient.
     """
     f, i, w, r, c = np.broadcast_arrays(forward, backward_input, backward_weight, recompute, message)
     return np.stack([f, i, w, i + w, r, c]).astype(np.float64)
@@ -205,24 +205,24 @@ def staged(
     reduction: Values | None = None,
     tied: tuple[int, ...] = (),
 ) -> tuple[Values, Values]:
-    """Simulate n pipelines of one shape, with stages as they come.
+    """Simulate n pipelines of one shape, with arbitrary stages.
 
-    Of many microbatches, only as many are simulated as it takes until what follows repeats.
+    Of many microbatches, only as many are simulated as are needed until the steady state repeats.
 
     Args:
-        schedule: its name.
+        schedule: name of the schedule.
         pp: pipeline ranks.
-        microbatches: of each.
-        chunks: stages of a rank; None: the fewest that the schedule takes.
-        durations: what each stage takes, (kinds, stages, n); see `stage_durations`.
-        reduction: how long its gradients are added up, (stages, n); None: no time.
-        tied: the stages that share weights.
+        microbatches: per pipeline.
+        chunks: stages per rank; None: the fewest that the schedule takes.
+        durations: times of each stage, (kinds, stages, n); see `stage_durations`.
+        reduction: time of its gradient reduction, (stages, n); None: no time.
+        tied: stages that share weights.
 
     Returns:
-        When the last computation ends, and how much longer gradients are added up, (n,) each.
+        End of the last computation, and the time of gradient reduction beyond it, (n,) each.
 
     Raises:
-        UsageError: too many stages and microbatches to be simulated.
+        UsageError: too many stages and microbatches to simulate.
     """
     few, more, times = repetition(pp, microbatches)
     require_simulable(schedule, pp, more, durations.shape[1])
@@ -239,7 +239,7 @@ def staged(
 
 
 def require_simulable(schedule: str, pp: int, microbatches: int, num_stages: int) -> None:
-    """Raise `UsageError` where a simulation of so many microbatches takes too long: a forward and two halves each."""
+    """Raise `UsageError` if a simulation would take too long, counting a forward and two halves per microbatch."""
     passes = 3 * num_stages * microbatches
     if passes > MOST_SIMULATED:
         raise UsageError(
@@ -250,9 +250,9 @@ def require_simulable(schedule: str, pp: int, microbatches: int, num_stages: int
 
 
 def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
-    """Return (few, more, times): a step takes as long as one of `more`, and so often what that has beyond `few`.
+    """Return (few, more, times): step time = time of `more` microbatches + `times` x (time of `more` - time of `few`).
 
-    `times` is 0 where `more` are all microbatches.
+    `times` is 0 if `more` is all microbatches.
     """
     step = pp * -(-FEWEST // pp)
     few = ROUNDS * step + microbatches % step
@@ -262,14 +262,14 @@ def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
 
 
 def lower_bound(schedule: str, **times: Numbers) -> Values:
-    """Return what no step takes less than, (n,), in seconds; the arguments are those of `pipelines`."""
+    """Return a lower bound on the step time, (n,), in seconds; the arguments are those of `pipelines`."""
     return bound_of(schedule, pipelines(schedule, **times))
 
 
 def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = True) -> Values:
-    """Return what no step of these pipelines takes less than, (n,).
+    """Return a lower bound on the step time of these pipelines, (n,).
 
-    Where the stages of a rank are not `alike`, ways down and up to a rank count for nothing.
+    If the stages of a rank are not `alike`, the ways down and up to a rank are left out.
     """
     whole = find_schedule(schedule).name in WHOLE_BACKWARDS
     f, i, b = (Each(s, chunk(s, name)) for name in ("f", "i", "b"))
@@ -287,20 +287,20 @@ def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = 
 def exposed_reductions(
     schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
 ) -> Values:
-    """Return how long replicas add up gradients after the last computation of all, (n,).
+    """Return the time of gradient reduction after the end of all computation, (n,).
 
-    A stage's begins after its last backward, beside other computations, and after those of the rank's later stages.
+    A stage's reduction starts after its last backward, beside other computations, and after those of later stages.
 
         rank 0   B of chunk 1 ... ▶ B of chunk 0 ... ▶
-                                  ▶ reduction of 1 ▶ of 0 ▶      the rest of it is exposed
-        rank 1   B ... ▶ its reductions have begun earlier
+                                  ▶ reduction of 1 ▶ of 0 ▶      the part after the last computation is exposed
+        rank 1   B ... ▶ its reductions start earlier
 
     Args:
         schedule: its name.
         s: the pipelines.
-        reduction: of all stages of a rank of each run, (K, n), in seconds.
-        first: how much of it is the first stage's alone, (n,).
-        last: the last stage's.
+        reduction: time for all stages of a rank of each run, (K, n), in seconds.
+        first: part of it for the first stage alone, (n,).
+        last: part of it for the last stage alone.
         tied: whether the first and the last stage share weights, so that both wait for the first one's last backward.
     """
     late = find_schedule(schedule).name not in WHOLE_BACKWARDS
@@ -320,15 +320,15 @@ def exposed_reductions(
 
 
 def chunk(s: Pipelines, name: str) -> Values:
-    """Return what one chunk of each run's ranks takes, (K, n), without what the first and the last stage do besides."""
+    """Return the time of one chunk of each run's ranks, (K, n), without the extra work of the first and last stage."""
     return chunked(s, getattr(s, name), getattr(s.first, name), getattr(s.last, name))
 
 
 @lru_cache(maxsize=1024)
 def peak_activations(schedule: str, pp: int, microbatches: int, chunks: int | None) -> tuple[float, ...]:
-    """Return the most that each rank holds from forwards to the ends of backwards, in microbatches of one stage.
+    """Return the peak of activations of each rank, held until the backward's end, in microbatches of one stage.
 
-    `memory.in_flight` has it in closed form; here the schedule's own order is counted through.
+    `memory.in_flight` has closed forms; here the schedule's own order is counted.
     """
     found = find_schedule(schedule)
     order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))

@@ -1,6 +1,6 @@
-"""Pipelines as runs of equal ranks, and sums over their ranks: what closed forms are made of.
+"""Pipelines as runs of equal ranks, with sums over ranks, from which closed forms are built.
 
-p = 8, 18 layers     rank 0   1        2 … 6        7          4 runs, whatever p is:
+p = 8, 18 layers     rank 0   1        2 … 6        7          4 runs, for any p:
                      3+emb    3      2 2 2 2 2      2+head     sums over ranks are sums over runs
 """
 
@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 Values: TypeAlias = npt.NDArray[np.float64]
-"""One per pipeline, (n,), or one per run of ranks and pipeline, (K, n)."""
+"""One value per pipeline, (n,), or per run of ranks and pipeline, (K, n)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """What the passes of something take, in seconds: a forward and the two halves of a backward."""
+    """Times of passes, in seconds: a forward and the two halves of a backward."""
 
     f: Values
     i: Values
@@ -27,18 +27,18 @@ class Passes:
 
     @property
     def b(self) -> Values:
-        """A whole backward."""
+        """Full backward."""
         return np.add(self.i, self.w)
 
 
 @dataclass(frozen=True, eq=False)
 class Pipelines(Passes):
-    """n pipelines, each of K runs of equal ranks, in the order of the ranks; a run may be of no ranks.
+    """n pipelines, each of K runs of equal ranks, in order of rank; a run may be empty.
 
-    `f`, `i`, `w`, `r` (recomputation), (K, n), are what all stages of a rank take for a microbatch; `first` and `last`,
-    (n,), say how much of it belongs to the first and to the last stage alone; where that is not 0, their ranks are runs
-    of their own. `c` is a message, `p` the ranks, `m` the microbatches, `v` the chunks; `bent` says that the stages go
-    down the ranks and up again, so that the first rank has the last stage.
+    `f`, `i`, `w`, `r` (recomputation), (K, n), are the times of all stages of a rank for a microbatch; `first` and
+    `last`, (n,), are the parts that belong to the first and to the last stage alone; if they are not 0, those ranks are
+    runs of their own. `c` is a message, `p` the ranks, `m` the microbatches, `v` the chunks; `bent`: the stages go down
+    the ranks and up again, so that the first rank has the last stage.
     """
 
     r: Values
@@ -53,16 +53,16 @@ class Pipelines(Passes):
 
     @cached_property
     def begin(self) -> Values:
-        """The first rank of each run."""
+        """First rank of each run."""
         return np.asarray(np.cumsum(self.ranks, axis=0) - self.ranks)
 
     @cached_property
     def end(self) -> Values:
-        """The last rank of each run."""
+        """Last rank of each run."""
         return np.asarray(self.begin + self.ranks - 1)
 
     def at(self, each: Values, rank: Values) -> Values:
-        """What one rank has of something."""
+        """Return one rank's value."""
         found: Values = each[0]
         for run in range(1, len(each)):
             found = np.where((self.begin[run] <= rank) & (self.ranks[run] > 0), each[run], found)
@@ -70,7 +70,7 @@ class Pipelines(Passes):
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Both ends of each run, in the order of the ranks; not those that no pipeline has."""
+        """Both ends of each run, in order of rank, as far as any pipeline has them."""
         found = []
         for run, ranks in enumerate(self.ranks):
             if (ranks > 0).any():
@@ -82,7 +82,7 @@ class Pipelines(Passes):
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A rank of each pipeline, at an end of a run; `inside` says how many ranks of the run are before it."""
+    """Rank of each pipeline at an end of a run; `inside` is the number of ranks of the run before it."""
 
     run: int
     rank: Values
@@ -92,7 +92,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Each:
-    """Something that each rank has, (K, n), and its sums over ranks."""
+    """Value per rank, given per run, (K, n), with sums over ranks."""
 
     s: Pipelines
     amounts: Values
@@ -103,33 +103,33 @@ class Each:
 
     @property
     def total(self) -> Values:
-        """Over all ranks."""
+        """Sum over all ranks."""
         return np.asarray(self._sums[-1])
 
     @cached_property
     def last(self) -> Values:
-        """What the last rank has."""
+        """Value of the last rank."""
         return self.s.at(self.amounts, self.s.p - 1)
 
     def at(self, place: Place) -> Values:
-        """What the rank at a place has."""
+        """Value of the rank at a place."""
         return np.asarray(self.amounts[place.run])
 
     def before(self, place: Place) -> Values:
-        """The sum over the ranks before a place."""
+        """Sum over the ranks before a place."""
         within = place.inside * self.amounts[place.run]
         return np.asarray(within if place.run == 0 else self._sums[place.run - 1] + within)
 
     def through(self, place: Place) -> Values:
-        """The same with the rank there."""
+        """Sum over the ranks up to a place, included."""
         return np.asarray(self.before(place) + self.amounts[place.run])
 
     def after(self, place: Place) -> Values:
-        """The sum over the ranks after a place."""
+        """Sum over the ranks after a place."""
         return np.asarray(self.total - self.through(place))
 
     def first(self, ranks: Values) -> Values:
-        """The sum over so many ranks, from the first on."""
+        """Sum over the first `ranks` ranks."""
         found = np.zeros_like(self.s.c)
         for run, amount in enumerate(self.amounts):
             found = found + amount * np.minimum(np.maximum(ranks - self.s.begin[run], 0.0), self.s.ranks[run])
@@ -137,7 +137,7 @@ class Each:
 
 
 def chunked(s: Pipelines, each: Values, first: Values, last: Values) -> Values:
-    """Return what one chunk takes of each, (K, n), without what belongs to the first and to the last stage alone."""
+    """Return the time of one chunk of each run, (K, n), without the parts of the first and the last stage alone."""
     rest = np.array(each)
     rest[0] -= first
     for run, end in enumerate(s.end):

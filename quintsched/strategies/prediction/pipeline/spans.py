@@ -1,8 +1,8 @@
-"""The pipeline of each of n strategies: from what ranks do for a microbatch to the end of a step's last computation.
+"""Pipeline times of n strategies: from the times of ranks per microbatch to the end of a step's last computation.
 
-what ranks do ──▶ closed form                    where the schedule has one, and a rank's stages are alike
-             └──▶ lower bound                    elsewhere, while many are compared
-what stages do ──▶ simulation, shape by shape    elsewhere, where it is asked for
+times of ranks ──▶ closed form                    if the schedule has one, and a rank's stages are alike
+              └──▶ lower bound                    otherwise, while many strategies are compared
+times of stages ──▶ simulation, shape by shape    otherwise, on request
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Passes = tuple[Array, Array, Array]
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """What each stage of n strategies takes, (n, S) each, in seconds."""
+    """Times of each stage of n strategies, (n, S) each, in seconds."""
 
     each: PerMicrobatch
-    """For a microbatch."""
+    """Times per microbatch."""
     reduction: Array
-    """For adding up its gradients."""
+    """Time of its gradient reduction."""
     gathering: Array
-    """For gathering its weights after the optimizer's step."""
+    """Time of gathering its weights after the optimizer step."""
     stepping: Array
-    """For that step."""
+    """Time of the optimizer step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Of a step, (n,) each."""
+    """Pipeline times of a step, (n,) each."""
 
     makespan: Array
-    """When the last computation ends; a lower bound where it is not `exact`."""
+    """End of the last computation; a lower bound if not `exact`."""
     exposed: Array
-    """How much longer gradients are added up, where that overlaps with backwards."""
+    """Time of gradient reduction beyond it, if that overlaps with backwards."""
     exact: NDArray[np.bool_]
 
 
@@ -87,15 +87,15 @@ def spans(
     *,
     tied: bool,
 ) -> Spans:
-    """Return the spans of each strategy.
+    """Return the pipeline times of each strategy.
 
     Args:
         table: the strategies.
-        each: what ranks of each kind do, (n, K).
-        blocks: what the first and the last stage do besides, among others.
-        kinds: which ranks there are.
-        reduction: how long each kind of rank adds up gradients, (n, K); `exposed` is of rows that overlap it.
-        of_stages: what is asked about rows that have no closed form, which are then simulated; None: bounds are enough.
+        each: times of ranks of each kind, (n, K).
+        blocks: for the extra work of the first and the last stage.
+        kinds: the kinds of ranks.
+        reduction: time of gradient reduction by kind of rank, (n, K); `exposed` is for rows that overlap it.
+        of_stages: returns the stage times of rows without closed form, which are then simulated; None: bounds suffice.
         tied: whether the first and the last stage share weights.
     """
     weights = each.weights + each.expert_weights
@@ -117,7 +117,7 @@ def spans(
 def _makespans(
     table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, of: Rows
 ) -> tuple[Array, NDArray[np.bool_]]:
-    """Return the makespan of these rows, (n,), and whether it is no bound only."""
+    """Return the makespan of these rows, (n,), and whether it is exact (no lower bound)."""
     makespan, exact = np.zeros(len(of)), np.zeros(len(of), bool)
     for code, schedule in enumerate(table.values["schedule"]):
         at = np.flatnonzero(table.schedule[of] == code)
@@ -143,7 +143,7 @@ def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows]
         members = rows[which.reshape(-1) == number]
         times, schedule = of_stages(members), table.values["schedule"][code]
         durations = stage_durations(times.each.forward.T, times.each.backward_input.T, times.each.compute_weight.T)
-        if schedule in BIDIRECTIONAL:  # its other half are twins of the same pieces
+        if schedule in BIDIRECTIONAL:  # the other half of the stages are twins of the same pieces
             durations, reduction = np.concatenate([durations] * 2, axis=1), np.concatenate([times.reduction.T] * 2)
         else:
             reduction = times.reduction.T
@@ -167,9 +167,9 @@ def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
 
 
 def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
-    """Return the same, with what passes compute and nothing else: what is certain to run beside reductions.
+    """Return the same with computation only, which is certain to run beside reductions.
 
-    A recomputation does not wait for a gradient, so that it is not on the last one's way up the ranks.
+    A recomputation does not wait for a gradient, so it does not delay the last gradient's way up the ranks.
     """
     first, last = blocks.first.take(rows), blocks.last.take(rows)
     return _of_passes(
@@ -186,7 +186,7 @@ def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
 def _of_passes(
     schedule: str, table: Table, kinds: Kinds, rows: Rows, passes: Passes, first: Passes, last: Passes
 ) -> Pipelines:
-    """Return pipelines whose forwards and halves of backwards take so long; `first` and `last`: embedding and head."""
+    """Return pipelines with these passes; `first` and `last`: embedding and head."""
     forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)
     return rank_pipelines(
         schedule,

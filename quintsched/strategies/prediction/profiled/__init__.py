@@ -1,4 +1,4 @@
-"""Predictions from what was measured: `predict` from any profile, `hardware` with the rates of a measured step.
+"""Predictions from measurements: `predict` from any profile, `hardware` with the rates of a measured step.
 
 Imports `profiles` and the rest of `prediction`.
 """

@@ -1,11 +1,11 @@
-"""Hardware with the rates that a measured step shows, in place of the datasheet's.
+"""Hardware with the rates of measured steps, in place of the datasheet's.
 
     seconds of products, passes, communication ──┐
-                                                 ├──▶ how many times as long ──▶ hardware that is so much slower
+                                                 ├──▶ slowdown by kind ──▶ hardware that is slower by this factor
     what `operators` and `efficiency` expect ────┘
 
-Both are of the strategy under which the step was measured. The model says how they change with the strategy, the sizes
-and the number of nodes.
+Both are for the strategy under which the step was measured. The model predicts how they change with the strategy, the
+sizes and the number of nodes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from quintsched.strategies.prediction.table import Table, sizes_of
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 
 ROUNDS = 4
-"""How often rates are corrected: kernels' launches make times not quite proportional."""
+"""Number of corrections of the rates: because of kernel launches, times are not exactly proportional."""
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
 
 
 def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants = CONSTANTS) -> Hardware:
-    """Return the hardware with the rates that a profile's steps show; several steps count by their time."""
+    """Return the hardware with the rates of a profile's steps; several steps are weighted by their time."""
     if not profile.steps:
         raise UsageError(f"{profile.name}: the profile has no steps to take rates from")
     for _ in range(ROUNDS):
@@ -47,7 +47,7 @@ def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants
 
 @dataclass(frozen=True)
 class Slower:
-    """How many times as long as expected work takes."""
+    """Ratios of measured to expected time."""
 
     compute: float = 1.0
     memory: float = 1.0
@@ -105,7 +105,7 @@ def _curve(curve: Curve, slower: float) -> Curve:
 
 
 def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> dict[str, float]:
-    """Return the expected seconds of a step on an average GPU by kind of work: "product", "attention", "pass" and
+    """Return the expected seconds of a step on an average GPU, by kind of work: "product", "attention", "pass" and
     "communication"."""
     table = Table.of([strategy])
     sizes = sizes_of(table, strategy.dtype)
@@ -132,7 +132,7 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
 
 
 def _recomputed(model: Model, strategy: Strategy) -> float:
-    """Return the share of layers whose forward runs again."""
+    """Return the fraction of layers that are fully recomputed."""
     chosen = strategy.recompute
     if isinstance(chosen, str):
         return float(chosen == "full")

@@ -1,7 +1,7 @@
-"""A strategy predicted from a profile.
+"""Prediction of a strategy from a profile.
 
 operators ──▶ stages composed of them                ──▶ Prediction
-steps     ──▶ hardware with the rates that they show ──▶ `step.predict` ──▶ Prediction
+steps     ──▶ hardware with their measured rates ──▶ `step.predict` ──▶ Prediction
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def predict_from_profile(
 ) -> Prediction:
     """Return the time and memory of a strategy from a profile.
 
-    Raises `MisfitError` for what a profile of operators cannot place, `UsageError` for a profile without either.
+    Raises `MisfitError` if a profile of operators cannot express the strategy, `UsageError` for an empty profile.
     """
     if profile.operators:
         return _composed(model, hardware, resolved(strategy), profile)
@@ -53,7 +53,7 @@ def _composed(model: Model, hardware: Hardware, strategy: Strategy, profile: Pro
 
 
 def _bytes(found: Composed) -> dict[str, float]:
-    """Return what the fullest stage holds, by kind."""
+    """Return the memory of the stage that holds most, by kind."""
     fullest = max(found.memory, key=lambda stage: stage.peak)
     if fullest.optimizer >= fullest.peak:
         return {"state": fullest.optimizer, "waiting": 0.0, "backward": 0.0}

@@ -1,4 +1,4 @@
-"""What losses of the literature are over: each is weighed so that microbatches give the whole batch's, or refused."""
+"""Denominators of losses from the literature: each is weighed so that microbatches give the batch's, or refused."""
 
 from __future__ import annotations
 

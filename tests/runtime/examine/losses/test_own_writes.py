@@ -1,4 +1,4 @@
-"""What calls of a loss write may not matter to it: a log may, what it is annealed or normalised by may not."""
+"""Side effects of a loss may not affect its value: logs may be written, annealing or normalising state may not."""
 
 from __future__ import annotations
 

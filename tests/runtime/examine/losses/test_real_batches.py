@@ -1,4 +1,4 @@
-"""What a loss was found to be over is compared with real microbatches: a later one, or a loop, may show another."""
+"""Findings on a loss are compared with real microbatches: a later one, or a loop, may show another denominator."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_without_padding_the_counts_are_read() -> None:
 
 @pytest.mark.parametrize(("tokens_alike", "calls"), [(True, ["rows"] * 4), (False, ["counts", *["rows"] * 4])])
 def test_ranks_swap_as_many_rows_and_no_counts(tokens_alike: bool, calls: list[str]) -> None:
-    """There and back, forward and backward; nothing is read but where nobody said that they have as many tokens."""
+    """Exchange rows there and back, forward and backward; counts are read only unless tokens are known to be equal."""
 
     def run(transport: Transport) -> tuple[list[str], bool]:
         group, found = transport.make_group([(0, 1)]), list[str]()

@@ -174,7 +174,7 @@ class WidthsOfInput(Attention):
 
 
 class GatedHeads(Attention):
-    """What heads give is gated by the input."""
+    """Outputs of heads are gated by the input."""
 
     def set_up(self) -> None:
         self.head_gate = nn.Linear(WIDTH, HEADS)

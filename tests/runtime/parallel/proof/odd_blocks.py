@@ -43,7 +43,7 @@ PAIRED = {
     LayerNormBetween, SlopeBetween, PReLUBetween, InPlaceBetween, TwiceUsed, Recurrent, Gates,
     GatesInTurns, PerHeadNorms, WideNorms, GroupedQueries, CountedHeads, Flat, Parallel, Turned, Bert, Mixture, Adapted,
 }  # fmt: skip
-"""Those that can be cut in pairs at tp=2."""
+"""Blocks that can be cut in pairs at tp=2."""
 
 ODD: list[type[nn.Module]] = [
     found
@@ -59,7 +59,7 @@ BLIND = {block for block in ODD if issubclass(block, Attention | Bert | Turned)}
     GroupNormBetween, InstanceNormBetween, TokensMixed, ConvolvedTokens, ConvolvedOutside, Pooled, Shifted, Positioned,
     Summed,
 }  # fmt: skip
-"""Those that look at other tokens than the one in question, and know of no slices."""
+"""Blocks that read other tokens than the current one, and support no slices."""
 
 COUNTING = {SpectralNormed}
-"""Those whose buffers each forward changes."""
+"""Blocks whose buffers each forward changes."""

@@ -189,7 +189,7 @@ class Recurrent(Mlp):
 
 
 class ColumnLeaks(Mlp):
-    """What the column gives is used beside the row."""
+    """Output of the column layer is used beside the row layer."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.fc1(x)

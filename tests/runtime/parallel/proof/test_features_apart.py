@@ -49,7 +49,7 @@ class Between(Mlp):
 
 
 class Given(Between):
-    """What is between may look at what the block is given, too."""
+    """Code between the layers may read the block's input, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         object.__setattr__(self, "given", x)
@@ -221,7 +221,7 @@ HIDDEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "width": lambda self, y: y * (1 + self.kept[0] * torch._shape_as_tensor(y)[-1]),
     "places": lambda self, y: y + self.kept[0] * torch.ones_like(y).cumsum(-1),
 }
-"""What is done to features by their places, and not seen in numbers: the buffer is 0."""
+"""Operations on features by their position that do not show in numbers: the buffer is 0."""
 
 
 @pytest.mark.sampled(4)
@@ -300,7 +300,7 @@ def test_what_a_block_does_for_as_many_samples_as_there_are_parts_its_pair(caplo
 
 
 class Marked(Given):
-    """What is between may look at an extra, too."""
+    """Code between the layers may read an extra input, too."""
 
     def forward(self, x: Tensor, mark: Tensor) -> Tensor:  # type: ignore[override]
         object.__setattr__(self, "mark", mark)

@@ -300,7 +300,7 @@ OUTSIDE = (
 
 
 class Switch:
-    """What tells a block from outside whether to join its features."""
+    """Switch outside a block that decides whether it mixes its features."""
 
     def __init__(self) -> None:
         self.on = False

@@ -1,4 +1,4 @@
-"""What is proved of blocks as users write them before they are cut over tp, cp, slices and tokens, and how often."""
+"""Proofs of user-written blocks before they are cut over tp, cp, slices and tokens, and how often they run."""
 
 from __future__ import annotations
 

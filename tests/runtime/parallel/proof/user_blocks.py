@@ -35,7 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """What all of them have; `heads` is told by the count, which a cut divides."""
+    """Common parts of these blocks; `heads` follows from the count, which a cut divides."""
 
     outputs = 3 * WIDTH
 

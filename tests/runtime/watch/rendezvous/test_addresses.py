@@ -1,4 +1,4 @@
-"""Where a run listens, and which interfaces the libraries are given."""
+"""Addresses that a run listens on, and interfaces that the libraries are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address the first machine of a run has, and what is said at once of one that cannot be right."""
+"""Address of a run's first machine, and the error at once for one that cannot be right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAID = "--master it"
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What names stand for; this machine has all addresses that begin with 127. or 10.0.0.1, and these are its own."""
+    """Addresses by name; this machine has all that begin with 127. or 10.0.0.1, and these are its own."""
     known: dict[str, list[str]] = {"own": ["10.0.0.1", "fd77::1"]}
 
     def look_up(host: str, _: object, **__: object) -> list[tuple[object, ...]]:

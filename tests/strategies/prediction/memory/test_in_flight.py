@@ -15,7 +15,7 @@ from quintsched.strategies.prediction.memory.in_flight import first_in_flight, i
 
 TRAINING = [found.name for found in all_schedules() if found.built_in and found.mode == "train"]
 BOUNDS = {"v-min", "v-half", "zb-auto", "dualpipe-v", "zbv"}
-"""Those that hold less than their form says where there are few microbatches."""
+"""Schedules that hold less than their form says if there are few microbatches."""
 
 
 def _shapes(name: str) -> list[tuple[int, int, int]]:
@@ -61,7 +61,7 @@ def test_sizes_may_be_arrays() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRAINING)
 def test_microbatches_of_the_first_stage(name: str) -> None:
-    """Where rank 0 holds most, and of those places where it holds most of the first stage."""
+    """Check the point at which rank 0 holds most, and of several such points the one with most of the first stage."""
     scale = 1e-6
     for pp, microbatches, chunks in _shapes(name):
         try:

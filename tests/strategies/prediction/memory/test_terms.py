@@ -1,4 +1,4 @@
-"""What ranks hold, term by term: the parts add up, and are where they belong."""
+"""Memory of ranks, term by term: the parts add up, and are where they belong."""
 
 from __future__ import annotations
 
