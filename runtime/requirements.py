@@ -13,7 +13,8 @@ from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
 
 from .comm import Transport
-from .comm.device import draws_undone, graphs_of
+from .comm.device import graphs_of
+from .comm.generators import draws_undone
 from .objects.snapshot import Snapshot, require_undone
 from .stage.sliced_losses import cuts_sequences
 

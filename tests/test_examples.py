@@ -131,9 +131,9 @@ def test_own_loop_is_short() -> None:
     assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) < 40
 
 
-def run(example: str, *launcher: str) -> str:
+def run(example: str, *launcher: str, arguments: tuple[str, ...] = ()) -> str:
     """Run an example in a process of its own, and return what it prints."""
-    command = [sys.executable, *launcher, str(EXAMPLES / example)]
+    command = [sys.executable, *launcher, str(EXAMPLES / example), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -155,6 +155,19 @@ def test_own_loop_learns_the_same_in_one_process_and_in_four() -> None:
     assert losses[-1] < 0.3
     four = figures(run("own_loop.py", "-m", "torch.distributed.run", "--nproc-per-node", "4"))
     assert four == [pytest.approx(line, abs=0.01) for line in alone]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_trainer_of_objects_learns_the_same_in_one_process_and_in_four() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
+    alone, four = run("trainer.py"), run("trainer.py", *torchrun, arguments=("dp=2,pp=2",))
+    of_epochs = [
+        [line.rpartition("  ")[0] for line in printed.splitlines() if line.startswith("epoch")]
+        for printed in (alone, four)
+    ]
+    assert of_epochs[0] == of_epochs[1]
+    assert re.search(r"validation loss 0\.[3-6]\d+", of_epochs[0][-1])
 
 
 def compare_curves(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | str | None:

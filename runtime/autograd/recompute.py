@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from quintsched.errors import MisfitError
 
-from ..comm.device import fork_generators, generator_states, restore_generators
+from ..comm.generators import fork_generators, generator_states, restore_generators
 from .run_backward import run_backward
 
 Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError, QuintschedError
 
-from ..comm.device import GENERATORS, draws_undone, seed_generators
+from ..comm.device import seed_generators
+from ..comm.generators import GENERATORS, draws_undone
 from ..objects.user_code import arguments_of
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-from ..comm.device import draws_undone
+from ..comm.generators import draws_undone
 from ..comm.modes import ModesLeftError
 from ..objects.host_values import is_same
 from ..objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_undone

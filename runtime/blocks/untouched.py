@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ..comm.device import draws_undone, fork_generators
+from ..comm.generators import draws_undone, fork_generators
 from ..comm.modes import modes_kept
 from ..objects.grad_switches import GradSwitches
 from ..objects.snapshot import Snapshot

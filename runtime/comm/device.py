@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-import threading
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
@@ -31,6 +29,9 @@ from quintsched.errors import MisfitError
 
 _LIBRARIES: Mapping[str, str] = MappingProxyType({"cuda": "nccl", "xpu": "xccl"})
 """Communication library of each kind of accelerator."""
+
+ACCELERATORS = frozenset(_LIBRARIES)
+"""Kinds of accelerators, as `torch.device.type` names them."""
 
 LIBRARIES = frozenset(_LIBRARIES.values())
 """Libraries for accelerators, with NCCL's semantics; the CPU's is gloo."""
@@ -182,6 +183,26 @@ def new_stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device) if is_accelerator(device) else None
 
 
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has had allocated: on an accelerator, or resident on the host.
+
+    0 where the system does not say.
+    """
+    if is_accelerator(device):
+        return int(torch.accelerator.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of an accelerator, as its driver says it."""
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
 def current_stream(device: torch.device) -> torch.Stream:
     """Return the accelerator's current stream."""
     return torch.accelerator.current_stream(device)
@@ -190,112 +211,6 @@ def current_stream(device: torch.device) -> torch.Stream:
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
     """Return a context in which a stream is the current one; None changes nothing."""
     return nullcontext() if stream is None else stream
-
-
-GENERATORS = threading.RLock()
-"""Held while torch's global generators are read, set, or temporarily seeded: ranks that are threads share them."""
-
-
-def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the state of torch's global random generators: the CPU's, and a device's."""
-    with GENERATORS:
-        host = torch.default_generator.get_state()
-        return (host, torch.get_device_module(device).get_rng_state(device)) if device.type in _LIBRARIES else (host,)
-
-
-def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    """Restore the global random generators to states from `generator_states`."""
-    with GENERATORS:
-        torch.set_rng_state(states[0])
-        if device.type in _LIBRARIES:
-            torch.get_device_module(device).set_rng_state(states[1], device)
-
-
-@contextmanager
-def fork_generators(device: torch.device) -> Iterator[None]:
-    """Return a context that restores the global random generators at its end."""
-    before = generator_states(device)
-    try:
-        yield
-    finally:
-        restore_generators(device, before)
-
-
-class SeededGenerators:
-    """Context in which torch's global generators are seeded; they are restored at its end.
-
-    Other threads cannot read, set or seed them meanwhile, except where this one waits for them (`generators_lent`).
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self.device = seed, device
-
-    def __enter__(self) -> SeededGenerators:
-        GENERATORS.acquire()
-        SEEDED.setdefault(threading.get_ident(), []).append(self)
-        self.before = generator_states(self.device)
-        torch.default_generator.manual_seed(self._seed)
-        if self.device.type in _LIBRARIES:
-            torch.get_device_module(self.device).manual_seed(self._seed)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore_generators(self.device, self.before)
-        thread = threading.get_ident()
-        SEEDED[thread].pop()
-        if not SEEDED[thread]:
-            del SEEDED[thread]
-        GENERATORS.release()
-
-
-SEEDED: dict[int, list[SeededGenerators]] = {}
-"""Active `SeededGenerators` contexts of each thread, the outermost first."""
-
-
-@contextmanager
-def generators_lent() -> Iterator[None]:
-    """Return a context in which this thread, which has seeded the generators, waits for threads that may draw."""
-    contexts = SEEDED.pop(threading.get_ident())
-    now = generator_states(contexts[0].device)
-    restore_generators(contexts[0].device, contexts[0].before)
-    for _ in contexts:
-        GENERATORS.release()
-    try:
-        yield
-    finally:
-        for _ in contexts:
-            GENERATORS.acquire()
-        contexts[0].before = generator_states(contexts[0].device)
-        restore_generators(contexts[0].device, now)
-        SEEDED[threading.get_ident()] = contexts
-
-
-class AllGenerators:
-    """Snapshot of all global generators: torch's, a device's, Python's and numpy's."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = torch.device("cpu") if device is None else device
-        self._states = generator_states(self._device), random.getstate(), np.random.get_state(legacy=False)
-
-    def have_moved(self) -> bool:
-        """Whether any of them has another state now."""
-        of_torch, of_python, of_numpy = AllGenerators(self._device)._states
-        is_same = all(map(torch.equal, self._states[0], of_torch)) and self._states[1] == of_python
-        return not (is_same and _is_same_state(self._states[2], of_numpy))
-
-    def put_back(self) -> None:
-        """Restore their states."""
-        of_torch, of_python, of_numpy = self._states
-        restore_generators(self._device, of_torch)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    """Whether two states of numpy's generator are equal."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same_state(one[key], other[key]) for key in one)
-    return np.array_equal(one, other)
 
 
 def settings_of_torch(device: torch.device) -> tuple[object, ...]:
@@ -312,29 +227,6 @@ def settings_of_torch(device: torch.device) -> tuple[object, ...]:
         tuple(module._global_forward_hooks),
         tuple(module._global_forward_pre_hooks),
     )
-
-
-_undoing: dict[int, AllGenerators] = {}
-"""Generator states to restore, by thread: several threads' contexts may overlap."""
-
-
-@contextmanager
-def draws_undone(device: torch.device | None = None) -> Iterator[None]:
-    """Return a context that restores all global generators, also to before overlapping contexts of other threads."""
-    thread = threading.get_ident()
-    is_outermost = thread not in _undoing
-    with GENERATORS:
-        before = next(iter(_undoing.values()), None) if is_outermost else None
-        before = AllGenerators(device) if before is None else before
-        if is_outermost:
-            _undoing[thread] = before
-    try:
-        yield
-    finally:
-        with GENERATORS:
-            if is_outermost:
-                del _undoing[thread]
-            before.put_back()
 
 
 class DeviceGraph(Protocol):

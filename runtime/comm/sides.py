@@ -34,16 +34,8 @@ from quintsched.errors import MisfitError
 
 from .base import Group, ReduceOp, Work
 from .clock import now_s
-from .device import (
-    SEEDED,
-    current_stream,
-    generator_states,
-    generators_lent,
-    is_accelerator,
-    on_stream,
-    restore_generators,
-    timing_event,
-)
+from .device import current_stream, is_accelerator, on_stream, timing_event
+from .generators import SEEDED, generator_states, generators_lent, restore_generators
 from .modes import Modes
 
 Call = Callable[[], None]

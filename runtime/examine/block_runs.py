@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..blocks.blocks import accepted_extras, split_result
 from ..blocks.trees import DIFFERENTIABLE, tensors_of
 from ..comm import Group
-from ..comm.device import SeededGenerators
+from ..comm.generators import SeededGenerators
 from ..parallel.draws import IN_PLACE, BlockDraws
 from ..parallel.dropout import Masks, Unit
 from ..parallel.proof.arrivals import Arrival, Given

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..blocks.untouched import Kept
-from ..comm.device import AllGenerators
+from ..comm.generators import AllGenerators
 from ..objects.host_state import HostState
 from ..objects.snapshot import Snapshot
 

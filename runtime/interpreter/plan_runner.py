@@ -25,7 +25,7 @@ from ..agreement.sections import Section, agree, require_same
 from ..blocks.blocks import Parcel, accepted_extras
 from ..comm import Group, Transport
 from ..comm.control import greatest
-from ..comm.device import generator_states
+from ..comm.generators import generator_states
 from ..comm.interleaving import Overlaps
 from ..objects.user_code import arguments_of
 from ..parallel.dropout import MOST_ALARMS

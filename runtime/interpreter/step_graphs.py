@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from quintsched.errors import QuintschedError, UsageError
 
-from ..comm.device import AllGenerators, graphs_of, settings_of_torch
+from ..comm.device import graphs_of, settings_of_torch
+from ..comm.generators import AllGenerators
 from ..objects.host_state import HostState
 from ..parallel.dropout import KeyedDropout
 from ..stage.rank_model import RankModel

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from quintsched.errors import MisfitError
 
 from ..comm import Group
-from ..comm.device import SeededGenerators, generator_states
+from ..comm.generators import SeededGenerators, generator_states
 from .dropout import ColumnRowPair, Masks, Unit, words
 from .expert.moe import mixtures
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..blocks.blocks import on_meta
-from ..comm.device import draws_undone
+from ..comm.generators import draws_undone
 
 _UNSET = -1_234_567
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
-from ..comm.device import draws_undone
+from ..comm.generators import draws_undone
 from ..comm.modes import Modes
 from ..examine.followed import SPLIT_AGAIN, Followed, tensors_in
 from ..objects.user_code import is_of_library

@@ -21,7 +21,7 @@ from quintsched.errors import MisfitError, QuintschedError
 
 from ..blocks.blocks import accepted_extras, split_result
 from ..blocks.untouched import untouched
-from ..comm.device import AllGenerators
+from ..comm.generators import AllGenerators
 from ..objects.distances import off
 from ..objects.user_code import is_of_library
 from .flow import is_number

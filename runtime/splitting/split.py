@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.blocks import Block
 from ..blocks.module_state import require_sized, saved_tensors
-from ..comm.device import GENERATORS, draws_undone
+from ..comm.generators import GENERATORS, draws_undone
 from ..examine.asks_elsewhere import FINAL
 from ..examine.followed import Copies
 from ..objects.snapshot import Snapshot, require_undone

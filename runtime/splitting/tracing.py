@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
 from ..blocks.blocks import meta_twins
-from ..comm.device import AllGenerators
+from ..comm.generators import AllGenerators
 from ..comm.modes import Modes, modes_kept
 from ..examine.asks_elsewhere import FINAL, require_plain
 from ..examine.followed import label_of, line_of, tensors_in

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
@@ -33,6 +33,7 @@ from ..data.loaders import Batch, LoaderFeed, Loaders, Say
 from ..engine import Engine
 from ..settings.job import DataConfig, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
+from .map_feed import MapFeed
 
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
@@ -55,44 +56,43 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
 
 def feed_of(
     train: Any, validation: Any, batches: int | None, settings: TrainConfig, plan: Plan, transport: Transport
-) -> UserFeed:
+) -> Feed:
     """Return a feed of objects (collective); see `Trainer` for what `train` and `validation` may be.
 
     Raises:
-        UsageError: a loader that gives the same samples to all replicas.
+        UsageError: a loader that gives the same samples to all replicas, or a data set beside a loader.
         MisfitError: loaders of replicas differ in length.
     """
-    share, together = _replica(plan, transport.rank), ControlGroup(transport.world_group()).together
+    share, world = _replica(plan, transport.rank), transport.world_group()
+    if is_map_style(train) and (validation is None or is_map_style(validation)):
+        return MapFeed(train, validation, settings, share)
 
     def find() -> Loaders:
-        given = train(*share) if _is_function(train) else _loader_of(train, "train", settings, share, shuffles=True)
-        if isinstance(given, Loaders):
-            return given
-        if _is_function(validation):
-            return Loaders(given, validation(*share), batches=batches)
-        return Loaders(given, _loader_of(validation, "validation", settings, share, shuffles=False), batches=batches)
-
-    return UserFeed(together(find), transport.world_group())
-
-
-def _is_function(given: Any) -> bool:
-    return callable(given) and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__")
-
-
-def _loader_of(given: Any, name: str, settings: TrainConfig, share: tuple[int, int], *, shuffles: bool) -> Any:
-    """Return a loader of one replica's samples; a map-style data set is divided over the replicas."""
-    replica, num_replicas = share
-    if isinstance(given, TorchDataset) and not isinstance(given, IterableDataset):
-        if settings.batch_size % num_replicas:
-            raise UsageError(f"train.batch_size {settings.batch_size} does not divide over {num_replicas} replicas")
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            given, num_replicas, replica, shuffle=shuffles, seed=settings.seed % 2**32
+        given = _loader_of(train, "train", share)
+        return (
+            given
+            if isinstance(given, Loaders)
+            else Loaders(given, _loader_of(validation, "validation", share), batches=batches)
         )
-        return DataLoader(given, settings.batch_size // num_replicas, sampler=sampler, drop_last=shuffles)
+
+    return UserFeed(ControlGroup(world).together(find), world)
+
+
+def is_map_style(given: Any) -> bool:
+    """Return whether this is a data set of torch whose samples have indices."""
+    return isinstance(given, TorchDataset) and not isinstance(given, IterableDataset)
+
+
+def _loader_of(given: Any, name: str, share: tuple[int, int]) -> Any:
+    """Return a loader of one replica's samples; raises `UsageError` for one that gives all replicas the same."""
+    if callable(given) and not hasattr(given, "__iter__"):
+        return given(*share)
+    if is_map_style(given):
+        raise UsageError(f"{name} is a data set, but the other a loader; give both as data sets, or both as loaders")
     sampled = getattr(getattr(given, "batch_sampler", None), "sampler", getattr(given, "sampler", None))
-    if num_replicas > 1 and isinstance(sampled, RandomSampler | SequentialSampler):
+    if share[1] > 1 and isinstance(sampled, RandomSampler | SequentialSampler):
         raise UsageError(
-            f"{name}: this DataLoader gives all {num_replicas} replicas the same samples; give the data set itself, or "
+            f"{name}: this DataLoader gives all {share[1]} replicas the same samples; give the data set itself, or "
             f"a function: {name}=lambda replica, replicas: DataLoader(data, batch_size, "
             "sampler=DistributedSampler(data, replicas, replica))"
         )
@@ -205,7 +205,7 @@ class UserFeed:
         self._train.restore(state, epoch, batch, say)
 
 
-Feed = DatasetFeed | UserFeed
+Feed = DatasetFeed | MapFeed | UserFeed
 """Batches of one replica, for training and for validation."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from quintsched.errors import UsageError, suggest
 from quintsched.user_code import is_user_object, load_object
 
+from ..objects.user_code import arguments_of
 from ..settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig, names_code
 
 LR_FACTOR = "lr_factor"
@@ -36,8 +36,8 @@ Params = Iterable[nn.Parameter] | Iterable[tuple[str, Tensor]]
 
 def classes() -> dict[str, type[Optimizer]]:
     """Return the classes of torch.optim by their names in small letters."""
-    found = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    return {name: found[name] for name in OPTIMIZERS if name in found}
+    found = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
+    return {name: found[name] for name in OPTIMIZERS if isinstance(found.get(name), type)}
 
 
 def build_optimizer(config: OptimizerConfig, params: Params, undecayed: Collection[str] = ()) -> Optimizer:
@@ -78,7 +78,7 @@ def _load(name: str) -> Any:
 
 def _arguments_of(kind: Callable[..., Any]) -> tuple[list[str], bool]:
     """Return the names of the arguments of a class behind its parameters, and whether it takes any others."""
-    _, *arguments = inspect.signature(kind).parameters.values()
+    _, *arguments = arguments_of(kind).values()
     named = [one.name for one in arguments if one.kind is not one.VAR_KEYWORD]
     return named, len(named) < len(arguments)
 
@@ -156,7 +156,7 @@ def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: i
         return least + (1 - least) * (1.0 - min(1.0, max(0.0, (step - (total_steps - decay)) / decay)))
     progress = min(1.0, (step - warmup) / fall)
     if schedule.name == "exponential":
-        return max(least, 1e-8) ** progress
+        return math.pow(max(least, 1e-8), progress)
     height: float = _SHAPES[schedule.name](progress, schedule)
     return least + (1 - least) * height
 

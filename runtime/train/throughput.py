@@ -19,15 +19,10 @@ from torch import Tensor
 from quintsched.errors import QuintschedError
 from quintsched.strategies.descriptions.library import CALIBRATED, find_hardware, hardware_names
 
-from ..comm.device import is_accelerator
+from ..comm.device import device_name, peak_bytes
 from ..engine import Engine
 from ..settings.run_settings import DTYPE_NAMES, Precision
 from ..stage.batches.microbatches import most_rows
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 _BACKWARD_AND_FORWARD = 3
 
@@ -95,15 +90,8 @@ class Throughput:
             if self._flops:
                 work = _BACKWARD_AND_FORWARD * self._flops * samples
                 found["mfu"] = work / (seconds * self._engine.plan.mesh.size * self._peak * 1e12)
-        peaks = self._engine.everyone.share_bytes(str(_peak_bytes(self._engine.transport.device)).encode())
+        peaks = self._engine.everyone.share_bytes(str(peak_bytes(self._engine.transport.device)).encode())
         return {**found, "memory_gb": max(map(int, peaks)) / 1e9}
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has had allocated, in bytes; 0 where nobody knows."""
-    if is_accelerator(device):
-        return int(torch.accelerator.max_memory_allocated(device))
-    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _peak_tflops(device: torch.device, precision: Precision) -> float | None:
@@ -112,7 +100,7 @@ def _peak_tflops(device: torch.device, precision: Precision) -> float | None:
         if device.type == "cpu":
             hardware = find_hardware("cpu") if CALIBRATED.expanduser().is_file() else None
         else:
-            words = torch.get_device_module(device).get_device_name(device).lower().replace("-", " ").split()
+            words = device_name(device).lower().replace("-", " ").split()
             known = [name for name in hardware_names() if name.partition("-")[0] in words]
             hardware = find_hardware(known[0]) if known else None
     except (QuintschedError, RuntimeError, AttributeError, OSError):

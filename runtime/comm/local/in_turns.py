@@ -19,7 +19,8 @@ from torch import overrides
 from torch.utils import _python_dispatch as dispatches
 
 from ..base import Group
-from ..device import SEEDED, generators_lent, use_device
+from ..device import use_device
+from ..generators import SEEDED, generators_lent
 from .transport import LocalTransport
 from .world import Awaited, LocalWorld
 

@@ -36,7 +36,7 @@ from ...settings.run_settings import Rules
 from ..base import describe
 from ..checked.frame import NO_LABEL, Label
 from ..clock import now_s
-from ..device import SEEDED, generators_lent
+from ..generators import SEEDED, generators_lent
 from ..host_link import require_bandwidth
 from .rendezvous import Meetings
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.device import AllGenerators
+from ...comm.generators import AllGenerators
 from ..functions_kept import FunctionKept, FunctionState, name_of
 
 _FAR = (10, 100, 1_000, 10_000, 1_000_000)

@@ -19,7 +19,7 @@ from quintsched.runtime.blocks.shapes import trace_shapes
 from quintsched.runtime.blocks.trees import TreeSpec
 from quintsched.runtime.blocks.untouched import attributes_untouched, untouched
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.device import draws_undone
+from quintsched.runtime.comm.generators import draws_undone
 
 from ..toys import difference, share
 

@@ -9,7 +9,7 @@ import torch
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connection, device
+from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connection, device, generators
 from quintsched.runtime.comm.connection import choose_library, connect_for
 
 CPU = torch.device("cpu")
@@ -121,9 +121,9 @@ def test_generators_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(get_rng_state=kept.__getitem__, set_rng_state=lambda state, of: kept.update({of: state}))
     monkeypatch.setattr(torch, "get_device_module", lambda of: module)
     for of in (CPU, gpu):
-        states = device.generator_states(of)
+        states = generators.generator_states(of)
         first, kept[gpu] = torch.rand(3), torch.tensor([8])
-        device.restore_generators(of, states)
+        generators.restore_generators(of, states)
         assert torch.equal(torch.rand(3), first)
         assert kept[gpu].item() == (7 if of == gpu else 8)
         kept[gpu] = torch.tensor([7])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.device import SeededGenerators
+from quintsched.runtime.comm.generators import SeededGenerators
 from quintsched.runtime.parallel.draws import BlockDraws
 from quintsched.runtime.parallel.dropout import Masks, Unit
 

@@ -19,7 +19,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.device import draws_undone
+from quintsched.runtime.comm.generators import draws_undone
 from quintsched.runtime.settings.run_settings import LossOver
 from quintsched.runtime.stage.mean_losses import WeighedLoss
 

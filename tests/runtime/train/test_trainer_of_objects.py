@@ -88,7 +88,10 @@ def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: A
         return trainer.engine.full_weights()
 
     found = run_local(qs.compile("1f1b", mesh=mesh, microbatches=2).mesh.size, run)
-    return found[0], records, lines
+    whole: dict[str, Tensor] = {}
+    for weights in found:
+        whole |= weights
+    return whole, records, lines
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "dp=2,pp=2"])
@@ -117,15 +120,17 @@ def test_a_schedule_multiplies_the_rates_of_an_own_optimizer() -> None:
     assert [r["train/lr"] for r in records if "train/lr" in r] == pytest.approx([RATE * (8 - k) / 8 for k in range(8)])
 
 
-def test_a_data_set_is_divided_over_the_replicas() -> None:
-    def run(transport: Any) -> int:
-        trainer = Trainer(
-            split(net()), data(), None, {"parallel": {"mesh": "dp=2"}, "train": {"batch_size": 8}}, transport=transport
-        )
-        trainer.fit()
-        return trainer.progress.step
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,pp=2"])
+def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures(mesh: str) -> None:
+    def run(transport: Any) -> list[dict[str, Any]]:
+        config = {"parallel": {"mesh": mesh if transport.world_size > 1 else "dp=1"}, "train": {"batch_size": 8}}
+        return Trainer(split(copy.deepcopy(model)), data(30), data(17), config, transport=transport).fit()
 
-    assert run_local(2, run) == [4, 4]
+    model = net()  # 30 samples: the last batch has 6, so that two of four replicas have one; of validation, 1
+    (alone,), divided = run_local(1, run), run_local(4, run)
+    for history in divided:
+        for name in ("loss", "accuracy", "validation_loss", "validation_accuracy"):
+            assert history[0][name] == pytest.approx(alone[0][name], abs=1e-12)
 
 
 @pytest.mark.parametrize(

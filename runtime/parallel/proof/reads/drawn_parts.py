@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ....comm import Group
-from ....comm.device import SeededGenerators
+from ....comm.generators import SeededGenerators
 from ...draws import BlockDraws
 from ...dropout import BY_SAMPLES, WORD, CutSite, Masks, Unit
 from ..arrivals import Arrival
