@@ -218,9 +218,10 @@ def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: 
 def evaluation_of(plan: Plan) -> Plan:
     """Return the plan that runs forward, only, what `plan` trains: of the same shape, with weights shared out alike.
 
-    It is compiled and proved once for each plan, however many ranks of a process ask for it.
+    It is compiled and proved once for each plan, however many ranks of a process ask for it. A plan that only runs
+    forward is its own.
     """
-    return plan.remember("evaluation", lambda: _evaluation_of(plan))
+    return plan if plan.mode == "forward" else plan.remember("evaluation", lambda: _evaluation_of(plan))
 
 
 def _evaluation_of(plan: Plan) -> Plan:

@@ -38,6 +38,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "calibrate",
         "train",
         "engine",
+        "forward_engine",
+        "engine_base",
         "requirements",
         "verification",
         "interpreter",

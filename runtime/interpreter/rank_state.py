@@ -67,6 +67,8 @@ class RunOptions:
     wants_stop: Callable[[], bool]
     shows_modules: bool = False
     """Whether the user's loop has the modules, and may read their weights whenever a step has returned."""
+    finds_loss: bool = True
+    """Whether the loss and metrics are called, as they are where somebody trains."""
 
     @property
     def functions(self) -> dict[str, Any]:

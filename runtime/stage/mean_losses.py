@@ -81,6 +81,7 @@ class WeighedLoss:
 
     Attributes:
         function: the user's.
+        is_wanted: whether anybody calls it, as all do who train.
         has_others: whether blocks have losses of their own beside it.
         supposed: what it is supposed to be over while blocks before it weigh theirs, and nobody has called it.
         has_supposed: whether some of theirs was so weighed that it would be another by another rule.
@@ -107,7 +108,7 @@ class WeighedLoss:
         is_cut: bool = False,
         is_captured: bool = False,
     ) -> None:
-        self.function, self.has_others = loss_fn, False
+        self.function, self.is_wanted, self.has_others = loss_fn, True, False
         self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
         functions = [loss_fn] if self.means is None else [partial(_term, *term) for term in self.means.terms]
         self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]
