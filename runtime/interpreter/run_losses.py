@@ -139,7 +139,7 @@ class RunLosses:
         """
         self._usual = usual
         loss, is_sum = self.loss, False
-        if not any(map(_HAS_LOSS, parcels)):
+        if not (loss.is_wanted and any(map(_HAS_LOSS, parcels))):
             return
         loss.expect_others()
         holds_all = self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])
