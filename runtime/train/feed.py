@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
 from ..agreement.sections import Plain, Record, Section, require_same
@@ -28,8 +28,8 @@ from ..comm import Group, Transport
 from ..comm.control import ControlGroup, broadcast_bytes
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders, Say
-from ..engine import Engine
-from ..settings.job import DataConfig, TrainConfig
+from ..engine_base import EngineBase
+from ..settings.job import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
 
 
@@ -89,6 +89,23 @@ class DatasetFeed:
         for indices in self._validation.batches(0):
             yield self._share(self._splits[1], indices)
 
+    def once(self, samples: Samples) -> Iterator[Batch]:
+        """Yield this replica's part of a split, of which each sample is in one part, in order, batch by batch.
+
+        Raises `MisfitError` where there are fewer samples than replicas.
+        """
+        number, (replica, num_replicas) = samples == "validation", self._replica
+        count = (self._train, self._validation)[number].num_samples
+        if count < num_replicas:
+            raise MisfitError(
+                f"{count} samples cannot be shared out over {num_replicas} replicas (dp x ep); take a mesh with fewer"
+            )
+        mine, size = np.array_split(np.arange(count), num_replicas)[replica], self._train.batch_size
+        for start in range(0, len(mine), each := max(size // num_replicas, 1)):
+            split = self._splits[number]
+            indices = mine[start : start + each]
+            yield (None, None, {}) if split is None else (*gather_batch(split, indices), {})
+
     def _share(self, split: Split | None, indices: Any) -> Batch:
         """Return this replica's samples of a batch; nothing on a rank that needs none."""
         if split is None:
@@ -138,6 +155,14 @@ class UserFeed:
         """Yield all batches of validation, if there are such."""
         if self._validation is not None:
             yield from self._validation.epoch(0)
+
+    def once(self, samples: Samples) -> Iterator[Batch]:
+        """Yield all batches of validation, or of one epoch of training; raises `MisfitError` where there are none."""
+        if samples == "train":
+            return self.train(0, 0)
+        if self._validation is None:
+            raise MisfitError("the loaders have no validation; give Loaders(…, validation=…), or say samples: train")
+        return self.validation()
 
     def example(self, samples: int) -> Tensor:
         """Return zeros of the shape of inputs."""
@@ -213,7 +238,7 @@ def parts_of(batch: Any, count: int) -> list[Any]:
     return [part(number) for number in range(count)] if count > 1 else [batch]
 
 
-def drained(loader: Iterable[Any] | None, engine: Engine) -> Iterator[Any]:
+def drained(loader: Iterable[Any] | None, engine: EngineBase) -> Iterator[Any]:
     """Yield a loader's batches, then batches of no samples, until no rank's loader has any more (collective).
 
     All ranks loop over this, each over its own loader, and do the same in every turn: step, evaluate, save. Each turn

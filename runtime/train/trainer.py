@@ -13,23 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
-
-import torch
 
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
 from ..agreement.records import agree_on_start, agreed_settings
-from ..blocks.blocks import Blocks, undecayed_weights
-from ..blocks.costs import estimate_costs, measure_costs
+from ..blocks.blocks import undecayed_weights
 from ..comm import Transport
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
-from ..saving.checkpoints.checkpoints import OpenCheckpoints, checkpoints_of, remembered_costs
+from ..saving.checkpoints.checkpoints import OpenCheckpoints, checkpoints_of
 from ..settings.job import JobConfig
 from ..settings.run_settings import Start
 from ..splitting.split import Split
@@ -39,7 +35,8 @@ from .feed import open_feed, parts_of
 from .losses import Sums, Window, accuracy_of, figures_in_words, loss_of
 from .optimizer import build_optimizer, learning_rate_factor
 from .reporter import Record, Reporter, Sink, Sinks, require_sinks
-from .resuming import Progress, Scale, StepSamples, go_on_from
+from .resuming import Progress, Scale, StepSamples, go_on_from, load_pretrained_of
+from .stage_costs import block_costs
 from .trace_window import TracedSteps, traced_steps
 
 
@@ -102,34 +99,13 @@ class Trainer:
             loss_fn,
             lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
             metrics=metrics,
-            block_costs=self._block_costs(blocks, transport),
+            block_costs=block_costs(job, self.plan, blocks, self._feed, transport),
             trace_steps=traced_steps(job.runtime),
             wants_stop=self._wants_to_stop,
             spike_dir=job.folder,
             **{**dict(job.run), "tied": tied},
             transport=transport,
         )
-
-    def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
-        """Return what blocks cost: estimated, or measured by rank 0 for all; None where the plan cuts the stages."""
-        if self.plan.blocks_per_stage:
-            return None
-        if self.job.parallel.balance == "estimated":
-            return estimate_costs(blocks)
-        costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
-        if transport.rank == 0:
-            costs += torch.tensor(self._measured_costs(blocks, transport.device), device=transport.device)
-        transport.world_group().broadcast(costs, 0).wait()
-        return [float(cost) for cost in costs.tolist()]
-
-    def _measured_costs(self, blocks: Blocks, device: torch.device) -> list[float]:
-        """Measure blocks once per directory of checkpoints: stages must be cut alike when a run is resumed."""
-        inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1)).to(device)
-        example = inputs.to(self.job.run.dtype) if inputs.is_floating_point() else inputs
-        directory = self.job.checkpoint.dir
-        if directory is None:
-            return measure_costs(blocks, example)
-        return remembered_costs(Path(directory), len(blocks), lambda: measure_costs(blocks, example))
 
     @property
     def total_steps(self) -> int:
@@ -147,7 +123,7 @@ class Trainer:
         with self._reporter as reporter, self._opened(start):
             with self._publisher.phase("load"):
                 if not (start == "resume" and self._resume()):
-                    self._load_pretrained()
+                    load_pretrained_of(self.job.model, self.engine, self._reporter.say)
             for line in (self.engine.tensor_cuts, self.engine.expert_shares, self.engine.zero_split):
                 if line is not None:
                     reporter.say(line)
@@ -176,7 +152,7 @@ class Trainer:
 
     def record(self, steps: int) -> Recording:
         """Train at most so many steps from the start, and return what each of them makes on this rank."""
-        self._load_pretrained()
+        load_pretrained_of(self.job.model, self.engine, self._reporter.say)
         recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
         for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
             self._set_learning_rate()
@@ -188,15 +164,6 @@ class Trainer:
         """Train one step, and return what it has found of blocks, loss and metrics."""
         inputs, targets, extras = next(iter(self._feed.train(0, start=0)))
         return self.engine.inspect(inputs, targets, **extras)
-
-    def _load_pretrained(self) -> None:
-        """Start from the weights that the job names, if it does; say which of the model's they do not have."""
-        model = self.job.model
-        if model.pretrained is None:
-            return
-        loaded = self.engine.load_pretrained(model.pretrained, fresh=model.fresh, strict=model.strict)
-        if loaded.fresh:
-            self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
     def _train(self, traced: TracedSteps) -> None:
         while self.progress.epoch < self.job.train.epochs and not (self.progress.stopped or self._stop_asked):
