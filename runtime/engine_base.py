@@ -1,10 +1,8 @@
 """An engine's half that training and forward runs have in common: a plan, bound to one rank's part of a user's blocks.
 
-                              Engine          loss, gradients, optimizers; steps and evaluations
-EngineBase                      ▲
-plan, transport, groups, stages ┤
-weights by name, settled batches▼
-                              ForwardEngine   forwards alone, weights alone
+EngineBase            plan, transport, groups, stages, weights by name; settles a batch, runs it forward
+  ├─ Engine           and loss, gradients, optimizers: steps
+  └─ ForwardEngine    and nothing else: weights alone
 """
 
 from __future__ import annotations

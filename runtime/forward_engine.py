@@ -29,10 +29,11 @@ from .settings.run_settings import RunSettings, taking_settings
 class ForwardEngine(EngineBase):
     """Runs an inference plan on a user's own blocks: no loss, no gradients, no optimizer.
 
-    A rank holds the weights of its stages, its shards of them where the plan has ZeRO-3, and nothing else from run to
-    run. Weights come by `set_weights`, `load_pretrained`, `load_state_files`, `load_full_state_dict`, `load_state_dict`
-    or `load_dcp`, also of checkpoints of a training on any mesh, whose optimizer state is passed over; before, they are
-    those that blocks are built with. Numbers are those of the whole model in one process, in evaluation mode.
+    From run to run, a rank holds the weights of its stages, or its shards of them where the plan has ZeRO-3, and
+    buffers for the messages that it receives. Weights come by `set_weights`, `load_pretrained`, `load_state_files`,
+    `load_full_state_dict`, `load_state_dict` or `load_dcp`, also of checkpoints of a training on any mesh, whose
+    optimizer state is passed over; before, they are those that blocks are built with. Numbers are those of the whole
+    model in one process, in evaluation mode.
 
     Args:
         plan: a plan that only runs forward (schedule "inference"); it must be sound under the transport's profile.
