@@ -218,9 +218,10 @@ def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: 
 def evaluation_of(plan: Plan) -> Plan:
     """Return the forward-only plan for evaluating a model that `plan` trains: same stages, placement and sharding.
 
-    It is compiled and proved once per plan, even where several ranks share one process.
+    It is compiled and proved once for each plan, however many ranks of a process ask for it. A plan that only runs
+    forward is its own.
     """
-    return plan.remember("evaluation", lambda: _evaluation_of(plan))
+    return plan if plan.mode == "forward" else plan.remember("evaluation", lambda: _evaluation_of(plan))
 
 
 def _evaluation_of(plan: Plan) -> Plan:

@@ -1,6 +1,7 @@
 """The runtime: runs plans with PyTorch. Needs torch (`pip install 'quintsched[runtime]'`).
 
     Engine, StepResult          trains a list of blocks by a plan; the caller keeps the training loop
+    ForwardEngine               runs a forward-only plan on a list of blocks, without gradients or optimizers
     LoadedWeights               names that a pretrained checkpoint and the model did not have in common
     StopRequest                 whether a signal has asked this process to stop after the step
     drained                     a loop over loaders of unequal length that ends on all ranks together
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
+    from .forward_engine import ForwardEngine
     from .interpreter.tally import StepResult
     from .launch.stop_request import StopRequest
     from .launch.to_plan import plan_of
@@ -55,6 +57,7 @@ _HOMES = {
     "settings.job": ("JobConfig", "load_job"),
     "comm.connection": ("connect_for",),
     "engine": ("Engine",),
+    "forward_engine": ("ForwardEngine",),
     "saving.pretrained.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.to_plan": ("plan_of",),
@@ -78,6 +81,7 @@ __all__ = [
     "Carry",
     "ColumnParallelLinear",
     "Engine",
+    "ForwardEngine",
     "Group",
     "JobConfig",
     "LoadedWeights",

@@ -18,46 +18,23 @@ from torch import nn
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.message_slots import MAX_SENDS
 
-from .agreement.engine_records import agree_on_functions, agree_on_options
-from .agreement.sections import Section
+from .agreement.engine_records import agree_on_functions
 from .blocks.blocks import Blocks
-from .blocks.untouched import tensors_of_training
 from .comm import Transport
-from .comm.connection import connect_for, watch_by
-from .comm.control import ControlGroup
+from .engine_base import EngineBase
 from .interpreter.activation_memory import SavedBytes
-from .interpreter.busy_clock import Clock
 from .interpreter.interpreter import PreparedStep
-from .interpreter.plan_runner import PlanRunner
-from .interpreter.rank_state import NO_CONTEXT, LossFn, MetricFn, RunOptions
+from .interpreter.rank_state import LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .optim.builds import OptimizerBuilds
-from .optim.given import Builder, OptimizerGiven, builder_of
+from .optim.given import OptimizerGiven, builder_of
 from .optim.loss_scale import LossScale
-from .parallel.mesh_groups import make_groups
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import (
-    require_capturable,
-    require_runnable,
-    require_usable,
-)
-from .saving.averages import Averages
-from .saving.pretrained.tensor_names import ModelNames
-from .saving.rank_tensors import RankTensors
-from .saving.verbs.engine_saves import EngineSaves, EngineState
-from .saving.verbs.engine_weights import EngineWeights
+from .requirements import require_mode, require_usable
+from .saving.verbs.engine_saves import EngineState
 from .settings.run_settings import RunSettings, taking_settings
-from .splitting.split import Split
-from .stage.batches.microbatches import without_samples
-from .stage.rank_model import RankModel
-from .stage.rank_view import RankView
 from .stage.sliced_losses import for_slices
-from .stage.tied_weights import with_ties
-from .state.training_state import TrainingState
-from .steps.plans import StepPlans
 from .verification.bad_steps import BadSteps
 from .verification.block_facts import ModelFacts
 from .verification.comparison import Comparison
@@ -65,7 +42,7 @@ from .verification.engine_checks import EngineChecks
 
 
 @taking_settings
-class Engine(EngineState, RankView):
+class Engine(EngineBase, EngineState):
     """Runs a pipeline-parallel plan on the caller's blocks, loss and optimizer.
 
     Args:
@@ -110,18 +87,12 @@ class Engine(EngineState, RankView):
         transport: Transport | None = None,
         **settings: Any,
     ) -> None:
-        if plan.mode != "train":
-            raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
-        self.settings = RunSettings.of_arguments(settings)
-        if isinstance(blocks, Split):
-            self.settings = _as_split(self.settings, blocks)
-            plan = with_ties(plan, blocks, self.settings.tied or {}, block_costs)
-        self.plan, self.transport = plan, transport or _connect(plan, self.settings)
-        max_sends = MAX_SENDS if require_runnable(plan, self.transport).profiles["blocking"] else None
+        require_mode(plan, "train", "Engine")
+        max_sends = self._begin(plan, blocks, RunSettings.of_arguments(settings), block_costs, transport)
         metrics = metrics or {}
         given: dict[str, Callable[..., Any]] = {"loss_fn": loss_fn, **metrics}
-        require_usable(plan, blocks, given)
-        self._prepare, used_loss = for_slices(plan, loss_fn)
+        require_usable(self.plan, blocks, given)
+        self._prepare, used_loss = for_slices(self.plan, loss_fn)
         builder, self._scale = builder_of(optimizer, blocks), LossScale(grad_scaler)
         cut_logits = all(map(takes_vocabulary, (used_loss, *metrics.values())))
         self._agree_on_settings({"metrics": [*metrics], "blocks": len(blocks), "cut_logits": cut_logits})
@@ -139,66 +110,12 @@ class Engine(EngineState, RankView):
             wants_stop=wants_stop,
             shows_modules=any(isinstance(block, nn.Module) for block in blocks),
         )
-        self._recorder = Recorder.of(plan, self.transport, trace_steps)
-        self._bind(blocks, options, spike_dir)
-        kept, world = (self._model, self.masters, self._rank), self._groups.world
-        self.checks = EngineChecks(self._settle, self._runner, *kept, world, used_loss, self.settings.clip)
-
-    def _agree_on_settings(self, beside: Mapping[str, Any]) -> None:
-        """Compare settings across ranks, and refuse on all ranks a plan that cannot run with them (collective)."""
-        settings, scale = self.settings, self._scale.state_dict()
-        if settings.cuda_graph:
-            require_capturable(self.plan, self.transport.device, scales=bool(scale))
-        agree_on_options(self.plan, {**dict(settings), **beside, **scale}, self.transport.world_group())
-        self.transport.check_everything(settings.verify)
-
-    def _connect_ranks(self) -> None:
-        """Open the process groups, and the channels of all plans that the engine runs."""
-        self._groups = make_groups(self.plan, self.transport)
-        ring = self.settings.context == "ring"
-        self._plans = StepPlans(self.plan, self.transport, self._groups.world, ring=ring)
-        self._plans.open()
-        self._is_closed = False
-        self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
-        self.everyone = ControlGroup(self._groups.world)
-        self._run_id = self.everyone.draw_id()
-
-    def _build(
-        self, blocks: Blocks, builder: Builder, block_costs: Sequence[float] | None, *, cut_logits: bool
-    ) -> Section | None:
-        """Build this rank's stages, gradients and optimizers; return the section of them that all ranks share."""
-        settings = self.settings
-        self._model = model = RankModel(
-            self.plan,
-            blocks,
-            self._groups,
-            self.transport,
-            settings,
-            block_costs=block_costs,
-            cut_logits=cut_logits,
-        )
-        builds = OptimizerBuilds(builder, model, self._groups.tensor, settings.zero_split)
-        bucket_bytes = int(settings.bucket_mb * 1e6)
-        self._state = TrainingState(
-            self.plan, model.pp_rank, model.stages, self._groups, model.tied, builds, bucket_bytes=bucket_bytes
-        )
-        model.bind_copies()
-        self._averages = Averages()
-        return builds.settings
-
-    def _bind(self, blocks: Blocks, options: RunOptions, spike_dir: str | Path | None) -> None:
-        """Make the plan runner, and the objects that save and load weights by the model's parameter names."""
-        self.clock = Clock(self.transport.device)
-        self._runner = PlanRunner(
-            self._model, self._state, self._groups, self.transport, self.clock, options, self._recorder
-        )
-        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
-        runner, averages = self._runner, self._averages
-        self._rank = RankTensors(self._model, self._state, self._groups, names, runner.steps, self._scale, averages)
-        self.weights = EngineWeights(self._rank)
-        self.saves = EngineSaves(self._rank, self._run_id, lambda: runner.accumulates)
+        self._recorder = Recorder.of(self.plan, self.transport, trace_steps)
+        self._bind(blocks, options, self._recorder)
         held, world, most = self._rank.held, self._groups.world, self.settings.max_skipped
         self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, most, spike_dir)
+        kept = self._model, self.masters, self._rank
+        self.checks = EngineChecks(self._settle, self._runner, *kept, world, used_loss, self.settings.clip)
 
     def step(
         self, inputs: Any, targets: Any, *, microbatches: int | None = None, last: bool = True, **extras: Any
@@ -255,35 +172,6 @@ class Engine(EngineState, RankView):
         self._bad_steps.note(step, result, last=last)
         return result
 
-    def _settle(
-        self,
-        plan: Plan,
-        inputs: Any,
-        targets: Any,
-        extras: Mapping[str, Any],
-        microbatches: int | None = None,
-        *,
-        needs_loss: bool = True,
-    ) -> PreparedStep:
-        """Cut a batch into units, and agree with the other ranks on their shapes."""
-        if self._is_closed:
-            raise UsageError("this engine was closed; make a new one")
-        with tensors_of_training() if torch.is_inference_mode_enabled() else NO_CONTEXT:
-            try:
-                if plan.mode == "train":
-                    self.weights.require_unchanged()
-                for source in self._model.sources:
-                    source.follow()
-                prepared = targets if targets is None or self._prepare is None else self._prepare(targets)
-                batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
-            except (MisfitError, UsageError) as error:
-                self._runner.refuse(plan, error)
-                raise
-            if self._no_samples is None:
-                self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
-            self._model.publish(batch.kind, inputs, targets)
-            return self._runner.prepare(plan, batch, partial(self._model.compare, plan, inputs, targets, extras))
-
     @property
     def usual_samples(self) -> int:
         """Number of samples for which a loss without a weight of its own weighs 1: at first, the largest microbatch.
@@ -315,17 +203,7 @@ class Engine(EngineState, RankView):
         replica's samples: one tree, whole over tp and cp; None on other ranks. Targets may then be None on all ranks:
         no loss is computed, and that of the result is NaN.
         """
-        plan = self._plans.evaluation(microbatches)
-        step = self._settle(plan, inputs, targets, extras, microbatches, needs_loss=not outputs)
-        return self._model.evaluating(partial(torch.no_grad()(self._runner.run), step, wants_outputs=outputs))
-
-    def busy_share(self, seconds: float) -> float:
-        """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).
-
-        1 minus it is the measured bubble, including waits and all host time between instructions.
-        """
-        busy, all_seconds = self.everyone.add(self.clock.read_s(), seconds)
-        return busy / all_seconds
+        return self._run_forward(inputs, targets, extras, microbatches, wants_outputs=outputs)
 
     def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
         """Do a `step`, and compare it with the same step of a whole model in one process: see `EngineChecks.verify`."""
@@ -342,19 +220,3 @@ class Engine(EngineState, RankView):
     def saved_costs(self, counted: SavedBytes) -> Costs:
         """Return activation bytes of a unit of each stage, as counted on all ranks (collective): for `simulate`."""
         return counted.costs(self._groups.world)
-
-    def close(self) -> None:
-        """Close the transport; no step can follow."""
-        self._is_closed = True
-        self.transport.close()
-
-
-def _as_split(settings: RunSettings, blocks: Split) -> RunSettings:
-    """Return settings with the tensor rules and tied weights of a split model added."""
-    tied = blocks.tied if settings.tied is None else settings.tied
-    return settings.model_copy(update={"rules": {**settings.rules, **blocks.rules}, "tied": tied})
-
-
-def _connect(plan: Plan, settings: RunSettings) -> Transport:
-    watch = watch_by(settings)
-    return connect_for(plan, watch.timeout_s, watch=watch)

@@ -35,6 +35,20 @@ def require_runnable(plan: Plan, transport: Transport) -> Verdict:
     return verdict
 
 
+def require_mode(plan: Plan, mode: str, taker: str) -> None:
+    """Raise `UsageError` for a plan of another mode than `taker` runs: say which class does."""
+    if plan.mode != mode:
+        other, needs = (
+            ("ForwardEngine(plan, blocks)", "a plan of a training")
+            if mode == "train"
+            else ("Engine(plan, blocks, loss_fn, optimizer)", 'one of the schedule "inference"')
+        )
+        raise UsageError(
+            f"{taker} needs {needs}, but this plan ({plan.schedule.name}) is for {plan.mode}: {other} takes it; in a "
+            f"job file, mode: {plan.mode}"
+        )
+
+
 def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> None:
     """Raise `UsageError` if a step of the plan cannot be captured, `MisfitError` if the device has no CUDA graphs.
 
@@ -49,7 +63,22 @@ def require_capturable(plan: Plan, device: torch.device, *, scales: bool) -> Non
 
 
 def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for blocks that are no modules or functions, and for a loss or metric that is not callable."""
+    """Raise `UsageError` for blocks that are none, and for what is to be called and cannot be."""
+    require_blocks(blocks)
+    for name, function in functions.items():
+        if function is None and name == "loss_fn":
+            raise UsageError(
+                "loss_fn is None: this model has no loss of its own that is known; give one, a function of (output, "
+                "targets) such as torch.nn.functional.mse_loss"
+            )
+        if not callable(function):
+            raise UsageError(f"{name} is a {type(function).__name__}; it must be a function of (output, targets)")
+    _require_nothing_to_train(blocks, functions)
+    _require_loss_of_slices(plan, functions["loss_fn"])
+
+
+def require_blocks(blocks: Any) -> None:
+    """Raise `UsageError` for blocks that are none."""
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential | nn.ModuleList):
         raise UsageError(
             f"blocks is a whole {type(blocks).__name__}; give a list of its blocks, or cut it: "
@@ -63,16 +92,6 @@ def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, Any]) -> Non
                 f"block {number} is a {type(block).__name__}; it must be a module, or a function that builds one: "
                 "lambda: MyBlock(…)"
             )
-    for name, function in functions.items():
-        if function is None and name == "loss_fn":
-            raise UsageError(
-                "loss_fn is None: this model has no loss of its own that is known; give one, a function of (output, "
-                "targets) such as torch.nn.functional.mse_loss"
-            )
-        if not callable(function):
-            raise UsageError(f"{name} is a {type(function).__name__}; it must be a function of (output, targets)")
-    _require_nothing_to_train(blocks, functions)
-    _require_loss_of_slices(plan, functions["loss_fn"])
 
 
 def _require_nothing_to_train(blocks: Any, functions: Mapping[str, object]) -> None:

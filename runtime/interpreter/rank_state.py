@@ -66,7 +66,9 @@ class RunOptions:
     """Maximum number of sends in flight per channel; None: any number."""
     wants_stop: Callable[[], bool]
     shows_modules: bool = False
-    """Whether the caller has the modules, and may read their weights after any step."""
+    """Whether the user's loop has the modules, and may read their weights whenever a step has returned."""
+    finds_loss: bool = True
+    """Whether the loss and metrics are called, as they are where somebody trains."""
 
     @property
     def functions(self) -> dict[str, Any]:

@@ -92,7 +92,8 @@ class RunLosses:
         self.first = FirstLosses(is_meant=options.settings.loss_over == "microbatch")
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
-        self._asked_in_vain = self._is_due = self._has_looked = self._has_doubt = False
+        self.loss.is_wanted, self._asked_in_vain = options.finds_loss, not options.finds_loss
+        self._is_due = self._has_looked = self._has_doubt = False
         self._is_watched, self._has_gradients, self._trains = True, False, True
         self._refusal = self._of_metrics = self._of_any = self._of_pairs = ""
         self._told: dict[Examined, str] = {}
@@ -138,7 +139,7 @@ class RunLosses:
         """
         self._usual = usual
         loss, is_sum = self.loss, False
-        if not any(map(_HAS_LOSS, parcels)):
+        if not (loss.is_wanted and any(map(_HAS_LOSS, parcels))):
             return
         loss.expect_others()
         holds_all = self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])

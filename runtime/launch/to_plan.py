@@ -15,8 +15,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from quintsched.compiler import compile_request, stages_of
+from quintsched.compiler import compile_request, evaluation_of, stages_of
 from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.files.atomic import whole_path
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import listed
 from quintsched.plan import Plan
@@ -29,9 +30,10 @@ from ..settings.job import JobConfig, ParallelConfig
 def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     """Return the plan of a job: the one at `plan_path`, that of `parallel.plan`, or a compiled one.
 
-    A plan file takes precedence over the `parallel` section. Raises `MisfitError` where a setting that the job file
-    gives differs from the plan, or the batch does not divide; `UsageError` where stages are to be balanced that the
-    plan has fixed; errors of loading and compiling as they come.
+    A plan file wins over the `parallel` section. Raises `MisfitError` where a setting that the job file gives says
+    something else than the plan, or the batch does not divide; `UsageError` where stages are to be balanced that the
+    plan has settled; errors of loading and compiling as they come. A forward run has the plan that evaluates what the
+    plan trains, or a plan that only runs forward as it is.
     """
     path = plan_path or job.parallel.plan
     if path is None:
@@ -39,9 +41,22 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     else:
         plan = Plan.load(path)
         _require_agreement(job.parallel, plan, str(path))
-    _require_even_batch(job.train.batch_size, job.train.accumulate, plan)
     _require_one_cut(job.parallel, plan)
+    if job.mode == "forward":
+        _require_outputs(job)
+        return evaluation_of(plan)
+    _require_even_batch(job.train.batch_size, job.train.accumulate, plan)
     return plan
+
+
+def _require_outputs(job: JobConfig) -> None:
+    """Raise `UsageError` for a forward run that writes nothing, or is to be traced as a training."""
+    if job.forward.outputs is None:
+        raise UsageError("mode: forward writes outputs; say where: forward: {outputs: DIR}, --set forward.outputs=DIR")
+    if job.checkpoint.dir is not None and whole_path(job.checkpoint.dir) == whole_path(job.forward.outputs):
+        raise UsageError(f"forward.outputs is the checkpoint.dir, {job.forward.outputs}; give outputs their own folder")
+    if job.runtime.trace is not None:
+        raise UsageError("runtime.trace writes down steps of a training, which mode: forward has not; leave it out")
 
 
 def _request(job: JobConfig) -> CompileRequest:

@@ -24,7 +24,7 @@ from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, printable
+from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, UsageError, printable
 from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import Suppressed, headline, is_own, said
 
@@ -84,6 +84,7 @@ def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Pla
     from .to_plan import for_processes, plan_of
 
     job = request.load_job()
+    _require_forward(request, job)
     require_sinks(job.log.sinks)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     job = job if alone else for_processes(job, request.plan, processes)
@@ -96,6 +97,18 @@ def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Pla
     if not alone:
         _require_world(job, plan, processes)
     return job, plan, notes
+
+
+def _require_forward(request: RunRequest, job: JobConfig) -> None:
+    """Raise `UsageError` where a job that runs forward is asked for what trainings alone do."""
+    if job.mode == "train":
+        return
+    if type(request) is not RunRequest:
+        raise UsageError("the job says mode: forward, and this looks at a training; say --set mode=train")
+    if request.start != "new":
+        raise UsageError(
+            f"--{request.start} is of trainings; a run with mode: forward takes the newest checkpoint of checkpoint.dir"
+        )
 
 
 def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
@@ -174,7 +187,8 @@ def train(
     stop: StopRequest | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Train as one rank; rank 0 reports, `notes` first."""
+    """Train, or run forward, as one rank; rank 0 reports, `notes` first."""
+    from ..train.forward_run import ForwardRun
     from ..train.reporter import Reporter
     from ..train.trainer import Trainer
 
@@ -184,6 +198,9 @@ def train(
     for line in (*notes, plan.title):
         reporter.say(line)
     stop = stop or StopRequest()
+    if job.mode == "forward":
+        ForwardRun(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=tuple(overrides)).run()
+        return
     Trainer.of_job(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=overrides).fit(start)
 
 

@@ -4,8 +4,9 @@
                ──▶ optimizers' states    the same boxes where they have the weight's shape; else whole
                ──▶ steps, loss scale, and further state of modules and optimizers, if equal on all ranks
 
-A state with "engine.step" is that of a training, and is loaded completely; with weights alone, optimizers keep their
-state. Averages that it lacks start anew from the weights.
+A state that has "engine.step" is that of a training, and is taken over whole; of weights alone, optimizers stay as they
+are. Averages that it lacks begin anew with the weights. A rank that only runs forward takes weights and what modules
+keep, and passes over what optimizers and averages have.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class StateLoader:
     ) -> None:
         self._saved, self._rank, self._is_part = saved, rank, is_part
         self._is_training = STEP in saved.pieces
+        takes_states = takes_states and rank.trains
         self._takes_states = takes_states and (self._is_training or bool(saved.states))
         self._kinds = _BESIDE if takes_states else (MODULES,)
         own = rank.names.own or {}
@@ -91,6 +93,8 @@ class StateLoader:
             names = (self._find(prefix, one.name) for prefix in (MODEL, *self._averaged()))
             for name in filter(None, names):
                 self._require_fit(name, one)
+        if not self._rank.trains:
+            return
         decays = {n: f"{AVERAGE}{n}.{DECAY}" for n in range(len(self._rank.averages.all))}
         found = {number: saved.whole(name) for number, name in decays.items() if name in saved.pieces}
         kept = {name.split(".")[1] for name in saved.pieces if name.startswith(AVERAGE)}

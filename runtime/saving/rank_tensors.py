@@ -103,6 +103,11 @@ class RankTensors:
         return self.groups.world.index
 
     @property
+    def trains(self) -> bool:
+        """Whether its plan trains, so that there are optimizers and averages."""
+        return self.model.plan.mode == "train"
+
+    @property
     def replicas(self) -> tuple[int, int]:
         """Number of this rank's replica of the batch, and how many replicas there are."""
         return self.model.replica, self.model.num_replicas

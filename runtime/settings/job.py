@@ -1,4 +1,4 @@
-"""Job file: every setting of a training run, apart from the plan.
+"""Job file: every setting of a run, apart from the plan.
 
     model:      {name: vit, options: {depth: 8}}
     data:       {name: digits}
@@ -31,6 +31,7 @@ from .optimizer_settings import OptimizerConfig as OptimizerConfig
 from .run_settings import Mark, Names, RunSettings, Settings, StrictRules, TransportName, fields_in, read_settings
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
+Samples = Literal["validation", "train"]
 Sizes = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
     BeforeValidator(lambda given: (given,) if isinstance(given, int) else given),
@@ -206,6 +207,17 @@ class CheckpointConfig(Settings):
     """A directory for the trained weights, as `from_pretrained` of transformers reads them; none: not written."""
 
 
+class ForwardConfig(Settings):
+    """The section `forward`: the outputs of a run with `mode: forward`."""
+
+    outputs: Annotated[str | None, Mark.OF_A_MACHINE] = None
+    """A folder for them: an index, and files of safetensors; see `saving.output_files`."""
+    samples: Samples = "validation"
+    """Whose outputs these are: of one split of the data, each sample once, in the order of the data."""
+    max_file_mb: float = Field(default=1000.0, gt=0)
+    """Size in MB (10^6 bytes) beyond which a replica begins a new file; a rank holds as much in memory."""
+
+
 class SinkConfig(Settings):
     """One sink of metrics."""
 
@@ -239,6 +251,8 @@ class LogConfig(Settings):
 class JobConfig(Settings):
     """A whole job file."""
 
+    mode: Literal["train", "forward"] = "train"
+    """What is done: a training, or one pass forward over data, whose outputs are written; see `forward`."""
     model: Annotated[ModelConfig, Mark.KEPT] = ModelConfig()
     """Model to train."""
     data: Annotated[DataConfig, Mark.KEPT] = DataConfig()
@@ -253,6 +267,8 @@ class JobConfig(Settings):
     """Checkpoints."""
     log: LogConfig = LogConfig()
     """Log."""
+    forward: ForwardConfig = ForwardConfig()
+    """Outputs of a forward run, with `mode: forward`."""
 
     @property
     def folder(self) -> Path | None:

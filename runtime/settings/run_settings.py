@@ -31,6 +31,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from quintsched.errors import UsageError, printable, suggest
@@ -181,6 +182,7 @@ class Mark(Enum):
     OPEN = "a section without a fixed set of settings: one that is not there differs from one that is"
     OF_A_MACHINE = "ranks may have others: paths, and what one rank alone uses"
     CODE = 'may name code of the user\'s, "my_file.py:name"'
+    TRAINS = "means something to a training alone"
 
 
 @dataclass(frozen=True)
@@ -212,12 +214,12 @@ def _seconds(value: float | str) -> float | None:
 class RunSettings(Settings):
     """Settings of an engine; the arguments of `Engine` with these names."""
 
-    loss_over: Annotated[LossOver | None, InJob("train")] = None
+    loss_over: Annotated[LossOver | None, Mark.TRAINS, InJob("train")] = None
     """Reduction of a loss that is one number: "samples", "targets" (those that are not -100), "sum", "microbatch":
     a value of each microbatch by itself; none: it is tested, and refused where microbatches cannot make it up."""
-    clip: Annotated[float | None, InJob("train")] = Field(default=None, gt=0)
+    clip: Annotated[float | None, Mark.TRAINS, InJob("train")] = Field(default=None, gt=0)
     """The largest global norm of the gradient; longer ones are scaled down to it."""
-    bucket_mb: Annotated[float, InJob("parallel")] = Field(default=25.0, gt=0)
+    bucket_mb: Annotated[float, Mark.TRAINS, InJob("parallel")] = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     dtype: Annotated[Any, Mark.KEPT, InJob("runtime", "precision", Precision, "float32", _dtype)] = None
     """Dtype to compute in, of weights and inputs; None, of an engine: as blocks are built. With bfloat16 and float16,
@@ -241,12 +243,12 @@ class RunSettings(Settings):
     compiled: Annotated[bool, InJob("runtime", "compile")] = False
     """Whether torch.compile compiles each stage (excluding collectives, sharded or deferred matrix products, and blocks
     that draw random numbers other than by nn.Dropout)."""
-    cuda_graph: Annotated[bool, InJob("runtime")] = False
+    cuda_graph: Annotated[bool, Mark.TRAINS, InJob("runtime")] = False
     """Whether steps run from CUDA graphs, one for each shape of a batch: on one GPU, for models without dropout."""
-    zero_split: Annotated[ZeroSplit, InJob("parallel")] = "auto"
+    zero_split: Annotated[ZeroSplit, Mark.TRAINS, InJob("parallel")] = "auto"
     """Partition of parameters by ZeRO: equal segments ("element"), or whole ones ("parameter"); "auto": these
     for optimizers that work on whole parameters."""
-    max_skipped: Annotated[int, Mark.FREE, InJob("train")] = Field(default=5, ge=0)
+    max_skipped: Annotated[int, Mark.FREE, Mark.TRAINS, InJob("train")] = Field(default=5, ge=0)
     """Consecutive skipped steps, of a gradient that is not finite, after which the run stops and reports where that
     arose; 0: it never does."""
     verify: Annotated[bool, InJob("runtime")] = False
@@ -263,14 +265,25 @@ class RunSettings(Settings):
     ten (300 with `compile`). A first step may take a minute at least; set-up, loading and saving, `timeout_s`."""
 
     @classmethod
-    def of_arguments(cls, given: Mapping[str, Any]) -> RunSettings:
-        """Return the settings in the arguments of an engine; raises `UsageError`."""
-        return read_settings(cls, given, "Engine")
+    def of_arguments(cls, given: Mapping[str, Any], taker: str = "Engine", *, trains: bool = True) -> RunSettings:
+        """Return the settings that arguments of a class give, which `trains` or not; raises `UsageError`."""
+        if unused := sorted(given.keys() & (fields_of(cls).keys() - fields_of(cls, trains=trains).keys())):
+            raise UsageError(f"{taker}: {unused[0]} is a setting of training, which this does not; leave it out")
+        return read_settings(cls, given, taker)
 
     @classmethod
     def of_job(cls, job: Settings) -> RunSettings:
         """Return the settings in a job."""
         return cls(**{name: place.load(getattr(getattr(job, place.section), key)) for name, key, place in places()})
+
+    def of_forward(self) -> dict[str, Any]:
+        """Return those that mean something where nothing is trained."""
+        return {name: getattr(self, name) for name in fields_of(type(self), trains=False)}
+
+
+def fields_of(kind: type[RunSettings], *, trains: bool = True) -> dict[str, FieldInfo]:
+    """Return the fields of an engine's settings, by name; without `trains`, those that do not need a training."""
+    return {n: field for n, field in kind.model_fields.items() if trains or Mark.TRAINS not in field.metadata}
 
 
 def places() -> Iterator[tuple[str, str, InJob]]:
@@ -296,9 +309,12 @@ def fields_in(section: str) -> dict[str, Any]:
 Taking = TypeVar("Taking")
 
 
-def taking_settings(kind: type[Taking]) -> type[Taking]:
-    """Add the settings to a class's signature, and their descriptions in place of `{settings}` to its docstring."""
-    fields = RunSettings.model_fields
+def taking_settings(kind: type[Taking], *, trains: bool = True) -> type[Taking]:
+    """Give a class that takes settings by name them as arguments, and their words for `{settings}` of its docstring.
+
+    Without `trains`, those that do not need a training.
+    """
+    fields = fields_of(RunSettings, trains=trains)
     words = (
         wrap(f"{name}: {' '.join((field.description or '').split())}", 108, subsequent_indent="    ")
         for name, field in fields.items()

@@ -81,6 +81,7 @@ class WeighedLoss:
 
     Attributes:
         function: the user function.
+        is_wanted: whether it is called at all, as in training.
         has_others: whether blocks return auxiliary losses.
         supposed: its presumed unit, by which auxiliary losses are weighted before its first call.
         has_supposed: whether an auxiliary loss was weighted so that another unit would give another result.
@@ -106,7 +107,7 @@ class WeighedLoss:
         is_cut: bool = False,
         is_captured: bool = False,
     ) -> None:
-        self.function, self.has_others = loss_fn, False
+        self.function, self.is_wanted, self.has_others = loss_fn, True, False
         self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
         functions = [loss_fn] if self.means is None else [partial(_term, *term) for term in self.means.terms]
         self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]

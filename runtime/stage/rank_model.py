@@ -140,7 +140,8 @@ class RankModel:
             proved=options.prove != "none",
         )
         shares = self.expert_shares or ""
-        for line in (shares if "; on all ranks alike" in shares else None, eval_mode_warning(self.outlines)):
+        in_eval_mode = eval_mode_warning(self.outlines) if self.plan.mode == "train" else None
+        for line in (shares if "; on all ranks alike" in shares else None, in_eval_mode):
             if line and self._transport.rank == 0:
                 _logger.warning("%s", line)
         self.target_stages = target_stages(self.cuts, self.outlines)
@@ -340,7 +341,7 @@ class RankModel:
     @cached_property
     def needs_targets(self) -> bool:
         """Whether this rank holds a last stage, or another that takes targets, and so needs them."""
-        lasts = {route.stages[-1] for route in self.plan.routes}
+        lasts = {route.stages[-1] for route in self.plan.routes if self.plan.mode == "train"}
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
 
     @cached_property

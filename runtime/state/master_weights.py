@@ -22,14 +22,14 @@ from ..stage.build import Stage
 
 
 class Masters:
-    """The weights that the optimizer of one rank steps."""
+    """The weights that the optimizer of one rank works on; where nothing is `stepped`, they are all themselves."""
 
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
+    def __init__(self, stages: Mapping[int, Stage], *, stepped: bool = True) -> None:
         self._of: dict[nn.Parameter, nn.Parameter | None] = {}
         self._pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for stage in stages.values():
             weights = list(stage.named_weights().values())
-            low = [p for p in weights if is_low(p.dtype)]
+            low = [p for p in weights if stepped and is_low(p.dtype)]
             high = [_master(parameter) for parameter in low]
             self._of.update({p: nn.Parameter(local_of(p)) for p in weights if isinstance(p, DTensor)})
             self._of.update(zip(low, high, strict=True))

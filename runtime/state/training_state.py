@@ -1,7 +1,8 @@
 """State of a rank from step to step: weights, gradients and optimizer state; full, or its shards.
 
 plan without ZeRO    Masters           GradBucket of one shard       every replica holds all of it
-ZeRO                 ShardedMasters    GradBucket of equal shards    every replica holds and steps one (`zero_params`)
+ZeRO                 ShardedMasters    GradBucket of equal shards    every replica holds, and steps, its (`zero_params`)
+plan that only runs forward            no GradBucket, no masters     weights alone
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ class TrainingState:
     def _make_buckets(self, plan: Plan, pp_rank: int, bucket_bytes: int) -> GradBuckets:
         apart, whole = self._tied.parameters, self._whole
         whole_bytes = bucket_bytes * self._groups.replicas.size
-        waiting_apart = self._zero.shards_gradients
+        waiting_apart, trains = self._zero.shards_gradients, plan.mode == "train"
         cut = [
             bucket
-            for stage in self._stages.values()
+            for stage in (self._stages.values() if trains or self._zero.shards_weights else ())
             for bucket in cut_buckets(
                 stage,
                 plan.buckets_per_stage,
@@ -130,12 +131,12 @@ class TrainingState:
         ]
         layouts, last = list[FlatLayout | None]([None] * len(cut)), None
         if self._zero.shards_optimizer:
-            weights = [self._shard(*bucket, plan.buckets_per_stage) for bucket in cut]
+            weights = [self._shard(*bucket, plan.buckets_per_stage, is_stepped=trains) for bucket in cut]
             layouts = [bucket.layout for bucket in weights]
             self.weights = ShardedWeights(weights, reshards=self._zero.shards_weights)
             self.masters: Masters = ShardedMasters(weights, self._stages)
         else:
-            self.masters = Masters(self._stages)
+            self.masters = Masters(self._stages, stepped=trains)
             held = (local_of(p) for stage in self._stages.values() for p in stage.named_weights().values())
             self._stats.add(MemoryKind.WEIGHTS, sum(weight.nbytes for weight in held))
             last = self._last_reduced(cut, plan.programs[pp_rank])
@@ -149,7 +150,7 @@ class TrainingState:
                 has_room=number == last,
                 stats=self._stats,
             )
-            for number, (plan_bucket, parameters) in enumerate(cut)
+            for number, (plan_bucket, parameters) in enumerate(cut if trains else ())
         ]
         return GradBuckets(buckets, self._stages, self._groups, first_expert_bucket=plan.buckets_per_stage)
 
@@ -160,7 +161,12 @@ class TrainingState:
         return found[-1] if found and self._groups.replicas.size > 1 else None
 
     def _shard(
-        self, plan_bucket: PlanBucket, parameters: Sequence[nn.Parameter], first_expert_bucket: int
+        self,
+        plan_bucket: PlanBucket,
+        parameters: Sequence[nn.Parameter],
+        first_expert_bucket: int,
+        *,
+        is_stepped: bool,
     ) -> WeightBucket:
         """Shard the weights of a bucket over their replicas."""
         is_of_experts = plan_bucket.number >= first_expert_bucket
@@ -171,6 +177,7 @@ class TrainingState:
             reshards=self._zero.shards_weights,
             whole=parameters[0] in self._whole,
             at_one_place=self._at_one_place,
+            is_stepped=is_stepped,
             stats=self._stats,
         )
 

@@ -44,8 +44,9 @@ class WeightBucket:
         parameters: become views of one flat buffer.
         group: the replicas of these weights.
         reshards: whether full weights are resident only while they are used.
-        whole: whether every parameter is whole in one shard; `at_one_place`: all in the first.
-        stats: counts resident bytes.
+        whole: whether every parameter is in one shard, whole; `at_one_place`: all in the first.
+        is_stepped: whether an optimizer works on the shard: of short types, on a float32 copy.
+        stats: counts what is resident.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class WeightBucket:
         reshards: bool,
         whole: bool,
         at_one_place: bool,
+        is_stepped: bool,
         stats: MemoryStats,
     ) -> None:
         self.plan_bucket = plan_bucket
@@ -76,7 +78,7 @@ class WeightBucket:
         if self.reshards:
             self.shard = self.shard.clone()
             ResizableStorage(self.shard, MemoryKind.WEIGHTS, stats)
-        self.stepped = self.shard.float() if is_low(first.dtype) else self.shard
+        self.stepped = self.shard.float() if is_stepped and is_low(first.dtype) else self.shard
         self.segments = [None if tensor is None else nn.Parameter(tensor) for tensor in self.layout.held(self.stepped)]
         for parameter, made in zip(parameters, self.segments, strict=True):
             shard = shard_of(parameter)

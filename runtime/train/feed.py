@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
 from ..agreement.sections import Plain, Record, Section, require_same
@@ -30,13 +30,13 @@ from ..comm import Group, Transport
 from ..comm.control import ControlGroup, broadcast_bytes
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders, Say
-from ..engine import Engine
-from ..settings.job import DataConfig, TrainConfig
+from ..engine_base import EngineBase
+from ..settings.job import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
 from .map_feed import MapFeed
 
 
-def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
+def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> DatasetFeed | UserFeed:
     """Return the source of a job's data (collective); raises as loading does, `MisfitError` where replicas differ."""
     replica, world = _replica(plan, transport.rank), transport.world_group()
     reads = _needs_data(plan, transport.rank)
@@ -137,6 +137,23 @@ class DatasetFeed:
         for indices in self._validation.batches(0):
             yield self._share(self._splits[1], indices)
 
+    def once(self, samples: Samples) -> Iterator[Batch]:
+        """Yield this replica's part of a split, of which each sample is in one part, in order, batch by batch.
+
+        Raises `MisfitError` where there are fewer samples than replicas.
+        """
+        number, (replica, num_replicas) = samples == "validation", self._replica
+        count = (self._train, self._validation)[number].num_samples
+        if count < num_replicas:
+            raise MisfitError(
+                f"{count} samples cannot be shared out over {num_replicas} replicas (dp x ep); take a mesh with fewer"
+            )
+        mine, size = np.array_split(np.arange(count), num_replicas)[replica], self._train.batch_size
+        for start in range(0, len(mine), each := max(size // num_replicas, 1)):
+            split = self._splits[number]
+            indices = mine[start : start + each]
+            yield (None, None, {}) if split is None else (*gather_batch(split, indices), {})
+
     def _share(self, split: Split | None, indices: Any) -> Batch:
         """Return this replica's samples of a batch; (None, None, {}) on a rank that needs none."""
         if split is None:
@@ -186,6 +203,14 @@ class UserFeed:
         """Yield all batches of validation, if there is a loader for it."""
         if self._validation is not None:
             yield from self._validation.epoch(0)
+
+    def once(self, samples: Samples) -> Iterator[Batch]:
+        """Yield all batches of validation, or of one epoch of training; raises `MisfitError` where there are none."""
+        if samples == "train":
+            return self.train(0, 0)
+        if self._validation is None:
+            raise MisfitError("the loaders have no validation; give Loaders(…, validation=…), or say samples: train")
+        return self.validation()
 
     def example(self, samples: int) -> Tensor:
         """Return zeros of the shape of inputs."""
@@ -261,7 +286,7 @@ def parts_of(batch: Any, count: int) -> list[Any]:
     return [part(number) for number in range(count)] if count > 1 else [batch]
 
 
-def drained(loader: Iterable[Any] | None, engine: Engine) -> Iterator[Any]:
+def drained(loader: Iterable[Any] | None, engine: EngineBase) -> Iterator[Any]:
     """Yield a loader's batches, then batches of no samples, until the loaders of all ranks have ended (collective).
 
     All ranks loop over this, each over its own loader, and do the same in every iteration: step, evaluate, save. Each

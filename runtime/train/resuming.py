@@ -26,6 +26,8 @@ from ..agreement.sections import Plain
 from ..data.loaders import Say
 from ..engine import Engine
 from ..saving.checkpoints.checkpoints import Found
+from ..saving.verbs.engine_saves import WeightState
+from ..settings.job import ModelConfig
 from ..stage.batches.microbatches import most_rows
 from .feed import Feed
 from .reporter import Record
@@ -91,6 +93,15 @@ def progress_of(found: Found, epoch_batches: int) -> Progress:
             f"{epoch_batches}; resume with the data and the batch size that it was made with"
         )
     return progress
+
+
+def load_pretrained_of(model: ModelConfig, engine: WeightState, say: Say) -> None:
+    """Start from the weights that a job names, if it does; say which of the model's they do not have (collective)."""
+    if model.pretrained is None:
+        return
+    loaded = engine.load_pretrained(model.pretrained, fresh=model.fresh, strict=model.strict)
+    if loaded.fresh:
+        say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
 
 SAMPLES = "data.samples_per_step"

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from quintsched.compiler import compile_request
@@ -27,12 +26,11 @@ from quintsched.plan import Plan
 from ..agreement.records import agree_on_start, agreed_settings
 from ..agreement.sections import Plain
 from ..blocks.blocks import Blocks, undecayed_weights
-from ..blocks.costs import estimate_costs, measure_costs
 from ..comm import Transport
 from ..comm.connection import connect_for, watch_by
 from ..engine import Engine
 from ..models import build_model, tied_weights
-from ..saving.checkpoints.checkpoints import checkpoints_of, remembered_costs
+from ..saving.checkpoints.checkpoints import checkpoints_of
 from ..settings.job import JobConfig, load_job
 from ..settings.run_settings import Start, read_settings
 from ..splitting.split import Split, split
@@ -42,7 +40,8 @@ from .feed import Feed, feed_of, open_feed
 from .losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .optimizer import build_optimizer, keep_own_rates
 from .reporter import Record, Reporter, Sink, Sinks, require_sinks
-from .resuming import Progress, StepSamples, go_on_from
+from .resuming import Progress, StepSamples, go_on_from, load_pretrained_of
+from .stage_costs import block_costs
 from .trace_window import traced_steps
 from .training_loop import TrainingLoop
 
@@ -115,7 +114,8 @@ class Trainer:
         wants_stop: Callable[[], bool] = lambda: False,
         overrides: Sequence[str] = (),
     ) -> None:
-        if isinstance(model, JobConfig):
+        given: Any = model
+        if isinstance(given, JobConfig):
             raise UsageError("a job file is trained by Trainer.of_job(job, plan, transport, …)")
         job = _config_of(config)
         plan = plan or compile_request(job.parallel.request())
@@ -163,7 +163,7 @@ class Trainer:
         feed = open_feed(job.data, job.train, plan, transport)
         blocks = build_model(job.model, feed.spec, job.run.seed)
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
-        costs = _block_costs(job, plan, blocks, feed, transport)
+        costs = block_costs(job, plan, blocks, feed, transport)
         self._build(_Parts(blocks, feed, tied, loss_of(job.train.loss, blocks), None, {}, costs), wants_stop)
         return self
 
@@ -242,7 +242,7 @@ class Trainer:
         with self._reporter as reporter, self._opened(start):
             with self._publisher.phase("load"):
                 if not (start == "resume" and self._resume()):
-                    self._load_pretrained()
+                    load_pretrained_of(self.job.model, self.engine, self._reporter.say)
             for line in (self.engine.tensor_cuts, self.engine.expert_shares, self.engine.zero_split):
                 if line is not None:
                     reporter.say(line)
@@ -275,7 +275,7 @@ class Trainer:
 
     def record(self, steps: int) -> Recording:
         """Train at most so many steps from the start, and return each one's tensors on this rank."""
-        self._load_pretrained()
+        load_pretrained_of(self.job.model, self.engine, self._reporter.say)
         recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
         for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
             self._loop.set_learning_rate()
@@ -287,15 +287,6 @@ class Trainer:
         """Train one step, and return the engine's findings on blocks, loss and metrics."""
         inputs, targets, extras = next(iter(self._feed.train(0, start=0)))
         return self.engine.inspect(inputs, targets, **extras)
-
-    def _load_pretrained(self) -> None:
-        """Load the weights that the job starts from, if it names some; report those of the model's they lack."""
-        model = self.job.model
-        if model.pretrained is None:
-            return
-        loaded = self.engine.load_pretrained(model.pretrained, fresh=model.fresh, strict=model.strict)
-        if loaded.fresh:
-            self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
     def _export(self) -> None:
         """Write the trained weights for other programs, if the job asks for them."""
@@ -358,27 +349,3 @@ def _say(line: str) -> None:
     if sys.stdout is not None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-
-
-def _block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transport: Transport) -> list[float] | None:
-    """Return what blocks cost: estimated, or measured by rank 0 for all; None where the plan cuts the stages."""
-    if plan.blocks_per_stage:
-        return None
-    if job.parallel.balance == "estimated":
-        return estimate_costs(blocks)
-    costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
-    if transport.rank == 0:
-        measured = _measured_costs(job, plan, blocks, feed, transport.device)
-        costs += torch.tensor(measured, device=transport.device)
-    transport.world_group().broadcast(costs, 0).wait()
-    return [float(cost) for cost in costs.tolist()]
-
-
-def _measured_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, device: torch.device) -> list[float]:
-    """Measure blocks once per directory of checkpoints: stages must be cut alike when a run is resumed."""
-    inputs = feed.example(max(job.train.batch_size // plan.schedule.microbatches, 1)).to(device)
-    example = inputs.to(job.run.dtype) if inputs.is_floating_point() else inputs
-    directory = job.checkpoint.dir
-    if directory is None:
-        return measure_costs(blocks, example)
-    return remembered_costs(Path(directory), len(blocks), lambda: measure_costs(blocks, example))

@@ -160,11 +160,12 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     note, now = state.clock.note, state.clock.now
     losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
+    has_loss = state.loss_fn.is_wanted
 
     def conclude(output: Any, given: Outputs) -> None:
         if current.outputs is not None:
             current.outputs[unit] = map_tensors(lambda tensor: apart(tensor.detach(), given), output)
-        if current.batch.targets[unit] is not None:
+        if has_loss and current.batch.targets[unit] is not None:
             finish((output,))
 
     def run() -> None:

@@ -119,21 +119,16 @@ class Found:
         self.loader = None if loader is None else loader.numpy().tobytes()
 
 
-class OpenCheckpoints:
-    """Checkpoints of a run, in a folder of its own; all ranks make the same calls.
+class SavedCheckpoints:
+    """The checkpoints in a folder, as they are found; all ranks make the same calls.
 
     Args:
-        saves: the state of the engine that is saved and loaded.
-        opened: the folder.
-        how: number kept, format, and whether written in the background.
-        settings: what the run was started with, for manifests.
+        saves: the state of the engine that is loaded.
+        directory: the folder.
     """
 
-    def __init__(self, saves: EngineSaves, opened: OpenRun, how: Checkpoints, settings: Mapping[str, Any]) -> None:
-        self._saves, self._how, self._settings = saves, how, settings
-        self._everyone = saves.rank.everyone
-        self.folder, self.run, self.moved = opened.folder, opened.run, opened.words
-        self._writer, self._buffer = Writer(), HostBuffer(saves.rank.groups.world.device)
+    def __init__(self, saves: EngineSaves, directory: Path) -> None:
+        self._saves, self.directory, self._everyone = saves, directory, saves.rank.everyone
 
     def newest_whole(self) -> Found | None:
         """Return the newest checkpoint that is whole on all ranks, or None where the folder has none at all.
@@ -153,8 +148,47 @@ class OpenCheckpoints:
             raise InputError(skipped[0][1])
         if skipped:
             faults = "\n  ".join(f"step {step}: {words}" for step, words in skipped)
-            raise InputError(f"{self.folder.directory}: no checkpoint there is whole:\n  {faults}")
+            raise InputError(f"{self.directory}: no checkpoint there is whole:\n  {faults}")
         return None
+
+    def _steps(self) -> list[SavedStep]:
+        """Return the checkpoints that the first rank sees, the newest first."""
+        everyone, directory = self._everyone, self.directory
+        mine = everyone.together(lambda: saved_steps(directory) if everyone.is_first else [])
+        names = json.dumps([[one.step, one.is_newer, one.folder.name] for one in mine]).encode()
+        seen = json.loads(everyone.share_bytes(names)[0])
+        return [SavedStep(step, is_newer, directory / name) for step, is_newer, name in seen]
+
+    def _examined(self, saved: SavedStep) -> tuple[Found | None, str]:
+        """Return a checkpoint, if it is whole on all ranks, or what the first rank says that finds it is not."""
+
+        def examine() -> tuple[Found | None, str]:
+            try:
+                require_folder(saved.folder, WHAT)
+                return Found(self._saves, saved), ""
+            except InputError as error:
+                return None, str(error)
+
+        found, words = self._everyone.together(examine)
+        first = first_said(words[:MOST_WORDS], self._saves.rank.groups.world)
+        return (None, first) if first else (found, "")
+
+
+class OpenCheckpoints(SavedCheckpoints):
+    """The checkpoints of a run, in a folder that it has to itself; all ranks make the same calls.
+
+    Args:
+        saves: the state of the engine that is saved and loaded.
+        opened: the folder.
+        how: how many stay, in which format, and how they are written.
+        settings: what the run was started with, as it is when a manifest keeps it.
+    """
+
+    def __init__(self, saves: EngineSaves, opened: OpenRun, how: Checkpoints, settings: Mapping[str, Any]) -> None:
+        super().__init__(saves, opened.folder.directory)
+        self._how, self._settings = how, settings
+        self.folder, self.run, self.moved = opened.folder, opened.run, opened.words
+        self._writer, self._buffer = Writer(), HostBuffer(saves.rank.groups.world.device)
 
     def save(self, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
         """Save every rank's state after `step`, and its loader's, once the previous save has ended.
@@ -236,28 +270,6 @@ class OpenCheckpoints:
         with writing(step_folder(self.folder.directory, manifest.step), WHAT):
             write_whole(attempt / MANIFEST, manifest.to_json(), WHAT, durable=True)
             self.folder.complete(attempt, manifest.step, self._how.keep)
-
-    def _steps(self) -> list[SavedStep]:
-        """Return the checkpoints that the first rank sees, the newest first."""
-        everyone, directory = self._everyone, self.folder.directory
-        mine = everyone.together(lambda: saved_steps(directory) if everyone.is_first else [])
-        names = json.dumps([[one.step, one.is_newer, one.folder.name] for one in mine]).encode()
-        seen = json.loads(everyone.share_bytes(names)[0])
-        return [SavedStep(step, is_newer, directory / name) for step, is_newer, name in seen]
-
-    def _examined(self, saved: SavedStep) -> tuple[Found | None, str]:
-        """Return a checkpoint that is whole on all ranks, or the error of the first rank for which it is not."""
-
-        def examine() -> tuple[Found | None, str]:
-            try:
-                require_folder(saved.folder, WHAT)
-                return Found(self._saves, saved), ""
-            except InputError as error:
-                return None, str(error)
-
-        found, words = self._everyone.together(examine)
-        first = first_said(words[:MOST_WORDS], self._saves.rank.groups.world)
-        return (None, first) if first else (found, "")
 
 
 def _written(path: Path) -> WrittenFile:

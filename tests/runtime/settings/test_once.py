@@ -11,7 +11,7 @@ from quintsched.runtime.settings.job import JobConfig, marked
 from quintsched.runtime.settings.run_settings import Mark, RunSettings
 
 ROOT = Path(__file__).parents[3]
-WHOLE = {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(Mark.OPEN)}
+WHOLE = {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(Mark.OPEN)} - {"mode"}  # torch's word, too
 MOST = 3
 """So many names of settings a class or a function may have by chance, or to act on them."""
 

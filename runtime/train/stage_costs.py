@@ -1,0 +1,39 @@
+"""Costs of the blocks of a job, by which its stages are cut: estimated, or measured by one rank for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from quintsched.plan import Plan
+
+from ..blocks.blocks import Blocks
+from ..blocks.costs import estimate_costs, measure_costs
+from ..comm import Transport
+from ..saving.checkpoints.checkpoints import remembered_costs
+from ..settings.job import JobConfig
+from .feed import Feed
+
+
+def block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transport: Transport) -> list[float] | None:
+    """Return what blocks cost: estimated, or measured by rank 0 for all; None where the plan cuts the stages."""
+    if plan.blocks_per_stage:
+        return None
+    if job.parallel.balance == "estimated":
+        return estimate_costs(blocks)
+    costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
+    if transport.rank == 0:
+        costs += torch.tensor(_measured(job, plan, blocks, feed, transport.device), device=transport.device)
+    transport.world_group().broadcast(costs, 0).wait()
+    return [float(cost) for cost in costs.tolist()]
+
+
+def _measured(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, device: torch.device) -> list[float]:
+    """Measure blocks; a training once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+    inputs = feed.example(max(job.train.batch_size // plan.schedule.microbatches, 1)).to(device)
+    example = inputs.to(job.run.dtype) if inputs.is_floating_point() else inputs
+    directory = job.checkpoint.dir if plan.mode == "train" else None
+    if directory is None:
+        return measure_costs(blocks, example)
+    return remembered_costs(Path(directory), len(blocks), lambda: measure_costs(blocks, example))

@@ -1,0 +1,303 @@
+"""Forward runs: outputs of one process on every kind of mesh, the memory of weights alone, weights of any training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine, ForwardEngine, Transport, build_model, run_local, split
+
+from .parallel.expert.moe_training import moe_blocks
+from .splitting.test_own_models import IDS as WORDS
+from .splitting.test_own_models import NanoGPT
+from .toys import adam, cross_entropy_sum, difference, tiny_gpt
+
+LENGTH = 8
+IDS = torch.randint(0, 10, (7, LENGTH), generator=torch.Generator().manual_seed(0))
+BATCHES = [IDS, IDS[:4, : LENGTH // 2], IDS[:1]]
+"""Uneven; shorter; and where two replicas share a sample, one has none."""
+
+
+def replica_of(plan: qs.Plan, rank: int) -> tuple[int, int]:
+    at, mesh = plan.mesh.coordinates(rank), plan.mesh
+    return at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0), mesh.axis_size("dp") * mesh.axis_size("ep")
+
+
+def run_on(
+    plan: qs.Plan,
+    blocks: Any,
+    batches: Sequence[Tensor],
+    load: Callable[[ForwardEngine], object] = lambda engine: None,
+    **settings: Any,
+) -> list[list[Any]]:
+    """Return what each rank gives for each batch, which replicas share as evenly as can be."""
+
+    def run(transport: Transport) -> list[Any]:
+        mine = copy.deepcopy(blocks) if isinstance(blocks, nn.Module) else blocks
+        mine = split(mine, example=batches[0]) if isinstance(mine, nn.Module) else mine
+        engine = ForwardEngine(plan, mine, dtype=torch.float64, transport=transport, **settings)
+        load(engine)
+        shares = (batch.tensor_split(engine.num_replicas)[engine.replica] for batch in batches)
+        return [engine.run(share if engine.needs_inputs else None) for share in shares]
+
+    return run_local(plan.mesh.size, run)
+
+
+def require_equal(plan: qs.Plan, found: Sequence[Sequence[Tensor | None]], expected: Sequence[Tensor]) -> None:
+    """Every rank of the last stage has the samples of its replica, and no other rank has any."""
+    last = plan.stage_to_pp[plan.routes[0].stages[-1]]
+    for rank, outputs in enumerate(found):
+        replica, count = replica_of(plan, rank)
+        for output, whole in zip(outputs, expected, strict=True):
+            mine = whole.tensor_split(count)[replica]
+            if plan.mesh.pp_rank(rank) != last or not len(mine):
+                assert output is None
+            else:
+                assert output is not None
+                assert output.shape == mine.shape
+                assert difference(output, mine) < 1e-12
+
+
+@torch.no_grad()
+def in_one_process(model: nn.Sequential, inputs: Tensor) -> Tensor:
+    for block in model.eval():
+        given = block(inputs)
+        inputs = given[0] if isinstance(given, tuple) else given
+    return inputs
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("pp=1", {}),
+    ("pp=3", {}),
+    ("dp=2", {}),
+    ("tp=2", {}),
+    ("cp=2", {}),
+    ("pp=2,tp=2", {}),
+    ("dp=2,cp=2,pp=2", {}),
+    ("pp=2", {"chunks": 2}),
+    ("pp=2,tp=2", {"stage_to_pp": [0, 1, 1, 0]}),
+    ("dp=2,pp=2", {"zero": 3}),
+]
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(("mesh", "request_"), CASES)
+def test_outputs_are_those_of_one_process(mesh: str, request_: dict[str, Any]) -> None:
+    blocks, plan = tiny_gpt(LENGTH), qs.compile("inference", mesh=mesh, microbatches=3, **request_)
+    model = build_model(blocks, 1, torch.float64)
+    weights = dict(model.named_parameters())
+    found = run_on(plan, blocks, BATCHES, lambda engine: engine.set_weights(weights))
+    require_equal(plan, found, [in_one_process(model, ids) for ids in BATCHES])
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2,pp=2"])
+def test_experts_are_shared_out(mesh: str) -> None:
+    blocks, plan = moe_blocks(capacity_factor=4.0), qs.compile("inference", mesh=mesh, microbatches=2)
+    model = build_model(blocks, 0, torch.float64)
+    require_equal(plan, run_on(plan, blocks, BATCHES[:2]), [in_one_process(model, ids) for ids in BATCHES[:2]])
+
+
+def test_models_that_are_split_give_their_own_outputs_with_weights_that_several_stages_hold() -> None:
+    model, other = NanoGPT().double().eval(), NanoGPT().double()
+    ids = torch.randint(0, WORDS, (5, 6), generator=torch.Generator().manual_seed(1))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    blocks = split(model, example=ids)
+    weights = {name: p for number, block in enumerate(blocks) for name, p in named(number, block)}
+    plan = qs.compile("inference", mesh="pp=2", microbatches=2)
+    found = run_on(plan, other, [ids], lambda engine: engine.set_weights(weights))
+    with torch.no_grad():
+        require_equal(plan, found, [model(ids)[0]])
+
+
+def named(number: int, block: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(f"{number}.{name}", p) for name, p in block.named_parameters()]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(256, 256), nn.Dropout(0.5), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.drop(self.fc1(x)))
+
+
+def resident_bytes() -> dict[int, int]:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.device.type == "cpu"]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "dtype"),
+    [("pp=1", 0, torch.float32), ("pp=2,tp=2", 0, torch.bfloat16), ("dp=2", 3, torch.bfloat16)],
+)
+def test_ranks_hold_weights_and_nothing_else(mesh: str, zero: int, dtype: torch.dtype) -> None:
+    plan = qs.compile("inference", mesh=mesh, microbatches=2, zero=zero)
+
+    def run(transport: Transport) -> ForwardEngine:
+        engine = ForwardEngine(plan, [Wide] * 4, dtype=dtype, transport=transport)
+        assert engine.run(torch.ones(2, 256)) is not None or plan.mesh.size > 1
+        return engine
+
+    before = resident_bytes()
+    engines = run_local(plan.mesh.size, run)
+    found = sum(size for place, size in resident_bytes().items() if place not in before)
+    weights = 4 * 2 * (256 * 256 + 256) * dtype.itemsize
+    assert weights <= found < weights * 1.02 + 2**14  # biases that tp copies, and small things
+    for state in (engine.state_bytes() for engine in engines):
+        assert state.gradients == state.optimizer == 0
+        assert state.total == state.weights
+
+
+def trained(plan: qs.Plan, folder: Path) -> Tensor:
+    """Train with everything that a state can have, save it in all ways, and return what one process gives then."""
+
+    def run(transport: Transport) -> Any:
+        blocks = tiny_gpt(LENGTH)
+        engine = Engine(plan, blocks, cross_entropy_sum, adam, dtype=torch.float64, transport=transport)
+        engine.ema(0.9)
+        mine = IDS[:6].chunk(engine.num_replicas)[engine.replica]
+        engine.step(mine, mine)
+        state = engine.state_dict()
+        save_file(state, folder / f"rank{transport.rank}.safetensors", engine.state_metadata(state))
+        engine.save_dcp(folder / "dcp")
+        engine.save_pretrained(folder / "pretrained")
+        full = engine.full_state_dict(all_blocks=True)
+        return full, engine.evaluate(mine, None, outputs=True).outputs
+
+    results = run_local(plan.mesh.size, run)
+    torch.save(results[0][0], folder / "full.pt")
+    return torch.cat([results[rank][1] for rank in (0, plan.mesh.size // 2)])
+
+
+def test_weights_are_those_of_any_training(tmp_path: Path) -> None:
+    expected = trained(qs.compile("1f1b", mesh="dp=2,tp=2", microbatches=2, zero=1), tmp_path)
+    full = torch.load(tmp_path / "full.pt")
+    assert any(name.startswith("optimizer.") for name in full)
+    loads: list[Callable[[ForwardEngine], object]] = [
+        lambda engine: engine.load_state_files(sorted(tmp_path.glob("rank*"))),
+        lambda engine: engine.load_dcp(tmp_path / "dcp"),
+        lambda engine: engine.load_pretrained(tmp_path / "pretrained"),
+        lambda engine: engine.load_full_state_dict(full),
+    ]
+    for load, mesh in zip(loads, ["pp=2", "tp=2", "pp=2,tp=2", "dp=2"], strict=True):
+        plan = qs.compile("inference", mesh=mesh, microbatches=2)
+        require_equal(plan, run_on(plan, tiny_gpt(LENGTH), [IDS[:6]], load, seed=1), [expected])
+
+
+def test_short_weights_are_rounded_as_a_training_rounds_its_masters(tmp_path: Path) -> None:
+    def train(transport: Transport) -> dict[str, Tensor]:
+        plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+        engine = Engine(plan, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16, transport=transport)
+        engine.step(torch.ones(2, 256), torch.ones(2, 256))
+        found: dict[str, Tensor] = engine.full_state_dict(all_blocks=True)
+        assert found["model.0.fc1.weight"].dtype == torch.float32
+        return found
+
+    (state,) = run_local(1, train)
+    plan = qs.compile("inference", mesh="pp=1", microbatches=1)
+    engine = ForwardEngine(plan, [Wide], dtype=torch.bfloat16, seed=1)
+    engine.load_full_state_dict(state)
+    assert torch.equal(engine.full_weights()["0.fc1.weight"], state["model.0.fc1.weight"].bfloat16())
+
+
+class Exit(nn.Module):
+    """Takes targets, if there are any, and gives more than a tensor."""
+
+    def forward(self, x: Tensor, scale: Tensor, targets: Tensor | None = None) -> Mapping[str, Any]:
+        return {"scaled": x * scale, "off": None if targets is None else (x - targets).abs().sum(1), "n": (len(x),)}
+
+
+@pytest.mark.parametrize("has_targets", [False, True])
+def test_extras_targets_and_trees(has_targets: bool) -> None:
+    x, scale = torch.randn(4, 3), torch.randn(4, 3)
+    targets = {"targets": torch.randn(4, 3)} if has_targets else {}
+    plan = qs.compile("inference", mesh="pp=2", microbatches=2)
+
+    def run(transport: Transport) -> Any:
+        engine = ForwardEngine(plan, [lambda: nn.Linear(3, 3), Exit], transport=transport)
+        assert engine.needs_targets is bool(transport.rank)
+        return engine.run(x, scale=scale, **targets), engine.run(x, microbatches=4, scale=scale, **targets)
+
+    (none, _), outputs = run_local(2, run)
+    assert none is None
+    model = build_model([lambda: nn.Linear(3, 3), Exit])
+    with torch.no_grad():
+        whole = model[1](model[0](x), scale, **targets)
+    for output, rows in zip(outputs, (2, 1), strict=True):
+        torch.testing.assert_close(output["scaled"], whole["scaled"])
+        torch.testing.assert_close(output["off"], whole["off"])
+        assert output["n"] == (rows,)
+
+
+def test_blocks_evaluate_and_are_left_as_they_were() -> None:
+    block = Wide().train()
+    engine = ForwardEngine(qs.compile("inference", mesh="pp=1", microbatches=2), [block])
+    x = torch.randn(4, 256)
+    first, second = engine.run(x), engine.run(x)
+    assert torch.equal(first, second)
+    assert not first.requires_grad
+    assert block.training
+    assert block.drop.training
+    assert all(p.requires_grad and p.grad is None for p in block.parameters())
+
+
+REFUSED: list[tuple[str, type[qs.QuintschedError], Callable[[], object]]] = [
+    (
+        "ForwardEngine needs one of the schedule .inference., but this plan .1f1b. is for train: Engine",
+        qs.UsageError,
+        lambda: ForwardEngine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [Wide]),
+    ),
+    (
+        "Engine needs a plan of a training, but this plan .inference. is for forward: ForwardEngine",
+        qs.UsageError,
+        lambda: Engine(forward_plan(), [Wide], nn.functional.mse_loss, adam),
+    ),
+    ("clip is a setting of training", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide], clip=1.0)),
+    ("unknown key", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide], sed=1)),
+    ("blocks is a whole Wide", qs.UsageError, lambda: ForwardEngine(forward_plan(), Wide())),  # type: ignore[arg-type]
+    ("needs inputs", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide]).run(None)),
+    ("no block takes 'mask'", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide]).run(X, mask=X)),
+    ("no weight '0.fc3'", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide]).set_weights({"0.fc3": X})),
+]
+X = torch.ones(2, 256)
+
+
+def forward_plan() -> qs.Plan:
+    return qs.compile("inference", mesh="pp=1", microbatches=1)
+
+
+@pytest.mark.parametrize(("words", "error", "call"), REFUSED)
+def test_refused_in_one_line(words: str, error: type[qs.QuintschedError], call: Callable[[], object]) -> None:
+    with pytest.raises(error, match=words) as refused:
+        call()
+    assert len(str(refused.value).splitlines()) <= 2
+
+
+def test_what_trains_is_not_there() -> None:
+    engine = ForwardEngine(forward_plan(), [Wide])
+    trains = (
+        "step",
+        "optimizer",
+        "optimizers",
+        "ema",
+        "lr_schedulers",
+        "state_dict",
+        "save_dcp",
+        "evaluate",
+        "masters",
+    )
+    assert not [name for name in trains if hasattr(engine, name)]
