@@ -82,6 +82,27 @@ def _bounds(given: Mapping[str, Any]) -> list[Any]:
 
 def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, *, records: bool = True) -> Ran:
     """Run a block whose weights are resident; without an autograd graph unless it `records`."""
+    activation, riders, taken = _leaves(block, arrival, records=records)
+    weights = [p for p in block.parameters() if p.requires_grad]
+    leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
+    with torch.set_grad_enabled(records):
+        output, fresh, loss = split_result(copy_context().run(run, number, block, activation, taken))
+    made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
+    return Ran(leaves, weights, made, loss)
+
+
+def outputs_of(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) -> list[Tensor]:
+    """Run a block whose weights are resident, without an autograd graph; return its floating-point outputs."""
+    activation, _, taken = _leaves(block, arrival, records=False)
+    with torch.no_grad():
+        output, fresh, _ = split_result(copy_context().run(run, number, block, activation, taken))
+    return [t.detach().clone() for t in (*tensors_of(output), *fresh.values()) if t.is_floating_point()]
+
+
+def _leaves(
+    block: nn.Module, arrival: Arrival, *, records: bool
+) -> tuple[Any, Mapping[str, Tensor], Mapping[str, Any]]:
+    """Return leaves of a block's inputs: its activation, riders, and all that it takes by name."""
     accepts, short = accepted_extras(block), next((p.dtype for p in block.parameters() if p.dtype.itemsize < 4), None)
 
     def leaf(given: Given) -> Tensor:
@@ -92,10 +113,4 @@ def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arriva
     activation = arrival.activation.build(leaf)
     riders = {name: leaf(rider) for name, rider in arrival.riders.items()}
     extras = {name: tree.build(lambda given: leaf(given).detach()) for name, tree in arrival.extras.items()}
-    taken = {name: value for name, value in {**extras, **riders}.items() if accepts(name)}
-    weights = [p for p in block.parameters() if p.requires_grad]
-    leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
-    with torch.set_grad_enabled(records):
-        output, fresh, loss = split_result(copy_context().run(run, number, block, activation, taken))
-    made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
-    return Ran(leaves, weights, made, loss)
+    return activation, riders, {name: value for name, value in {**extras, **riders}.items() if accepts(name)}

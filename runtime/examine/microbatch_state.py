@@ -35,6 +35,7 @@ from ..objects.spaces import OF_TORCH, Entries, Trained, is_of_torch
 from ..objects.user_code import is_ours, methods_of, names_of
 from ..objects.value_marks import Holder, Marks, Thing, mark_of, tensors_of
 from ..parallel.dropout import KeyedDropout
+from .followed import sources_of
 from .gradients.own_backwards import Shape
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -83,7 +84,7 @@ def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterat
                 yield state.name, False, state
             if state.owner.startswith((".", " (")):
                 module = block.get_submodule(state.owner.partition(" (")[0].removeprefix("."))
-                if not is_ours(type(module)):
+                if not is_ours(type(module)) or sources_of([module]):  # parts of split models hold what is the model's
                     is_norm = isinstance(module, _NormBase) and not _reads_statistics(block)
                     yield _said(number, block, state.said), is_norm, state
 

@@ -175,7 +175,7 @@ class PlanRunner:
             self.usual_samples = self.usual_samples or most
             self.losses.expect_others(plan, batch, units.samples, self.usual_samples, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
-        first = FirstUnits(spec.inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
+        first = FirstUnits.of_batch(spec.inputs, extras, batch, count)
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
             self.losses.examine_blocks(first, shapes, self._state.weights.gathered)

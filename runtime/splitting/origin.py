@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -77,7 +78,9 @@ class Origin:
         """Watch the host state that a model's forward reads; `search` records the forward again when it has changed."""
         self._watched = Followed(model, self.frame.followed), search
         self.frame.flags = self._watched[0].flags
-        self._held = {name: model.get_buffer(name) for names in self.flow.buffers for name in names}
+        named = dict(model.named_buffers(remove_duplicate=False))
+        read = dict.fromkeys(chain.from_iterable((*self.flow.buffers, *self.flow.weights)))
+        self._held = {name: named[name] for name in read if name in named}
 
     def tensors_read(self) -> list[Tensor]:
         """Return the tensors in containers and objects that code between layers reads."""

@@ -88,6 +88,7 @@ class WeighedLoss:
         is_alone: whether there is a single microbatch.
         is_uneven: whether sample weights differ between microbatches, with auxiliary losses present.
         is_learned: whether it returned a weight that requires a gradient.
+        is_cut: whether it is called with slices of sequences.
         means: the loss, where it is a `SumOfMeans`.
         examined: findings about it, or about its terms; empty where the unit is stated.
         real: keeps the microbatches of a step, if they are compared with the finding.
@@ -108,7 +109,7 @@ class WeighedLoss:
         is_captured: bool = False,
     ) -> None:
         self.function, self.is_wanted, self.has_others = loss_fn, True, False
-        self.means = loss_fn if isinstance(loss_fn, SumOfMeans) else None
+        self.is_cut, self.means = is_cut, loss_fn if isinstance(loss_fn, SumOfMeans) else None
         functions = [loss_fn] if self.means is None else [partial(_term, *term) for term in self.means.terms]
         self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]
         self._weight = None if over is None else LossWeight(Over(over))

@@ -33,7 +33,7 @@ class WeighedMetric:
 
     def __init__(self, name: str, metric: Callable[..., Any], loss: WeighedLoss) -> None:
         self._name, self.function, self._loss = name, metric, loss
-        self.examined = Examined(metric, f"metric {name!r}", is_loss=False)
+        self.examined = Examined(metric, f"metric {name!r}", is_loss=False, is_cut=loss.is_cut)
         self.watched: AbstractContextManager[Any] = nullcontext()
         self.misuses: list[str] | None = None
 

@@ -21,14 +21,18 @@ from quintsched.errors import MisfitError
 from quintsched.ir.instructions import Compute, Fwd, Instruction, Overlap, Recompute
 
 from ..blocks.blocks import Parcel, accepted_extras
+from ..blocks.dtensor import is_sharded
+from ..blocks.shapes import trace_shapes
 from ..blocks.trees import Tree
 from ..comm import Group
-from ..comm.control import greatest, share_texts
+from ..comm.control import first_said, greatest, share_texts
 from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
+from ..examine.extras.rows_of_samples import OF_NO_SAMPLE, extra_of_no_sample
 from ..examine.gradients.backwards import BlockBackwards, Unlinear
 from ..examine.losses.loss_weights import LossWeight, Over
 from ..objects.host_state import HostState
+from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import SAMPLES as FEW
 from ..parallel.proof.arrivals import Arrival, Arrivals, FirstUnits
@@ -129,7 +133,11 @@ class BlockExaminations:
             self.changed = []
 
     def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
-        """Determine the reductions of losses of blocks that are not built in (collective); see `examine_backwards`."""
+        """Determine the reductions of losses of blocks that are not built in (collective); see `examine_backwards`.
+
+        Raises `MisfitError` for extras that blocks use for all samples alike, and that are cut with these.
+        """
+        self._examine_extras(units, parcels, gathered)
         self._gathered, self._first = gathered, (units, parcels)
         if self._find_kinds(parcels):
             self._examine()
@@ -149,6 +157,46 @@ class BlockExaminations:
         self._num_at_evaluation = self._num_changes
         self.in_evaluations = self._found_of(self._evaluated, is_brief=self._is_brief, evaluates=True)
         return True
+
+    def _examine_extras(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+        """Refuse extras that are cut with the samples, but that a block uses as a whole (collective).
+
+        Raises `MisfitError`. Blocks that communicate with other replicas in their forwards are not tried.
+        """
+        self._first, why = (units, parcels), ""
+        if not units.cut_extras:
+            return
+        for name in sorted(units.cut_extras if units.spec.samples.shape[0] == 1 else ()):
+            self._require_two_rows(units, name)
+        arrivals = self._given_of(FEW, repeats=True)
+        for stage, held in sorted(self._model.stages.items()):
+            for number, block in ((int(n), block) for n, block in held.blocks.items()):
+                names = sorted(filter(accepted_extras(block), units.cut_extras))
+                if why or not names or arrivals.num_samples != FEW or mixtures(block) or is_sharded(block):
+                    continue
+                alike, arrival = partial(self._alike, number, block), arrivals.at(number, self._model.outlines[number])
+                with gathered(stage):
+                    found = extra_of_no_sample(self._run, number, block, arrival, names, alike)
+                if found is not None:
+                    why = OF_NO_SAMPLE.format(number, type(block).__name__, found, found)
+        if why := first_said(why, self._groups.world):
+            raise MisfitError(why)
+
+    def _require_two_rows(self, units: FirstUnits, name: str) -> None:
+        """Raise `MisfitError` where blocks can run on two samples with one row of an extra, but not with two."""
+        outlines, dtype = self._model.outlines, self._model.options.dtype
+        works = []
+        for apart in ((), (name,)):
+            extras = {n: spec if n in apart else spec.twice(1) for n, spec in units.extra_specs.items()}
+            try:
+                trace_shapes(outlines, units.spec.twice(1), extras, dtype)
+                works.append(True)
+            except MisfitError:
+                works.append(False)
+        if works == [False, True]:
+            takers = (n for n, block in enumerate(outlines) if accepted_extras(block)(name))
+            number = next(takers, 0)
+            raise MisfitError(OF_NO_SAMPLE.format(number, type(outlines[number]).__name__, name, name))
 
     def _find_kinds(self, parcels: Sequence[Parcel]) -> bool:
         """Find the kinds of blocks here that are examined; return whether any rank has some."""

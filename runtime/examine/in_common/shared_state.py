@@ -135,22 +135,24 @@ class SharedState:
         ]
         own = {(token, s.key, number) for number, s in setters for token in self._tokens.get((number, s.owner), ())}
         marks: dict[int, list[tuple[str, str | int, ReadMark]]] = {}
+        judged = set[tuple[int, str | int | None]]()
         for number, state in setters:
             tensor = f"{state.owner}.{state.key}"
             grown = self._rows if state.said == state.owner else ()  # other code may read its length
             tokens = self._tokens_at(number, state.owner, tensor)
-            self._judged |= {(token, None) for token in tokens.difference(grown)}
+            judged |= {(token, None) for token in tokens.difference(grown)}
             cell = f", {state.key}"  # a closure variable of functions in both blocks
             for token in self._tokens_at(number, state.owner, state.owner + cell):
-                self._judged.add((token, state.key))
+                judged.add((token, state.key))
                 for other, place in self._places[token]:
                     owner = place.removesuffix(cell)
                     is_cache = state.is_new and (token, state.key, other) in own  # each makes it where it is missing
                     if self._stage_of[other] != self._stage_of[number] and not is_cache:
                         marks.setdefault(other, []).append((owner, state.key, ReadMark(number)))
-        with suppress(MisfitError, MarkRead):
+        with suppress(MisfitError, MarkRead):  # blocks that need data are judged by what they do in steps
             if marks:
                 run(marks)
+            self._judged |= judged
         for other, places in marks.items():
             for _, key, mark in places:
                 if mark.is_read:

@@ -29,16 +29,8 @@ from .linear import FACTORS, UNLINEAR, gradients_of, is_linear
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .other_targets import with_ignored_tokens, with_other_targets
 from .own_writes import depends_on_calls, goes_by_written
-from .parts import (
-    Given,
-    Parts,
-    along_samples,
-    along_tokens,
-    cut_elsewhere,
-    ratio_of,
-    rows_of_leaves,
-    shortened,
-)
+from .parts import Given, Parts, along_samples, along_tokens, cut_elsewhere, ratio_of, rows_of_leaves, shortened
+from .tokens_mixed import OF_SLICES, mixes_tokens
 
 Loss = Callable[[Any, Any], Any]
 
@@ -123,6 +115,8 @@ class LossExamination:
         """Return the finding that all experiments agree on."""
         finding = self._agreed()
         why = "" if finding.weight is None else self.why_unlinear(finding.weight)
+        if self.is_sliced and finding.weight is not None and mixes_tokens(self):
+            why = OF_SLICES
         return Finding(None, why) if why else finding
 
     def why_unlinear(self, weight: LossWeight) -> str:
@@ -201,7 +195,7 @@ class LossExamination:
             means = ((candidates[weight](cut), share) for cut, share in told)
             holds = not is_odd and all(share.first is not None and _fits(its, share) for its, share in means)
         if self.is_sliced and not holds:
-            return Finding(None, "it is not the same over slices of the sequences, into which they are cut here")
+            return Finding(None, OF_SLICES)
         return Finding(weight)
 
     def _as_of_nothing(self, parts: Parts, weight: LossWeight) -> LossWeight:
@@ -252,9 +246,12 @@ class LossExamination:
             return WITHOUT_GRADIENT
         return Finding(None, "of some of the samples it is not finite, or has no gradient")
 
-    def usable(self) -> Parts | None:
-        """Return the parts in the highest precision that the loss accepts, on the CPU if possible."""
-        for leaves in (shortened(*self._leaves, self._samples), self._leaves):
+    def usable(self, *, is_long: bool = False) -> Parts | None:
+        """Return the parts in the highest precision that the loss accepts, on the CPU if possible.
+
+        Sequences of large outputs are shortened, to as many tokens as memory allows if they are to be `is_long`.
+        """
+        for leaves in (shortened(*self._leaves, self._samples, fills=is_long), self._leaves):
             parts = along_samples(*leaves, self._samples, self._rows_of(*leaves))
             for place, dtype in self.ways():
                 made = replace(

@@ -18,6 +18,7 @@ from .examination import WRITES, Candidates, LossExamination, Tried
 from .loss_weights import Finding, LossWeight, Over
 from .other_targets import with_other_targets
 from .parts import Parts
+from .tokens_mixed import OF_SLICES, mixes_values
 
 _NEAR = 2e-3
 
@@ -46,6 +47,8 @@ class MetricExamination(LossExamination):
             candidates = _fitting(candidates, tried, values, least)
             if not is_sum and not candidates:
                 return Finding(None, "it is neither a sum nor a mean over samples, tokens or targets")
+        if self.is_sliced and mixes_values(self):
+            return Finding(None, OF_SLICES)
         return Finding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
 
     def _tried(self, parts: Parts) -> Iterator[Parts]:
@@ -95,7 +98,7 @@ class StatedMetricExamination(MetricExamination):
             total, weight = map(sum, zip(*each, strict=True)) if len(each) == len(halves) else (0.0, 0.0)
             if weight and whole[1] and abs(whole[0] / whole[1] - total / weight) > _NEAR * abs(whole[0] / whole[1]):
                 return Finding(None, "of two batches together it is not the sums of both by their weights")
-        return Finding(stated)
+        return Finding(None, OF_SLICES) if self.is_sliced and mixes_values(self) else Finding(stated)
 
 
 def _fitting(candidates: Candidates, parts: Parts, values: Sequence[float], least: float) -> Candidates:

@@ -159,20 +159,26 @@ def _moved_on(rest: Tensor) -> Tensor:
 
 
 def shortened(
-    outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int
+    outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int, *, fills: bool = False
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return large outputs and their targets cut to `_TOKENS` along dimensions that both share, such as tokens."""
-    if sum(leaf.nbytes for leaf in outputs) * _ROWS <= _LARGE_BYTES * samples:
+    """Return large outputs and their targets cut along dimensions that both share, such as tokens.
+
+    To `_TOKENS`, or, if it `fills` memory, to as many as leave them large.
+    """
+    nbytes = sum(leaf.nbytes for leaf in outputs) * _ROWS // samples
+    if nbytes <= _LARGE_BYTES:
         return outputs, targets
+    longest = max(leaf.shape[1] for leaf in (*outputs, *targets) if leaf.dim() > 1) if fills else 0
+    most = max(_TOKENS, longest * _LARGE_BYTES // nbytes)
     sizes = {size for leaf in targets for size in leaf.shape[1:]}
     sizes |= {len(leaf) // samples for leaf in targets if leaf.dim() == 1 and len(leaf) % samples == 0}
-    long = {size for leaf in outputs for size in leaf.shape[1:] if size > _TOKENS and size in sizes}
+    long = {size for leaf in outputs for size in leaf.shape[1:] if size > most and size in sizes}
 
     def short(leaf: Tensor) -> Tensor:
         if leaf.dim() == 1 and len(leaf) // samples in long and len(leaf) % samples == 0:
-            return leaf.view(samples, -1)[:, :_TOKENS].flatten()
+            return leaf.view(samples, -1)[:, :most].flatten()
         for dim, size in enumerate(leaf.shape[1:], 1):
-            leaf = leaf.narrow(dim, 0, _TOKENS) if size in long else leaf
+            leaf = leaf.narrow(dim, 0, most) if size in long else leaf
         return leaf
 
     return [short(leaf) for leaf in outputs], [short(leaf) for leaf in targets]

@@ -19,6 +19,7 @@ from .examination import WRITES, LossExamination, Tried
 from .loss_weights import Finding, LossWeight, Over
 from .other_targets import with_ignored_tokens, with_other_targets
 from .parts import Parts, along_tokens, cut_elsewhere
+from .tokens_mixed import OF_SLICES, mixes_tokens
 
 
 class StatedExamination(LossExamination):
@@ -48,7 +49,7 @@ class StatedExamination(LossExamination):
         for some in with_ignored_tokens(cut, self.ids, is_safe=self.is_safe) if cut is not None else ():
             if doubt := self._doubt_of(some):
                 return f"sequences are cut into slices here, and of two of these together {doubt}"
-        return ""
+        return OF_SLICES if self.is_sliced and mixes_tokens(self) else ""
 
     def _doubt_of(self, parts: Parts) -> str:
         self.weights.clear()

@@ -117,7 +117,7 @@ class Arrival:
 class FirstUnits:
     """Units of the first microbatch on one rank; the specs are those of one unit, the same on all ranks.
 
-    `inputs` and `targets` are empty on ranks that do not need them.
+    `inputs` and `targets` are empty on ranks that do not need them; `cut_extras` are those that are cut with samples.
     """
 
     spec: TreeSpec
@@ -125,6 +125,13 @@ class FirstUnits:
     inputs: Sequence[Tensors]
     targets: Sequence[Any]
     extras: Sequence[Mapping[str, Any]]
+    cut_extras: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_batch(cls, spec: TreeSpec, extras: Mapping[str, TreeSpec], batch: Any, count: int) -> FirstUnits:
+        """Return the first `count` units of a `stage.batches.microbatches.Batch`."""
+        inputs, targets, given = batch.inputs[:count], batch.targets[:count], batch.extras[:count]
+        return cls(spec, extras, inputs, targets, given, batch.cut_extras(count))
 
     @property
     def first(self) -> FirstUnits:

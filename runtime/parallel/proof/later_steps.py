@@ -219,8 +219,8 @@ class LaterSteps:
         if not of_tokens or shapes in self._lengths:
             return ""
         cuts, device = of_tokens[0].setting.cuts, self._bench.group.device
-        copies = (list(each) * cuts for each in (units.inputs, units.targets, units.extras))
-        joined = FirstUnits(units.spec, units.extra_specs, *copies)
+        inputs, targets, extras = (list(each) * cuts for each in (units.inputs, units.targets, units.extras))
+        joined = FirstUnits(units.spec, units.extra_specs, inputs, targets, extras)
         samples, alone = units.spec.samples.shape[0], SelfGroup(0, device)
         arrivals = Arrivals(joined, self._outlines, parcels, alone, cuts, self._dtype, samples=samples)
         for followed in of_tokens:

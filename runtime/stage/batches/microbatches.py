@@ -35,6 +35,7 @@ from ...blocks.trees import (
 )
 from ...parallel.context.context import WHOLE, SequenceShard
 from ..stage_forward import Extras
+from .row_checks import fewest_rows, require_as_many_samples, require_no_rows
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,18 @@ class Batch:
     def extra_specs(self, unit: int = 0) -> tuple[tuple[str, TreeSpec], ...]:
         """Return the specs of a unit of extras, by name."""
         return tuple([(name, TreeSpec.of(extra)) for name, extra in sorted(self.extras[unit].items())])
+
+    def cut_extras(self, slices: int) -> frozenset[str]:
+        """Return the names of extras of which the second microbatch gets other tensors than the first."""
+        if len(self.extras) <= slices:
+            return frozenset()
+        first, second = self.extras[0], self.extras[slices]
+        pairs = {name: (flatten(one)[1], flatten(second[name])[1]) for name, one in first.items()}
+        return frozenset(
+            n
+            for n, (mine, its) in pairs.items()
+            if any(a is not b and b.numel() for a, b in zip(mine, its, strict=True))
+        )
 
     def structure(self) -> Hashable | None:
         """Return a key of its structure and shapes; None for a batch with opaque objects."""
@@ -254,7 +267,7 @@ class BatchCutter:
                 what = "there are no samples" if samples == 0 else f"a {type(given).__name__} has no tensors of samples"
                 raise MisfitError(f"{name} {shape}cannot be cut into microbatches: {what}")
             is_alone = name == "inputs" or (isinstance(given, Tensor) and not extras)
-            return samples if is_alone else _fewest_rows([given, *extras.values()], samples)
+            return samples if is_alone else fewest_rows([given, *extras.values()], samples)
         samples = most_rows(list(extras.values()))
         return None if samples == 1 else samples  # a single row may belong to all samples
 
@@ -274,7 +287,9 @@ class BatchCutter:
             return PLAIN, [(unit,) for unit in self._units(into, name, given)]
         tree, tensors = flatten(given)
         require_known(name, tree)
-        _require_as_many_samples(name, tree, tensors)
+        require_as_many_samples(name, tree, tensors)
+        if name != "targets":  # losses of these are examined
+            require_no_rows(name, given, into.samples, into.sizes)
         length = _length(given)
         cuts = [
             self._tree_units(into, f"{name}{path}", tensor, length)
@@ -287,7 +302,8 @@ class BatchCutter:
             return self._tree_units(into, name, extra, length)
         tree, tensors = flatten(extra)
         require_known(name, tree)
-        _require_as_many_samples(name, tree, tensors)
+        require_as_many_samples(name, tree, tensors)
+        require_no_rows(name, extra, into.samples, into.sizes)
         if not tensors:
             return [extra] * into.num_units
         cuts = [self._tree_units(into, name + path, t, length) for path, t in zip(tree.paths, tensors, strict=True)]
@@ -376,24 +392,8 @@ def shape_of(tree: Any) -> tuple[int, int]:
     return (0, 0) if tree is None else (most_rows(tree) or 0, _length(tree) or 0)
 
 
-def _fewest_rows(trees: Sequence[Any], most: int) -> int:
-    """Return the number of samples where inputs are absent: a tensor may have several rows per sample."""
-    rows = (len(tensor) for tensor in flatten(list(trees))[1] if tensor.dim() and len(tensor) > 1)
-    return min(rows, default=most)
-
-
 def _length(inputs: Any) -> int | None:
     """Return the sequence length of inputs: dimension 1 of the first tensor that has one."""
     if isinstance(inputs, Tensor):
         return inputs.shape[1] if inputs.dim() > 1 else None
     return next((tensor.shape[1] for tensor in flatten(inputs)[1] if tensor.dim() > 1), None)
-
-
-def _require_as_many_samples(name: str, tree: Tree, tensors: Tensors) -> None:
-    """Raise `MisfitError` unless the tensors of a tree have the same number of rows, one row, or no dimensions."""
-    rows = {path: len(t) for path, t in zip(tree.paths, tensors, strict=True) if t.dim() and len(t) != 1}
-    if len(set(rows.values())) > 1:
-        named = ", ".join(f"{name}{path} has {count}" for path, count in rows.items())
-        raise MisfitError(
-            f"the tensors of {name} have to have as many samples, dimension 0, to be cut into microbatches: {named}"
-        )

@@ -102,6 +102,20 @@ def with_aux(layers):
     return lambda output, y: nn.functional.mse_loss(output, y) + sum(getattr(layer, "aux") for layer in layers)  # noqa: B009
 
 
+def hand_on_a_number(layer, place, h):
+    if layer.number == 1:
+        place.h = float(h.detach().abs().mean())  # which a block says that needs data
+    return h if layer.number != 3 else h * (1 + (place.h or 0.0))
+
+
+def hand_on_behind_a_look(layer, place, h):
+    if layer.number == 1:
+        if h.abs().max().item() > 1e6:
+            raise ValueError
+        place.h = h.detach().mean()
+    return h if layer.number != 3 or place.h is None else h * (1 + place.h)
+
+
 def append_late(layer, place, h):
     if layer.number == 0 and layer.training and layer.aux:
         place.log.append(1)
@@ -167,6 +181,13 @@ def step(do, loss, steps=1):
 def test_what_stages_hand_on_through_objects_is_refused(do, loss, says):
     with pytest.raises(MisfitError, match=says + ".*pass it on in the forward"):
         step(do, loss)
+
+
+@pytest.mark.parametrize("do", [hand_on_a_number, hand_on_behind_a_look])
+def test_what_blocks_hand_on_that_need_data_is_refused_in_the_step(do):
+    says = r"block \d \(Layer\), or what runs on its stage, sets 'h' .*, and block \d \(Layer\) reads it on another"
+    with pytest.raises(MisfitError, match=says):
+        step(do, plain, 2)
 
 
 @pytest.mark.parametrize("do", [append_late, append_in_backward, append_at_once, add_at_once])

@@ -690,6 +690,33 @@ def test_what_trials_put_into_context_variables_is_gone(mesh):
     assert found == [pytest.approx(Context().run(plain), rel=1e-5)] * plan.mesh.size
 
 
+class Warming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        x = x * (self.steps / 10).clamp(max=1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_buffer_of_the_model_that_code_between_layers_changes_is_named(caplog):
+    plan, model = qs.compile("1f1b", mesh="pp=2", microbatches=2), Warming()
+
+    def run(transport):
+        blocks = split(copy.deepcopy(model), example=torch.ones(4, 3))
+        engine = Engine(plan, blocks, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
+        engine.step(torch.ones(4, 3), torch.ones(4, 3))
+
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        run_local(2, run)
+    assert any("steps: changed by forwards, of which a step has 2" in message for message in caplog.messages)
+
+
 def test_a_buffer_that_the_loop_deletes_is_none_of_replicas():
     plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
 

@@ -66,6 +66,42 @@ def test_what_code_between_layers_does_in_place_counts_though_it_does_nothing_ye
     assert found == [pytest.approx(expected, rel=1e-10)]
 
 
+class Gated(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gate", torch.ones((), dtype=torch.float64))
+
+
+class OfGates(Walked):
+    """Code between layers goes by a buffer that each layer has."""
+
+    def make_layers(self):
+        self.layers = nn.ModuleList([Gated(), Gated()])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x) * layer.gate
+        return self.head(x)
+
+
+def replace_gates(model):
+    for number, layer in enumerate(model.layers):
+        layer.gate = layer.gate * (0.5 + 0.1 * number)
+
+
+def fill_gates(model):
+    for layer in model.layers:
+        layer.gate.mul_(0.5)
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2", "dp=2"])
+@pytest.mark.parametrize("change", [replace_gates, fill_gates])
+def test_buffers_of_layers_that_the_loop_replaces_are_followed(change, mesh):
+    found, expected = trained(OfGates().double(), change, mesh)
+    assert found == [pytest.approx(expected, rel=1e-10)] * len(found)
+
+
 class Known(nn.Linear):
     """A layer that goes by which one it is."""
 
