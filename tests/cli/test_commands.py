@@ -214,17 +214,6 @@ def test_compare_where_none_takes_the_shape(refused):
     assert "the nearest that works: 4 or 8" in message
 
 
-def test_help_names_the_commands_in_order(cli):
-    shown = cli("--help").out
-    names = ["schedules", "compile", "show", "check", "simulate", "compare", "render", "collective"]
-    names += ["export", "import", "run", "verify", "inspect", "predict", "tune", "calibrate", "new", "checkpoint"]
-    assert re.findall(r"^  ([a-z]+)  +[A-Z]", shown.split("Commands:")[1], re.MULTILINE) == names
-    assert "…" not in shown.split("Commands:")[1]
-    assert "..." not in shown.split("Commands:")[1]
-    for name in names:
-        assert cli(name, "--help").code == 0
-
-
 def test_version(cli):
     assert re.fullmatch(r"\d+\.\d+.*\n", cli("--version").out)
 
