@@ -97,17 +97,31 @@ def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:
 def show(
     plan: PlanFile,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Show this global rank's list.")] = None,
+    groups: Annotated[
+        bool, typer.Option("--groups", help="Show the mesh and its process groups; with --rank those of one rank.")
+    ] = False,
     costs: CostsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan's grid over time, or one rank's list."""
+    """Show a plan's grid over time, one rank's list, or its groups."""
     found = read_plan(plan)
-    if rank is None:
+    if costs is not None and (groups or rank is not None):
+        raise UsageError("--costs is for the grid over time; a rank's list and groups take none")
+    if groups:
+        _show_groups(found, rank, as_json)
+    elif rank is None:
         _show_grid(found, read_costs(costs), as_json)
-    elif costs is not None:
-        raise UsageError("--costs is for the grid over time; a rank's list takes none")
     else:
         _show_rank(found, rank, as_json)
+
+
+def _show_groups(plan: Plan, rank: int | None, as_json: bool) -> None:
+    from quintsched.text.process_groups import describe_groups, describe_rank, groups_data, rank_data
+
+    if as_json:
+        emit({"title": plan.title, **(groups_data(plan) if rank is None else rank_data(plan, rank))})
+    else:
+        say([plan.title, *(describe_groups(plan) if rank is None else describe_rank(plan, rank))])
 
 
 def _show_grid(plan: Plan, costs: Costs | None, as_json: bool) -> None:

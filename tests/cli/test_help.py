@@ -36,7 +36,7 @@ def test_no_help_is_cut_off(cli, monkeypatch, columns):
         shown = cli(*command, "--help")
         assert shown.code == 0
         assert max(map(len, shown.out.splitlines())) <= min(columns, 120)
-        assert "..." not in shown.out.split("\n", 1)[1]
+        assert not [line for line in shown.out.splitlines()[1:] if line.endswith(("...", "…"))]
     wide = cli("checkpoint", "--help").out
     assert "from which `quintsched run --resume` begins on any mesh." in words(wide)
 
