@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.output import AsJson, emit, read_plan, read_schedule, say
+from quintsched.cli.output import MICROBATCHES, AsJson, emit, read_plan, read_schedule, say
 from quintsched.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from quintsched.sweep import Outcome
     from quintsched.verify.soundness import Verdict
 
-Span = Annotated[str | None, typer.Option(metavar="A..B", help="For a schedule: a number or a range, both ends in.")]
+SPAN = "For a schedule: a number or a range, both ends in."
 
 
 def check(
@@ -25,9 +25,13 @@ def check(
     memory_cap: Annotated[
         float | None, typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches.")
     ] = None,
-    pp: Span = None,
-    microbatches: Span = None,
-    chunks: Span = None,
+    pp: Annotated[str | None, typer.Option("--pp", metavar="A..B", help=f"Pipeline ranks. {SPAN}")] = None,
+    microbatches: Annotated[
+        str | None, typer.Option("--microbatches", "-m", metavar="A..B", help=f"{MICROBATCHES}. {SPAN}")
+    ] = None,
+    chunks: Annotated[
+        str | None, typer.Option("--chunks", metavar="A..B", help=f"Stages per pipeline rank. {SPAN}")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove a plan sound, or show the counter-example.

@@ -27,7 +27,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard out
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
 ]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help="Microbatches of a step.")]
+MICROBATCHES = "How many microbatches each replica's share of the batch is cut into"
+"""The one meaning of `--microbatches`, in every command."""
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help=f"{MICROBATCHES}.")]
 MemoryCap = Annotated[
     float | None,
     typer.Option(

@@ -22,11 +22,12 @@ from quintsched.cli.output import (
     simulate_plan,
     terminal_width,
 )
-from quintsched.cli.settings import read_request, taking_settings
+from quintsched.cli.runs import Overrides, plan_of_job
+from quintsched.cli.settings import AXES, option_of, read_request, taking_settings
 from quintsched.errors import UsageError, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from quintsched.plan import Plan
     from quintsched.simulation.costs import Costs
@@ -49,18 +50,25 @@ PrintAfter = Annotated[
 @taking_settings
 def compile(
     settings: dict[str, Any],
+    job: Annotated[Path | None, typer.Argument(metavar="[JOB]", help="A job file: the plan that its run has.")] = None,
+    overrides: Overrides = None,
     output: PlanOutput = None,
     print_after: PrintAfter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a plan and prove it sound."""
-    from quintsched.cli.check import report
-    from quintsched.compiler import compile_request
-    from quintsched.formats.plan_file import require_room
+    """Compile a plan and prove it sound.
 
-    refuse_input(output, settings["costs"], settings["schedule"])
-    room = None if output is None else partial(require_room, output, least="at least ")
-    plan = compile_request(read_request(settings, after=_watch(print_after)), room)
+    From --schedule, --mesh (or the sizes of its axes) and --microbatches, or from a job file: the plan is then the one
+    that `quintsched run` makes of the file, with the same --set.
+    """
+    from quintsched.cli.check import report
+
+    refuse_input(output, settings["costs"], settings["schedule"], job)
+    if job is None:
+        plan = _compiled(settings, overrides, output, print_after)
+    else:
+        _require_none_beside_job(settings, print_after)
+        plan = plan_of_job(job, overrides)
     verdict = plan.check(profile="blocking")
     if output is None:
         note(f"{plan.title}\n{verdict.explain()}")
@@ -71,6 +79,32 @@ def compile(
         emit({"plan": str(output), **report(verdict, "blocking")})
     else:
         say(f"{output}: {plan.title}\n{verdict.explain()}")
+
+
+def _compiled(
+    settings: dict[str, Any], overrides: Sequence[str] | None, output: Path | None, print_after: str | None
+) -> Plan:
+    """Compile what the options say."""
+    from quintsched.compiler import compile_request
+    from quintsched.formats.plan_file import require_room
+
+    if overrides:
+        raise UsageError("--set overrides a setting of a job file; name the file, or give the plan's own options")
+    room = None if output is None else partial(require_room, output, least="at least ")
+    return compile_request(read_request(settings, after=_watch(print_after)), room)
+
+
+def _require_none_beside_job(settings: dict[str, Any], print_after: str | None) -> None:
+    """Raise `UsageError` where an option beside a job file says what the file does."""
+    given = [name for name, value in settings.items() if value is not None]
+    if given:
+        name = "mesh" if given[0] in AXES else given[0]
+        raise UsageError(
+            f"{option_of(given[0])} beside a job file: its section parallel says the plan; "
+            f"change that, or write --set parallel.{name}=…"
+        )
+    if print_after is not None:
+        raise UsageError("--print-after is for a plan that the options say; leave out the job file, or --print-after")
 
 
 def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:

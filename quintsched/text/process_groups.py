@@ -89,7 +89,9 @@ def describe_groups(plan: PlanData) -> Iterator[str]:
     mesh, kinds = plan.mesh, kinds_of(plan.mesh)
     if cube := mesh_cube(mesh):
         yield from (*(f"  {line}".rstrip() for line in cube), "")
-    rows = [(name, what, f"{_size(mesh, axes)} ranks", _some_groups(mesh, axes)) for name, (axes, what) in kinds.items()]
+    rows = [
+        (name, what, f"{_size(mesh, axes)} ranks", _some_groups(mesh, axes)) for name, (axes, what) in kinds.items()
+    ]
     yield from table(("over", "exchanges", "each", "groups"), rows) if rows else ["one rank: no groups"]
     yield ""
     shown = [rank_data(plan, rank) for rank in range(min(mesh.size, MOST_ROWS))]
@@ -115,7 +117,9 @@ def describe_rank(plan: PlanData, rank: int) -> Iterator[str]:
     """Yield where one rank is, and all its peers; raises `UsageError` for a rank outside the mesh."""
     found, kinds = rank_data(plan, rank), kinds_of(plan.mesh)
     place = ", ".join(f"{axis}={at}" for axis, at in found["coordinates"].items())
-    stages = f"stage{'s' if len(found['stages']) > 1 else ''} {_all(found['stages'])}" if found["stages"] else "no stage"
+    stages = (
+        f"stage{'s' if len(found['stages']) > 1 else ''} {_all(found['stages'])}" if found["stages"] else "no stage"
+    )
     yield f"rank {rank}{f' ({place})' if place else ''}, {stages}"
     rows = [("pp neighbours", "messages of the plan", _all(found["pp_neighbours"]))] if found["pp_neighbours"] else []
     rows += [(f"{name} group", kinds[name][1], _all(group)) for name, group in found["groups"].items()]

@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from quintsched.compiler import compile
+from quintsched.ir.mesh import LAID_OUT
 from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.stages import stage_layers
-
-AXES = ("pp", "dp", "ep", "cp", "tp")
-"""As predictions lay them out: the ranks of tp are neighbours."""
 
 
 def plan_of(model: Model, strategy: Strategy, microbatches: int | None = None) -> Plan:
@@ -37,7 +35,7 @@ def plan_of(model: Model, strategy: Strategy, microbatches: int | None = None) -
 
 def parallel(model: Model, strategy: Strategy) -> dict[str, Any]:
     """Return the job's section `parallel`, of a strategy that is resolved; what is usual is left out."""
-    mesh = ",".join(f"{axis}={size}" for axis in AXES if (size := getattr(strategy, axis)) > 1)
+    mesh = ",".join(f"{axis}={size}" for axis in LAID_OUT if (size := getattr(strategy, axis)) > 1)
     found: dict[str, Any] = {
         "mesh": mesh or "dp=1",
         "schedule": strategy.schedule,
