@@ -439,6 +439,7 @@ def test_the_command_line_imports_nothing_heavy_at_the_top():
         "quintsched.strategies.commands",
         "quintsched.errors",
         "quintsched.files.terminal",
+        "quintsched.files.progress",
         "quintsched.request",
         "quintsched.ir.communication",
     )

@@ -53,7 +53,7 @@ class Helping:
 
     def get_short_help_str(self, limit: int = 0) -> str:
         """Return the first sentence, however long: lists wrap it."""
-        return super().get_short_help_str(limit=sys.maxsize)  # type: ignore[misc,no-any-return]
+        return str(super().get_short_help_str(limit=sys.maxsize))  # type: ignore[misc]
 
 
 class Command(Helping, TyperCommand):

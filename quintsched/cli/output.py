@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.errors import UsageError
+from quintsched.files.progress import progress
 from quintsched.files.terminal import shown, shown_json, write_line
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def read_plan(file: str) -> Plan:
     from quintsched.formats.plan_file import MAX_BYTES, loads
     from quintsched.plan import Plan
 
-    return Plan.of(loads(read_whole(None, MAX_BYTES, "the plan"))) if file == "-" else Plan.load(file)
+    with progress(f"reading {file}"):
+        return Plan.of(loads(read_whole(None, MAX_BYTES, "the plan"))) if file == "-" else Plan.load(file)
 
 
 def read_costs(file: Path | None) -> Costs | None:
@@ -100,8 +102,10 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
 
 def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
     """Time a plan; raises `UnsoundError` with the counter-example where it is not sound: its times mean nothing."""
-    plan.check().raise_if_unsound()
-    return plan.simulate(costs)
+    with progress(f"proving {plan.num_instructions} instructions") as found:
+        plan.check().raise_if_unsound()
+        found.now(f"timing {plan.num_instructions} instructions")
+        return plan.simulate(costs)
 
 
 def read_schedule(name: str) -> Schedule:

@@ -25,6 +25,7 @@ from quintsched.cli.output import (
 from quintsched.cli.runs import Overrides, plan_of_job
 from quintsched.cli.settings import AXES, option_of, read_request, taking_settings
 from quintsched.errors import UsageError, suggest
+from quintsched.files.progress import Progress, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,12 +87,24 @@ def _compiled(
 ) -> Plan:
     """Compile what the options say."""
     from quintsched.compiler import compile_request
-    from quintsched.formats.plan_file import require_room
 
     if overrides:
         raise UsageError("--set overrides a setting of a job file; name the file, or give the plan's own options")
-    room = None if output is None else partial(require_room, output, least="at least ")
-    return compile_request(read_request(settings, after=_watch(print_after)), room)
+    request = read_request(settings, after=_watch(print_after))
+    if print_after is not None:  # whose lines stand where the progress would
+        return compile_request(request, partial(_require_room, None, output))
+    with progress("compiling") as found:
+        return compile_request(request, partial(_require_room, found, output))
+
+
+def _require_room(found: Progress | None, output: Path | None, instructions: int, size: int) -> None:
+    """Show how large the plan will be at least; raises `UsageError` where there is no room for it."""
+    from quintsched.formats.plan_file import require_room
+
+    if found is not None:
+        found.now(f"compiling {instructions} instructions or more")
+    if output is not None:
+        require_room(output, instructions, size, least="at least ")
 
 
 def _require_none_beside_job(settings: dict[str, Any], print_after: str | None) -> None:

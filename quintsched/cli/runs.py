@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.errors import UsageError
+from quintsched.files.progress import progress
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -159,7 +160,9 @@ def plan_of_job(job: Path, overrides: Sequence[str] | None) -> Plan:
         "quintsched.runtime.launch.write_plan",
         json.dumps(_job_request(None, job, overrides)),
     ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    with progress(f"compiling the plan of {job}"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    sys.stderr.write(done.stderr)
     if done.returncode:
         raise typer.Exit(done.returncode)
     return Plan.from_json(done.stdout)

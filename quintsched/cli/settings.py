@@ -2,7 +2,7 @@
 
 memory_cap: float | None = setting("the most activations …", metavar="X")  ──▶  --memory-cap X   The most activations …
 
-Every command that takes a mesh takes its axes as well, and its options mean the same: `--mesh dp=2,pp=4`, `--dp 2 --pp 4`.
+A command that takes a mesh takes its axes as well: `--mesh dp=2,pp=4`, or `--dp 2 --pp 4`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Files read and written with care: JSON and YAML without surprises (`strictjson`, `strictyaml`), files whole or not at
-all (`atomic`), and only those that are plain files of a folder (`plain`); what a terminal is shown (`terminal`).
+all (`atomic`), and only those that are plain files of a folder (`plain`); what a terminal is shown (`terminal`),
+and how far a command is (`progress`).
 
 Imports `errors` and nothing else; what stands in the files is the business of other rooms.
 """
