@@ -62,6 +62,8 @@ SIZES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
 """Bytes of a message."""
 MOST_CALLS, MOST_BYTES = 20, 2**26
 """Number of calls per measurement, and limit of their total bytes."""
+FEWEST_CALLS, POINT_S = 3, 0.4
+"""Number of calls of a measurement that takes longer than so many seconds."""
 ROWS, INPUTS, OUTPUTS = 256, 256, 512
 """Sizes of the layers that are trained before a sum or a message."""
 LAYERS, LAYERS_AT_A_TIME = 32, 3
@@ -132,13 +134,16 @@ class _Rank:
     def measure(self) -> Seconds:
         """Return all measurements."""
         parties = [number for number in PARTIES if number <= self.ranks]
-        sums = {number: self._sums(number) for number in parties}
+        messages = [self._round_s(size) / 2 for size in SIZES]
+        sums = {number: self._sums(number, 1) for number in parties}
+        if not self.shares_cores:
+            return Seconds(messages, [], sums, {}, {})
         return Seconds(
-            messages=[self._round_s(size) / 2 for size in SIZES],
-            lost=self._lost_by_messages() if self.shares_cores else [],
+            messages=messages,
+            lost=self._lost_by_messages(),
             sums=sums,
-            lost_by_sums={number: self._lost_by_sums(number) for number in parties} if self.shares_cores else {},
-            rates={number: self._rate(number) for number in (1, *parties)} if self.shares_cores else {},
+            lost_by_sums={number: self._lost_by_sums(number, sums[number]) for number in parties},
+            rates={number: self._rate(number) for number in (1, *parties)},
         )
 
     def _round_s(self, size: int) -> float:
@@ -151,24 +156,25 @@ class _Rank:
 
         return self._together_s(there_and_back, size, 2)
 
-    def _sums(self, number: int) -> list[float]:
-        """Return the seconds of sums over the first `number` ranks; each of the others is in a group of its own."""
-        rest = [(rank,) for rank in range(number, self.ranks)]
-        group = self.transport.make_group([tuple(range(number)), *rest])
-        return [self._after_layers_s(partial_sum(group, self._tensor(size)), size, number) for size in SIZES]
+    def _sums(self, number: int, groups: int) -> list[float]:
+        """Return the seconds of sums in groups of `number` ranks side by side; ranks beyond these wait, each alone."""
+        busy = groups * number
+        together = [tuple(range(first, first + number)) for first in range(0, busy, number)]
+        group = self.transport.make_group([*together, *((rank,) for rank in range(busy, self.ranks))])
+        return self._after_layers_s(lambda size: partial_sum(group, self._tensor(size)), busy)
 
-    def _lost_by_sums(self, number: int) -> list[float]:
-        """Return core seconds lost by a sum in one group of `number` ranks, while all ranks are in such groups."""
+    def _lost_by_sums(self, number: int, of_one: Sequence[float]) -> list[float]:
+        """Return core seconds lost by a sum in one group of `number` ranks, while all ranks are in such groups.
+
+        `of_one`: the seconds where there is one group.
+        """
         groups = self.ranks // number
-        group = self.transport.make_group([*(tuple(range(k * number, (k + 1) * number)) for k in range(groups))])
-        seconds = (self._after_layers_s(partial_sum(group, self._tensor(size)), size, self.ranks) for size in SIZES)
+        seconds = of_one if groups == 1 else self._sums(number, groups)
         return [taken * self._cores / groups for taken in seconds]
 
     def _lost_by_messages(self) -> list[float]:
         """Return core seconds lost by a message from one rank to the next, all ranks being in a chain."""
-        return [
-            self._after_layers_s(self._chain(size), size, self.ranks) * self._cores / (self.ranks - 1) for size in SIZES
-        ]
+        return [taken * self._cores / (self.ranks - 1) for taken in self._after_layers_s(self._chain, self.ranks)]
 
     def _chain(self, size: int) -> Call:
         """Return a call that receives from the rank before and sends to the next, without waiting for the send."""
@@ -189,15 +195,23 @@ class _Rank:
     def _cores(self) -> int:
         return min(count_cores(), self.ranks)
 
-    def _after_layers_s(self, call: Call, size: int, number: int) -> float:
-        """Return the seconds of a call after some layers, less their time; at least a tenth of both."""
+    def _after_layers_s(self, call_of: Callable[[int], Call], number: int) -> list[float]:
+        """Return the seconds of calls by size, after some layers, less their time; at least a tenth of both.
 
-        def both() -> None:
-            self._train()
-            call()
+        The layers alone are timed before and after all sizes, since a machine is not equally fast all the time.
+        """
 
-        alone, whole = self._together_s(self._train, size, number), self._together_s(both, size, number)
-        return max(whole - alone, whole / 10)
+        def both(call: Call) -> Call:
+            def run() -> None:
+                self._train()
+                call()
+
+            return run
+
+        before = self._together_s(self._train, 1, number)
+        whole = [self._together_s(both(call_of(size)), size, number) for size in SIZES]
+        alone = (before + self._together_s(self._train, 1, number)) / 2
+        return [max(taken - alone, taken / 10) for taken in whole]
 
     def _train(self) -> None:
         """Compute forward and weight gradients of some layers; others than the last time, so that caches are cold."""
@@ -205,12 +219,17 @@ class _Rank:
             gradient.add_(self._given.T @ functional.gelu(self._given @ weight))
 
     def _together_s(self, call: Call, size: int, number: int) -> float:
-        """Return the seconds of a call by the first `number` ranks side by side: the mean of the slowest rank."""
-        calls = max(1, min(MOST_CALLS, MOST_BYTES // size))
+        """Return the seconds of a call by the first `number` ranks side by side: the mean of the slowest rank.
+
+        The first call says how many there are time for, on a machine that is slow or busy.
+        """
+        taken = self._timed_s(call, 1, number)
+        most = max(1, min(MOST_CALLS, MOST_BYTES // size))
+        return self._timed_s(call, min(most, max(FEWEST_CALLS, int(POINT_S / taken))), number)
+
+    def _timed_s(self, call: Call, calls: int, number: int) -> float:
+        """Return the mean seconds of some calls by the slowest of the first `number` ranks; all ranks wait for them."""
         taken = torch.zeros(1, dtype=torch.float64, device=self.transport.device)
-        if self.rank < number:
-            call()
-        self.world.all_reduce(torch.zeros(1, device=self.transport.device)).wait()
         if self.rank < number:
             begun_s = settled_s(self.transport.device)
             for _ in range(calls):
