@@ -49,7 +49,7 @@ class Helping:
         """Return the help text, in the width of the terminal."""
         formatter = HelpFormatter(max_width=WIDEST)
         self.format_help(ctx, formatter)  # type: ignore[attr-defined]
-        return formatter.getvalue().rstrip("\n")
+        return str(formatter.getvalue()).rstrip("\n")
 
     def get_short_help_str(self, limit: int = 0) -> str:
         """Return the first sentence, however long: lists wrap it."""

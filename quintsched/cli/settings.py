@@ -119,7 +119,8 @@ def read_request(settings: dict[str, Any], **more: Any) -> CompileRequest:
     for name in NEEDED:
         if settings[name] is None:
             axes = ", or its axes: --dp, --pp, --tp, --cp, --ep" if name == "mesh" else ""
-            raise UsageError(f"{option_of(name)} is missing{axes}; a plan needs --schedule, --mesh and --microbatches")
+            needed = "a plan needs --schedule, --mesh and --microbatches, or a job file"
+            raise UsageError(f"{option_of(name)} is missing{axes}; {needed}")
     given = {
         entry.name: _parsed(entry, settings[entry.name]) for entry in entries() if settings[entry.name] is not None
     }

@@ -109,7 +109,7 @@ class Parts:
         if not self.path.is_file():
             return {}
         try:
-            said = parse_strict(read_whole(self.path, MOST_BYTES, "what was measured"))
+            said: Any = parse_strict(read_whole(self.path, MOST_BYTES, "what was measured"))
             if said["machine"] != self._machine:
                 return {}
             self._found = {name: dict(said["measured"][name]) for name in PARTS if name in said["measured"]}
