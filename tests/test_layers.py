@@ -129,7 +129,7 @@ BUDGET = {
     "models": 468,
     "settings": 471,
     "autograd": 472,
-    "calibrate": 491,
+    "calibrate": 497,
     "agreement": 346,
     "engine": 205,
     "requirements": 68,

@@ -64,6 +64,8 @@ MOST_CALLS, MOST_BYTES = 20, 2**26
 """Number of calls per measurement, and limit of their total bytes."""
 FEWEST_CALLS, POINT_S = 3, 0.4
 """Number of calls of a measurement that takes longer than so many seconds."""
+LATE_S = 30.0
+"""Seconds after which each measurement is one call, so that a busy machine is not measured for long."""
 ROWS, INPUTS, OUTPUTS = 256, 256, 512
 """Sizes of the layers that are trained before a sum or a message."""
 LAYERS, LAYERS_AT_A_TIME = 32, 3
@@ -124,7 +126,7 @@ class _Rank:
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.rank, self.ranks = transport, transport.rank, transport.world_size
-        self.shares_cores = not is_accelerator(transport.device)
+        self.shares_cores, self._begun_s = not is_accelerator(transport.device), now_s()
         self.world = transport.make_group([tuple(range(self.ranks))])
         transport.open_channels([(rank, rank + 1) for rank in range(self.ranks - 1)] + [(1, 0)])
         self._given = torch.randn(ROWS, INPUTS, device=transport.device)
@@ -221,22 +223,30 @@ class _Rank:
     def _together_s(self, call: Call, size: int, number: int) -> float:
         """Return the seconds of a call by the first `number` ranks side by side: the mean of the slowest rank.
 
-        The first call says how many there are time for, on a machine that is slow or busy.
+        The first call says how many there are time for, on a machine that is slow or busy; it stays the only one where
+        it is late already.
         """
-        taken = self._timed_s(call, 1, number)
+        taken, since_begin = self._timed_s(call, 1, number)
+        if since_begin > LATE_S:
+            return taken
         most = max(1, min(MOST_CALLS, MOST_BYTES // size))
-        return self._timed_s(call, min(most, max(FEWEST_CALLS, int(POINT_S / taken))), number)
+        return self._timed_s(call, min(most, max(FEWEST_CALLS, int(POINT_S / taken))), number)[0]
 
-    def _timed_s(self, call: Call, calls: int, number: int) -> float:
-        """Return the mean seconds of some calls by the slowest of the first `number` ranks; all ranks wait for them."""
-        taken = torch.zeros(1, dtype=torch.float64, device=self.transport.device)
+    def _timed_s(self, call: Call, calls: int, number: int) -> tuple[float, float]:
+        """Return the mean seconds of some calls by the slowest of the first `number` ranks, and those since the begin.
+
+        All ranks wait for them, and have the same result.
+        """
+        taken = torch.zeros(2, dtype=torch.float64, device=self.transport.device)
         if self.rank < number:
             begun_s = settled_s(self.transport.device)
             for _ in range(calls):
                 call()
-            taken += (settled_s(self.transport.device) - begun_s) / calls
+            taken[0] = (settled_s(self.transport.device) - begun_s) / calls
+        taken[1] = now_s() - self._begun_s
         self.world.all_reduce(taken, ReduceOp.MAX).wait()
-        return taken.item()
+        slowest_s, since_begin_s = taken.tolist()
+        return slowest_s, since_begin_s
 
     def _rate(self, number: int) -> float:
         """Return the matrix products per second of a core, averaged over the first `number` ranks."""
