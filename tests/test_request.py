@@ -14,9 +14,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import quintsched as qs
-from quintsched.cli import COMMANDS
+from quintsched.cli import SECTIONS
 from quintsched.cli.app import make_app
-from quintsched.cli.settings import option_of
+from quintsched.cli.settings import NEEDED, option_of
 from quintsched.collectives import Wire
 from quintsched.compiler import compile_request
 from quintsched.ir.instructions import Bwd, Fwd
@@ -91,7 +91,7 @@ def from_command(names: set[str], folder: Path) -> qs.Plan:
     said = {name: SAID[name][2] for name in sorted(names)}
     words = [word for name, text in said.items() for word in ([] if text[0][:2] == "--" else [option_of(name)]) + text]
     with pytest.raises(SystemExit) as end:
-        make_app(COMMANDS)(args=["compile", *words, "-o", str(folder / "out.json")])
+        make_app(SECTIONS)(args=["compile", *words, "-o", str(folder / "out.json")])
     assert not end.value.code
     return qs.Plan.load(folder / "out.json")
 
@@ -117,10 +117,10 @@ def test_every_setting_is_reachable_from_all_three_and_stated_once() -> None:
     assert {name for name, _ in settings_of()} == {one.name for one in fields(CompileRequest)} - {"after"}
     assert {*names} <= {*ParallelConfig.model_fields}
     assert not {*names} & {*ParallelConfig.__annotations__}
-    options = {option.name: option for option in get_command(make_app(COMMANDS)).commands["compile"].params}
+    options = {option.name: option for option in get_command(make_app(SECTIONS)).commands["compile"].params}
     assert {*names} <= {*options}
     for entry in entries():
-        assert options[entry.name].required == (entry.default is MISSING)
+        assert (entry.name in NEEDED) == (entry.default is MISSING)
         assert (
             options[entry.name].help.lower()
             == entry.doc.lower()
@@ -159,7 +159,7 @@ def test_a_plan_beside_a_job_agrees_with_what_it_was_compiled_from_and_with_noth
 
 
 def test_the_command_documents_every_setting() -> None:
-    shown = CliRunner().invoke(make_app(COMMANDS), ["compile", "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(make_app(SECTIONS), ["compile", "--help"], env={"COLUMNS": "200"}).output
     for entry in entries():
         assert option_of(entry.name) in shown
 

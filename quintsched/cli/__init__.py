@@ -5,7 +5,7 @@ Imports all of the planner, and `viz` for drawing: lazily inside the commands, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,27 +27,18 @@ from quintsched.strategies.commands.calibrate import calibrate
 from quintsched.strategies.commands.predict import predict
 from quintsched.strategies.commands.tune import tune
 
-COMMANDS = (
-    schedules,
-    compile,
-    show,
-    check,
-    simulate,
-    compare,
-    render,
-    collective,
-    export,
-    import_,
-    run,
-    verify,
-    inspect,
-    predict,
-    tune,
-    calibrate,
-    new,
-)
-
-GROUPS = (Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),)
+SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
+    "Plans": (schedules, compile, show, check, simulate, compare, render, new),
+    "Runs": (
+        run,
+        verify,
+        inspect,
+        Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
+    ),
+    "Strategies": (predict, tune, calibrate),
+    "Tools": (collective, export, import_),
+}
+"""All commands, by the headings of `quintsched --help`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,4 +49,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @cache
 def _command() -> Any:
-    return get_command(make_app(COMMANDS, GROUPS))
+    return get_command(make_app(SECTIONS))

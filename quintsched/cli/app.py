@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from quintsched.errors import QuintschedError
+from quintsched.cli.help import Command, Commands
+from quintsched.errors import QuintschedError, UsageError
 from quintsched.files.terminal import shown, write_error
 
 INTERRUPTED = 130
@@ -20,25 +20,30 @@ _Misused: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if 
 """Base class of click's errors for an invalid command line."""
 
 
-def make_app(commands: Iterable[Callable[..., None]], groups: Iterable[Group] = ()) -> typer.Typer:
-    """Return an application of these commands, in this order, and of groups; `import_` is called import."""
+def make_app(sections: Mapping[str, Iterable[Callable[..., None] | Group]]) -> typer.Typer:
+    """Return an application of these commands and groups, by the heading that each has in the help, in this order.
+
+    `import_` is called import.
+    """
     app = typer.Typer(
-        cls=Commands,
+        cls=Application,
         callback=quintsched,
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in commands:
-        app.command(command.__name__.removesuffix("_"))(command)
-    for group in groups:
-        made = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=group.help)
-        for command in group.commands:
-            made.command(command.__name__.removesuffix("_"))(command)
-        app.add_typer(made, name=group.name)
+    for heading, commands in sections.items():
+        for command in commands:
+            if isinstance(command, Group):
+                app.add_typer(command.make(), name=command.name, rich_help_panel=heading)
+            else:
+                _add(app, command, rich_help_panel=heading)
     return app
+
+
+def _add(app: typer.Typer, command: Callable[..., None], **how: Any) -> None:
+    app.command(command.__name__.removesuffix("_"), cls=Command, **how)(command)
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,27 @@ class Group:
     help: str
     commands: Sequence[Callable[..., None]]
 
+    def make(self) -> typer.Typer:
+        """Return the application of the commands."""
+        app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help=self.help)
+        for command in self.commands:
+            _add(app, command)
+        return app
 
-class Commands(TyperGroup):
-    """Group of commands that ends with a message and the right exit code, never with a traceback."""
+
+class Application(Commands):
+    """All commands; they end with a message and the right exit code, never with a traceback of ours."""
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        """Parse the command line."""
+        """Read the command line up to the command's name; --install-completion writes its files meanwhile."""
         with _ending_in_words():
-            return super().make_context(*arguments, **settings)
+            try:
+                return super().make_context(*arguments, **settings)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot install the completion: {error.filename}: {error.strerror}; put what --show-completion "
+                    "prints where your shell reads it"
+                ) from error
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.output import AsJson, emit, read_plan, read_schedule, say
+from quintsched.cli.output import MICROBATCHES, AsJson, emit, read_plan, read_schedule, say
 from quintsched.errors import InputError, UsageError
+from quintsched.files.progress import progress
 
 if TYPE_CHECKING:
     from quintsched.sweep import Outcome
     from quintsched.verify.soundness import Verdict
 
-Span = Annotated[str | None, typer.Option(metavar="A..B", help="For a schedule: a number or a range, both ends in.")]
+SPAN = "For a schedule: a number or a range, both ends in."
 
 
 def check(
@@ -25,9 +27,13 @@ def check(
     memory_cap: Annotated[
         float | None, typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches.")
     ] = None,
-    pp: Span = None,
-    microbatches: Span = None,
-    chunks: Span = None,
+    pp: Annotated[str | None, typer.Option("--pp", metavar="A..B", help=f"Pipeline ranks. {SPAN}")] = None,
+    microbatches: Annotated[
+        str | None, typer.Option("--microbatches", "-m", metavar="A..B", help=f"{MICROBATCHES}. {SPAN}")
+    ] = None,
+    chunks: Annotated[
+        str | None, typer.Option("--chunks", metavar="A..B", help=f"Stages per pipeline rank. {SPAN}")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove a plan sound, or show the counter-example.
@@ -51,7 +57,9 @@ def check(
 
 def _check_plan(file: str, profile: str, memory_cap: float | None, as_json: bool) -> bool:
     try:
-        verdict = read_plan(file).check(profile=profile, memory_cap=memory_cap)
+        plan = read_plan(file)
+        with progress(f"proving {plan.num_instructions} instructions"):
+            verdict = plan.check(profile=profile, memory_cap=memory_cap)
     except InputError as error:
         if as_json:
             emit({"sound": False, "findings": [{"point": "well-formed", "message": str(error)}]})
@@ -114,15 +122,16 @@ def _check_schedule(
     from quintsched.sweep import Status, prove
 
     schedule = read_schedule(name)
-    outcomes = list(
-        prove(
-            schedule,
-            pp=read_span(pp, "--pp"),
-            microbatches=read_span(microbatches, "--microbatches"),
-            chunks=None if chunks is None else read_span(chunks, "--chunks"),
-            memory_cap=memory_cap,
-        )
-    )
+    shapes = {
+        "pp": read_span(pp, "--pp"),
+        "microbatches": read_span(microbatches, "--microbatches"),
+        "chunks": schedule.several_chunks if chunks is None else read_span(chunks, "--chunks"),
+    }
+    number, outcomes = prod(map(len, shapes.values())), []
+    with progress(f"proving {number} shapes") as found:
+        for outcome in prove(schedule, **shapes, memory_cap=memory_cap):
+            outcomes.append(outcome)
+            found.at(len(outcomes), number, f"pp={outcome.pp}, {outcome.microbatches} microbatches")
     if all(outcome.status is Status.REFUSED for outcome in outcomes):
         raise UsageError(f"the schedule takes none of these {len(outcomes)} shapes; {outcomes[0].reason}")
     sound = not any(outcome.status is Status.UNSOUND for outcome in outcomes)

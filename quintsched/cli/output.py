@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.errors import UsageError
+from quintsched.files.progress import progress
 from quintsched.files.terminal import shown, shown_json, write_line
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard out
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
 ]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help="Microbatches of a step.")]
+MICROBATCHES = "How many microbatches each replica's share of the batch is cut into"
+"""The one meaning of `--microbatches`, in every command."""
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help=f"{MICROBATCHES}.")]
 MemoryCap = Annotated[
     float | None,
     typer.Option(
@@ -57,7 +60,8 @@ def read_plan(file: str) -> Plan:
     from quintsched.formats.plan_file import MAX_BYTES, loads
     from quintsched.plan import Plan
 
-    return Plan.of(loads(read_whole(None, MAX_BYTES, "the plan"))) if file == "-" else Plan.load(file)
+    with progress(f"reading {file}"):
+        return Plan.of(loads(read_whole(None, MAX_BYTES, "the plan"))) if file == "-" else Plan.load(file)
 
 
 def read_costs(file: Path | None) -> Costs | None:
@@ -97,9 +101,11 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
 
 
 def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
-    """Simulate a plan; raises `UnsoundError` with the counter-example if it is unsound, as times would mean nothing."""
-    plan.check().raise_if_unsound()
-    return plan.simulate(costs)
+    """Time a plan; raises `UnsoundError` with the counter-example where it is not sound: its times mean nothing."""
+    with progress(f"proving {plan.num_instructions} instructions") as found:
+        plan.check().raise_if_unsound()
+        found.now(f"timing {plan.num_instructions} instructions")
+        return plan.simulate(costs)
 
 
 def read_schedule(name: str) -> Schedule:

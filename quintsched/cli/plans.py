@@ -22,11 +22,13 @@ from quintsched.cli.output import (
     simulate_plan,
     terminal_width,
 )
-from quintsched.cli.settings import read_request, taking_settings
+from quintsched.cli.runs import Overrides, plan_of_job
+from quintsched.cli.settings import AXES, option_of, read_request, taking_settings
 from quintsched.errors import UsageError, suggest
+from quintsched.files.progress import Progress, progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from quintsched.plan import Plan
     from quintsched.simulation.costs import Costs
@@ -49,18 +51,25 @@ PrintAfter = Annotated[
 @taking_settings
 def compile(
     settings: dict[str, Any],
+    job: Annotated[Path | None, typer.Argument(metavar="[JOB]", help="A job file: the plan that its run has.")] = None,
+    overrides: Overrides = None,
     output: PlanOutput = None,
     print_after: PrintAfter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a plan and prove it sound."""
-    from quintsched.cli.check import report
-    from quintsched.compiler import compile_request
-    from quintsched.formats.plan_file import require_room
+    """Compile a plan and prove it sound.
 
-    refuse_input(output, settings["costs"], settings["schedule"])
-    room = None if output is None else partial(require_room, output, least="at least ")
-    plan = compile_request(read_request(settings, after=_watch(print_after)), room)
+    From --schedule, --mesh (or the sizes of its axes) and --microbatches, or from a job file: the plan is then the one
+    that `quintsched run` makes of the file, with the same --set.
+    """
+    from quintsched.cli.check import report
+
+    refuse_input(output, settings["costs"], settings["schedule"], job)
+    if job is None:
+        plan = _compiled(settings, overrides, output, print_after)
+    else:
+        _require_none_beside_job(settings, print_after)
+        plan = plan_of_job(job, overrides)
     verdict = plan.check(profile="blocking")
     if output is None:
         note(f"{plan.title}\n{verdict.explain()}")
@@ -71,6 +80,44 @@ def compile(
         emit({"plan": str(output), **report(verdict, "blocking")})
     else:
         say(f"{output}: {plan.title}\n{verdict.explain()}")
+
+
+def _compiled(
+    settings: dict[str, Any], overrides: Sequence[str] | None, output: Path | None, print_after: str | None
+) -> Plan:
+    """Compile what the options say."""
+    from quintsched.compiler import compile_request
+
+    if overrides:
+        raise UsageError("--set overrides a setting of a job file; name the file, or give the plan's own options")
+    request = read_request(settings, after=_watch(print_after))
+    if print_after is not None:  # whose lines stand where the progress would
+        return compile_request(request, partial(_require_room, None, output))
+    with progress("compiling") as found:
+        return compile_request(request, partial(_require_room, found, output))
+
+
+def _require_room(found: Progress | None, output: Path | None, instructions: int, size: int) -> None:
+    """Show how large the plan will be at least; raises `UsageError` where there is no room for it."""
+    from quintsched.formats.plan_file import require_room
+
+    if found is not None:
+        found.now(f"compiling {instructions} instructions or more")
+    if output is not None:
+        require_room(output, instructions, size, least="at least ")
+
+
+def _require_none_beside_job(settings: dict[str, Any], print_after: str | None) -> None:
+    """Raise `UsageError` where an option beside a job file says what the file does."""
+    given = [name for name, value in settings.items() if value is not None]
+    if given:
+        name = "mesh" if given[0] in AXES else given[0]
+        raise UsageError(
+            f"{option_of(given[0])} beside a job file: its section parallel says the plan; "
+            f"change that, or write --set parallel.{name}=…"
+        )
+    if print_after is not None:
+        raise UsageError("--print-after is for a plan that the options say; leave out the job file, or --print-after")
 
 
 def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:
@@ -97,17 +144,31 @@ def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:
 def show(
     plan: PlanFile,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Show this global rank's list.")] = None,
+    groups: Annotated[
+        bool, typer.Option("--groups", help="Show the mesh and its process groups; with --rank those of one rank.")
+    ] = False,
     costs: CostsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan's grid over time, or one rank's list."""
+    """Show a plan's grid over time, one rank's list, or its groups."""
     found = read_plan(plan)
-    if rank is None:
+    if costs is not None and (groups or rank is not None):
+        raise UsageError("--costs is for the grid over time; a rank's list and groups take none")
+    if groups:
+        _show_groups(found, rank, as_json)
+    elif rank is None:
         _show_grid(found, read_costs(costs), as_json)
-    elif costs is not None:
-        raise UsageError("--costs is for the grid over time; a rank's list takes none")
     else:
         _show_rank(found, rank, as_json)
+
+
+def _show_groups(plan: Plan, rank: int | None, as_json: bool) -> None:
+    from quintsched.text.process_groups import describe_groups, describe_rank, groups_data, rank_data
+
+    if as_json:
+        emit({"title": plan.title, **(groups_data(plan) if rank is None else rank_data(plan, rank))})
+    else:
+        say([plan.title, *(describe_groups(plan) if rank is None else describe_rank(plan, rank))])
 
 
 def _show_grid(plan: Plan, costs: Costs | None, as_json: bool) -> None:

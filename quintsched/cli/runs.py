@@ -1,4 +1,7 @@
-"""`quintsched run`, `verify`, `inspect`: start the runtime as a child process; forward signals and the exit code."""
+"""`quintsched run`, `verify`, `inspect`: start the runtime, which ends with this process; pass on signals and codes.
+
+Also the plan of a job file, for `quintsched compile job.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,27 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quintsched.errors import UsageError
+from quintsched.files.progress import progress
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
 
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 JOB_SUFFIXES = (".yaml", ".yml")
 
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
+]
+
 
 def run(
     files: Annotated[list[Path], typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Write down there when each instruction ran.")
     ] = None,
@@ -77,9 +86,7 @@ def _require_machines(nnodes: int, node_rank: int, master: str | None) -> None:
 
 def verify(
     files: Annotated[list[Path], typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps are compared.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that differs, machine-readable.")] = False,
 ) -> None:
@@ -98,9 +105,7 @@ def verify(
 
 def inspect(
     files: Annotated[list[Path], typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it machine-readable.")] = False,
 ) -> None:
     """Report the inputs, outputs, side effects and random draws of a job's blocks.
@@ -139,6 +144,28 @@ def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:
         if not file.is_file():
             raise UsageError(f"there is no file {str(file)!r}")
     return (files[0] if len(files) == 2 else None), files[-1]
+
+
+def plan_of_job(job: Path, overrides: Sequence[str] | None) -> Plan:
+    """Return the plan that a run of a job file has; exits as that run would where it is refused."""
+    from quintsched.plan import Plan
+
+    if job.suffix not in JOB_SUFFIXES:
+        raise UsageError(f"{job}: compile takes a job file ({' or '.join(JOB_SUFFIXES)}), or the plan's own options")
+    plan_and_job([job])
+    _require_torch()
+    command = [
+        sys.executable,
+        "-m",
+        "quintsched.runtime.launch.write_plan",
+        json.dumps(_job_request(None, job, overrides)),
+    ]
+    with progress(f"compiling the plan of {job}"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    return Plan.from_json(done.stdout)
 
 
 def call(command: list[str]) -> int:

@@ -1,20 +1,34 @@
 """Command-line options for the settings of a request, generated from the request class.
 
 memory_cap: float | None = setting("the most activations …", metavar="X")  ──▶  --memory-cap X   The most activations …
+
+A command that takes a mesh takes its axes as well: `--mesh dp=2,pp=4`, or `--dp 2 --pp 4`.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import MISSING
 from typing import Annotated, Any
 
 import typer
 
+from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
+
+AXES = {
+    "dp": "Data-parallel ranks.",
+    "tp": "Tensor-parallel ranks.",
+    "pp": "Pipeline ranks.",
+    "cp": "Context-parallel ranks: slices of the sequence.",
+    "ep": "Expert-parallel ranks.",
+}
+"""The axes of a mesh as options of their own, and what they count."""
+NEEDED = ("schedule", "mesh", "microbatches")
+"""The settings without which no plan is compiled, unless a job file has them."""
 
 
 def option_of(name: str) -> str:
@@ -23,14 +37,23 @@ def option_of(name: str) -> str:
 
 
 def taking_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of all settings; it gets their values, by entry name, as `settings`."""
-    names = [entry.name for entry in entries()]
+    """Give a command the options of all settings, and of the axes of the mesh.
 
-    def run(**options: Any) -> None:
-        command(settings={name: options.pop(name) for name in names}, **options)
+    It gets their values as `settings`: by the entries' names those that were given on the command line, else None.
+    """
+    names = [*(entry.name for entry in entries()), *AXES]
+
+    def run(ctx: typer.Context, **options: Any) -> None:
+        values = {name: options.pop(name) for name in names}
+        given = {name for name in names if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+        command(settings={name: value if name in given else None for name, value in values.items()}, **options)
 
     others = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    both = [*map(_parameter, entries()), *(other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others)]
+    both = [
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        *(made for entry in entries() for made in (_parameter(entry), *(_axes() if entry.name == "mesh" else ()))),
+        *(other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others),
+    ]
     run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
@@ -42,7 +65,7 @@ def _parameter(entry: Entry) -> inspect.Parameter:
         return _flag(entry)
     spellings = [option_of(entry.name), *([f"-{entry.setting.letter}"] if entry.setting.letter else [])]
     words = f"{entry.doc[0].upper()}{entry.doc[1:]}"
-    default = inspect.Parameter.empty if entry.default is MISSING else entry.default
+    default = None if entry.default is MISSING else entry.default
     if entry.setting.parse and default is not None:
         default = str(default)
     return inspect.Parameter(
@@ -62,8 +85,42 @@ def _flag(entry: Entry) -> inspect.Parameter:
     return inspect.Parameter(entry.name, kind, default=entry.default, annotation=Annotated[bool, option])
 
 
+def _axes() -> list[inspect.Parameter]:
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[int | None, typer.Option(f"--{name}", metavar="N", help=words)],
+        )
+        for name, words in AXES.items()
+    ]
+
+
+def mesh_given(mesh: str | None, sizes: Mapping[str, int | None]) -> str | None:
+    """Return the mesh that --mesh gives, or the sizes of its axes, which are laid out as predictions do it.
+
+    None where nothing is given; raises `UsageError` where both are.
+    """
+    from quintsched.ir.mesh import LAID_OUT
+
+    named = [axis for axis in LAID_OUT if sizes.get(axis) is not None]
+    if mesh is not None and named:
+        raise UsageError(f"--mesh {mesh} and --{named[0]} {sizes[named[0]]}: both say the mesh; give one of them")
+    return mesh if mesh is not None or not named else ",".join(f"{axis}={sizes[axis]}" for axis in named)
+
+
 def read_request(settings: dict[str, Any], **more: Any) -> CompileRequest:
-    """Return the request from the options; prints of a user's own file go to standard error."""
+    """Return the request that options give; what a user's own file prints meanwhile goes to standard error.
+
+    Raises `UsageError`, also for a setting that is missing.
+    """
+    settings = {**settings, "mesh": mesh_given(settings["mesh"], settings)}
+    for name in NEEDED:
+        if settings[name] is None:
+            axes = ", or its axes: --dp, --pp, --tp, --cp, --ep" if name == "mesh" else ""
+            needed = "a plan needs --schedule, --mesh and --microbatches, or a job file"
+            raise UsageError(f"{option_of(name)} is missing{axes}; {needed}")
     given = {
         entry.name: _parsed(entry, settings[entry.name]) for entry in entries() if settings[entry.name] is not None
     }

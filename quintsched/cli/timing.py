@@ -28,6 +28,7 @@ from quintsched.cli.output import (
     write_costs,
 )
 from quintsched.errors import UsageError
+from quintsched.files.progress import progress
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -212,13 +213,16 @@ def _simulate_all(names: list[str], request: _Request) -> tuple[list[Simulation]
     """Return the simulations of the schedules that take the shape, and the refusals of the others."""
     simulations: list[Simulation] = []
     refused: dict[str, str] = {}
-    for name, schedule in [(name, read_schedule(name)) for name in dict.fromkeys(names)]:
-        try:
-            plan = request.compile(schedule)
-        except UsageError as error:
-            refused[name] = str(error)
-        else:
-            simulations.append(plan.simulate(request.costs))
+    schedules = [(name, read_schedule(name)) for name in dict.fromkeys(names)]
+    with progress("comparing") as found:
+        for done, (name, schedule) in enumerate(schedules):
+            found.at(done, len(schedules), name)
+            try:
+                plan = request.compile(schedule)
+            except UsageError as error:
+                refused[name] = str(error)
+            else:
+                simulations.append(plan.simulate(request.costs))
     return simulations, refused
 
 

@@ -1,5 +1,6 @@
-"""Careful reading and writing of files: strict JSON and YAML (`strictjson`, `strictyaml`), atomic writes (`atomic`),
-plain files of a folder only (`plain`), whole folders (`folders`), and output to a terminal (`terminal`).
+"""Files read and written with care: JSON and YAML without surprises (`strictjson`, `strictyaml`), files whole or not at
+all (`atomic`), and only those that are plain files of a folder (`plain`); what a terminal is shown (`terminal`),
+and how far a command is (`progress`).
 
 Imports `errors` and nothing else; the contents of the files are the business of other packages.
 """

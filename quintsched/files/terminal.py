@@ -51,6 +51,12 @@ def _escaped(match: re.Match[str]) -> str:
     return "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
 
 
+def has_colours(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that shows colours, and they are wanted: no NO_COLOR, no TERM=dumb."""
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return wanted and stream is not None and not stream.closed and stream.isatty()
+
+
 def write_error(message: object) -> None:
     """Write `error: message` to standard error, if there is one; never raises `OSError`."""
     write_line(f"error: {message}")

@@ -71,7 +71,8 @@ def least_size(stage_to_pp: Sequence[int], routes: Sequence[Route], trains: bool
         units, digits = len(route.microbatches), sum(len(str(unit)) for unit in route.microbatches)
         found: list[ins.Instruction] = [ins.Fwd(stage, 0) for stage in route.stages]
         found += [ins.Bwd(stage, 0) for stage in route.stages if trains]
-        for one, other in pairwise(route.stages):
+        placed = [stage for stage in route.stages if 0 <= stage < len(stage_to_pp)]  # others are refused later on
+        for one, other in pairwise(placed):
             here, there = stage_to_pp[one], stage_to_pp[other]
             if here != there:
                 found += [ins.SendAct(one, 0, there), ins.RecvAct(other, 0, here)]

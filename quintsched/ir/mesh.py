@@ -23,6 +23,9 @@ from quintsched.errors import MisfitError, UsageError, quoted, suggest
 AXES = ("dp", "pp", "tp", "cp", "ep")
 """Data, pipeline, tensor, context (sequence) and expert parallelism."""
 
+LAID_OUT = ("pp", "dp", "ep", "cp", "tp")
+"""The axes from the outermost to the innermost where sizes alone are given: ranks of tp are nearest neighbours."""
+
 REPLICA_AXES = ("dp", "cp", "ep")
 """Axes over which the gradient of a dense weight is summed."""
 

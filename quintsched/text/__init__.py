@@ -1,5 +1,5 @@
-"""Plans as text: lists of a rank's instructions, excerpts around a fault, aligned tables (`listing`), and the grid of
-a collective (`collective_grid`).
+"""Plans as text: one rank's list, the surroundings of a fault, aligned tables (`listing`), a collective's grid
+(`collective_grid`), a mesh (`mesh_cube`) and its process groups (`process_groups`).
 
 Imports only `collectives` and `ir`, so that proofs can print counter-examples.
 """

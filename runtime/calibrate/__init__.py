@@ -1,5 +1,6 @@
 """Measurement of this machine's speed: `quintsched calibrate` writes it into a description of hardware.
 
 `operations` times the computations of a rank, `links` communication between ranks in processes and how they share
-the cores, `machine` combines all into one description. Imports `comm`; nothing imports this room.
+the cores, `measured_parts` keeps what was measured, `machine` combines all into one description. Imports `comm`;
+nothing imports this room.
 """

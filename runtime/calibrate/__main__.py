@@ -10,6 +10,9 @@ from pathlib import Path
 from quintsched.errors import QuintschedError
 from quintsched.files.terminal import standard_streams, write_error
 
+INTERRUPTED = 130
+"""128 + SIGINT, what shells expect of a program that was stopped with Ctrl-C."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure this machine and write the results; returns the exit code."""
@@ -20,15 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import torch
 
-        from quintsched.files.atomic import write_whole
-
         from .machine import calibrate
 
-        found = calibrate(torch.device(arguments.device))
-        write_whole(arguments.file, found.model_dump_json(indent=1, exclude_none=True) + "\n", "the description")
+        calibrate(torch.device(arguments.device), arguments.file)
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 

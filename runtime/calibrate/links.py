@@ -62,6 +62,10 @@ SIZES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
 """Bytes of a message."""
 MOST_CALLS, MOST_BYTES = 20, 2**26
 """Number of calls per measurement, and limit of their total bytes."""
+FEWEST_CALLS, POINT_S = 3, 0.4
+"""Number of calls of a measurement that takes longer than so many seconds."""
+LATE_S = 30.0
+"""Seconds after which each measurement is one call, so that a busy machine is not measured for long."""
 ROWS, INPUTS, OUTPUTS = 256, 256, 512
 """Sizes of the layers that are trained before a sum or a message."""
 LAYERS, LAYERS_AT_A_TIME = 32, 3
@@ -122,7 +126,7 @@ class _Rank:
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.rank, self.ranks = transport, transport.rank, transport.world_size
-        self.shares_cores = not is_accelerator(transport.device)
+        self.shares_cores, self._begun_s = not is_accelerator(transport.device), now_s()
         self.world = transport.make_group([tuple(range(self.ranks))])
         transport.open_channels([(rank, rank + 1) for rank in range(self.ranks - 1)] + [(1, 0)])
         self._given = torch.randn(ROWS, INPUTS, device=transport.device)
@@ -132,13 +136,16 @@ class _Rank:
     def measure(self) -> Seconds:
         """Return all measurements."""
         parties = [number for number in PARTIES if number <= self.ranks]
-        sums = {number: self._sums(number) for number in parties}
+        messages = [self._round_s(size) / 2 for size in SIZES]
+        sums = {number: self._sums(number, 1) for number in parties}
+        if not self.shares_cores:
+            return Seconds(messages, [], sums, {}, {})
         return Seconds(
-            messages=[self._round_s(size) / 2 for size in SIZES],
-            lost=self._lost_by_messages() if self.shares_cores else [],
+            messages=messages,
+            lost=self._lost_by_messages(),
             sums=sums,
-            lost_by_sums={number: self._lost_by_sums(number) for number in parties} if self.shares_cores else {},
-            rates={number: self._rate(number) for number in (1, *parties)} if self.shares_cores else {},
+            lost_by_sums={number: self._lost_by_sums(number, sums[number]) for number in parties},
+            rates={number: self._rate(number) for number in (1, *parties)},
         )
 
     def _round_s(self, size: int) -> float:
@@ -151,24 +158,25 @@ class _Rank:
 
         return self._together_s(there_and_back, size, 2)
 
-    def _sums(self, number: int) -> list[float]:
-        """Return the seconds of sums over the first `number` ranks; each of the others is in a group of its own."""
-        rest = [(rank,) for rank in range(number, self.ranks)]
-        group = self.transport.make_group([tuple(range(number)), *rest])
-        return [self._after_layers_s(partial_sum(group, self._tensor(size)), size, number) for size in SIZES]
+    def _sums(self, number: int, groups: int) -> list[float]:
+        """Return the seconds of sums in groups of `number` ranks side by side; ranks beyond these wait, each alone."""
+        busy = groups * number
+        together = [tuple(range(first, first + number)) for first in range(0, busy, number)]
+        group = self.transport.make_group([*together, *((rank,) for rank in range(busy, self.ranks))])
+        return self._after_layers_s(lambda size: partial_sum(group, self._tensor(size)), busy)
 
-    def _lost_by_sums(self, number: int) -> list[float]:
-        """Return core seconds lost by a sum in one group of `number` ranks, while all ranks are in such groups."""
+    def _lost_by_sums(self, number: int, of_one: Sequence[float]) -> list[float]:
+        """Return core seconds lost by a sum in one group of `number` ranks, while all ranks are in such groups.
+
+        `of_one`: the seconds where there is one group.
+        """
         groups = self.ranks // number
-        group = self.transport.make_group([*(tuple(range(k * number, (k + 1) * number)) for k in range(groups))])
-        seconds = (self._after_layers_s(partial_sum(group, self._tensor(size)), size, self.ranks) for size in SIZES)
+        seconds = of_one if groups == 1 else self._sums(number, groups)
         return [taken * self._cores / groups for taken in seconds]
 
     def _lost_by_messages(self) -> list[float]:
         """Return core seconds lost by a message from one rank to the next, all ranks being in a chain."""
-        return [
-            self._after_layers_s(self._chain(size), size, self.ranks) * self._cores / (self.ranks - 1) for size in SIZES
-        ]
+        return [taken * self._cores / (self.ranks - 1) for taken in self._after_layers_s(self._chain, self.ranks)]
 
     def _chain(self, size: int) -> Call:
         """Return a call that receives from the rank before and sends to the next, without waiting for the send."""
@@ -189,15 +197,23 @@ class _Rank:
     def _cores(self) -> int:
         return min(count_cores(), self.ranks)
 
-    def _after_layers_s(self, call: Call, size: int, number: int) -> float:
-        """Return the seconds of a call after some layers, less their time; at least a tenth of both."""
+    def _after_layers_s(self, call_of: Callable[[int], Call], number: int) -> list[float]:
+        """Return the seconds of calls by size, after some layers, less their time; at least a tenth of both.
 
-        def both() -> None:
-            self._train()
-            call()
+        The layers alone are timed before and after all sizes, since a machine is not equally fast all the time.
+        """
 
-        alone, whole = self._together_s(self._train, size, number), self._together_s(both, size, number)
-        return max(whole - alone, whole / 10)
+        def both(call: Call) -> Call:
+            def run() -> None:
+                self._train()
+                call()
+
+            return run
+
+        before = self._together_s(self._train, 1, number)
+        whole = [self._together_s(both(call_of(size)), size, number) for size in SIZES]
+        alone = (before + self._together_s(self._train, 1, number)) / 2
+        return [max(taken - alone, taken / 10) for taken in whole]
 
     def _train(self) -> None:
         """Compute forward and weight gradients of some layers; others than the last time, so that caches are cold."""
@@ -205,19 +221,32 @@ class _Rank:
             gradient.add_(self._given.T @ functional.gelu(self._given @ weight))
 
     def _together_s(self, call: Call, size: int, number: int) -> float:
-        """Return the seconds of a call by the first `number` ranks side by side: the mean of the slowest rank."""
-        calls = max(1, min(MOST_CALLS, MOST_BYTES // size))
-        taken = torch.zeros(1, dtype=torch.float64, device=self.transport.device)
-        if self.rank < number:
-            call()
-        self.world.all_reduce(torch.zeros(1, device=self.transport.device)).wait()
+        """Return the seconds of a call by the first `number` ranks side by side: the mean of the slowest rank.
+
+        The first call says how many there are time for, on a machine that is slow or busy; it stays the only one where
+        it is late already.
+        """
+        taken, since_begin = self._timed_s(call, 1, number)
+        if since_begin > LATE_S:
+            return taken
+        most = max(1, min(MOST_CALLS, MOST_BYTES // size))
+        return self._timed_s(call, min(most, max(FEWEST_CALLS, int(POINT_S / taken))), number)[0]
+
+    def _timed_s(self, call: Call, calls: int, number: int) -> tuple[float, float]:
+        """Return the mean seconds of some calls by the slowest of the first `number` ranks, and those since the begin.
+
+        All ranks wait for them, and have the same result.
+        """
+        taken = torch.zeros(2, dtype=torch.float64, device=self.transport.device)
         if self.rank < number:
             begun_s = settled_s(self.transport.device)
             for _ in range(calls):
                 call()
-            taken += (settled_s(self.transport.device) - begun_s) / calls
+            taken[0] = (settled_s(self.transport.device) - begun_s) / calls
+        taken[1] = now_s() - self._begun_s
         self.world.all_reduce(taken, ReduceOp.MAX).wait()
-        return taken.item()
+        slowest_s, since_begin_s = taken.tolist()
+        return slowest_s, since_begin_s
 
     def _rate(self, number: int) -> float:
         """Return the matrix products per second of a core, averaged over the first `number` ranks."""

@@ -1,51 +1,59 @@
 """Description of this machine from all measurements.
 
-cores, memory     ─┐
-operations        ─┼──▶ Hardware(measured=Measured(…))   ──▶ cpu.json
-links, if any     ─┘
+parts, one after the other  ──▶  Hardware(measured=Measured(…))  ──▶  cpu.json
 """
 
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import torch
 
 from quintsched.errors import MisfitError
+from quintsched.files.atomic import write_whole
+from quintsched.files.progress import progress
+from quintsched.files.terminal import write_line
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 
 from ..comm.device import find_accelerator, is_accelerator, memory_bytes
-from . import operations
-from .links import Links, count_cores, measure_links
+from .measured_parts import Parts
 
 
-def calibrate(device: torch.device) -> Hardware:
-    """Measure this machine for up to a minute and return its description.
+def calibrate(device: torch.device, file: Path) -> Hardware:
+    """Measure this machine for up to a minute, write its description into `file`, and return it.
 
-    Raises `MisfitError` where there is no such device.
+    What was measured is kept beside it until all is there, so that an interrupted measurement goes on.
+    Raises `MisfitError` where there is no such device; `UsageError` where a file cannot be written.
     """
     _require(device)
     torch.set_num_threads(1)  # as in the ranks of a run
-    forward, backward = operations.attention_curves(device)
-    links = measure_links(device)
-    measured = Measured(
-        matmul=operations.matmul_curves(device),
-        attention=forward,
-        attention_backward=backward,
-        memory=operations.memory_curve(device),
-        optimizer=operations.optimizer_curve(device),
-        kernel_s=operations.kernel_s(device),
-        cores=None if is_accelerator(device) else count_cores(),
-        **(links._asdict() if links else {}),
-    )
-    return _described(device, measured, links)
+    parts = Parts(file, device)
+    if parts.done:
+        write_line(f"going on with what {parts.path} has: {', '.join(parts.done)}; without it, all is measured anew")
+    try:
+        with progress("measuring this machine") as found:
+            described = _described(device, parts.measure(found))
+    except KeyboardInterrupt:
+        write_line(_stopped(parts))
+        raise
+    write_whole(file, described.model_dump_json(indent=1, exclude_none=True) + "\n", "the description")
+    parts.remove()
+    return described
 
 
-def _described(device: torch.device, measured: Measured, links: Links | None) -> Hardware:
+def _stopped(parts: Parts) -> str:
+    if not parts.done:
+        return "stopped before anything was measured"
+    done, missing = ", ".join(parts.done), ", ".join(parts.missing)
+    return f"stopped: {done} kept in {parts.path}; the same command measures what is missing: {missing}"
+
+
+def _described(device: torch.device, measured: Measured) -> Hardware:
     accelerated = is_accelerator(device)
     memory_gbps = _most(measured.memory) / 1e9 if measured.memory else 1.0
-    link_gbps = _most(links.link) / 1e9 if links else memory_gbps
-    neighbours = max(links.all_reduce) if links else 1
+    link_gbps = _most(measured.link) / 1e9 if measured.link else memory_gbps
+    neighbours = max(measured.all_reduce, default=1)
     return Hardware(
         name=device.type,
         tflops={name: _most(curve) / 1e12 for name, curve in measured.matmul.items()},

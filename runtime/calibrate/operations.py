@@ -161,7 +161,8 @@ def _in_turn(make: Callable[[], Tensor]) -> Iterator[Tensor]:
     """Yield tensors in turn, so many that none is still in a cache."""
     first = make()
     turns = min(MOST_TURNS, max(1, CACHED_BYTES // first.nbytes))
-    return cycle([first, *(make() for _ in range(turns - 1))])
+    others = (first.detach().clone().requires_grad_(first.requires_grad) for _ in range(turns - 1))
+    return cycle([first, *others])
 
 
 def _layer(dtype: torch.dtype, device: torch.device, edge: int) -> Callable[[], object]:

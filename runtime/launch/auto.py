@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.ir.mesh import LAID_OUT
 from quintsched.plan import Plan
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.model import Model
@@ -33,9 +34,6 @@ from .to_plan import plan_of
 
 TRIED = 20
 """Number of the best strategies that are tried, if the first do not compile."""
-
-AXES = ("pp", "dp", "ep", "cp", "tp")
-"""Axes in the order of the mesh that predictions assume: ranks of tp are neighbours."""
 
 KEPT = (
     "schedule",
@@ -143,7 +141,7 @@ def _is_context_size(job: JobConfig, model: Model, size: int) -> bool:
 def _settled(job: JobConfig, strategy: Strategy) -> JobConfig:
     """Return the job with a strategy in its section `parallel`."""
     kept = job.parallel.model_dump(include=job.parallel.model_fields_set - {"auto"})
-    mesh = ",".join(f"{axis}={size}" for axis in AXES if (size := getattr(strategy, axis)) > 1)
+    mesh = ",".join(f"{axis}={size}" for axis in LAID_OUT if (size := getattr(strategy, axis)) > 1)
     chosen = {
         "mesh": mesh or "dp=1",
         "schedule": strategy.schedule,

@@ -80,7 +80,6 @@ def test_wrong_usage(refused, plan_file, arguments, message):
         ("check",),
         ("check", "plan.json", "--profil", "channel"),
         ("check", "plan.json", "--memory-cap", "much"),
-        ("compile", "--schedule", "1f1b"),
         ("compile", "--schedule", "1f1b", "--mesh", "pp=2", "-m", "two"),
         ("compare", "--pp", 2, "-m", 2),
         ("run",),

@@ -48,7 +48,7 @@ def test_show_takes_costs(cli, refused, plan_file, rich):
     shown = cli("show", plan_file, "--costs", rich).out.splitlines()
     assert shown[0].endswith(f": {expected.makespan:g} ms long, bubble {100 * expected.bubble:.1f} %")
     assert cli("show", plan_file, "--costs", rich, "--json").data["makespan"] == expected.makespan
-    assert "takes none" in refused(2, "show", plan_file, "--costs", rich, "--rank", 0)
+    assert "take none" in refused(2, "show", plan_file, "--costs", rich, "--rank", 0)
 
 
 def test_pictures_take_costs(cli, plan_file, rich, tmp_path):

@@ -269,7 +269,8 @@ def test_routes_follow_a_placement_and_uneven_stages(cli, refused, root, tmp_pat
     assert plan.stage_to_part == (0, 1, 2, 3) * 4
     assert plan.stage_to_pp == tuple(map(int, others.split(",")))
     assert "both on pipeline rank 0; twins stand" in refused(2, *sizes, "--stage-to-pp", ",".join(["0,1,2,3"] * 4))
-    assert "it cannot run with stage_to_pp=[0, 1, 2, 3]" in refused(2, *sizes, "--stage-to-pp", "0,1,2,3")
+    for more in ((), ("-o", "few.json")):
+        assert "it cannot run with stage_to_pp=[0, 1, 2, 3]" in refused(2, *sizes, "--stage-to-pp", "0,1,2,3", *more)
 
 
 def test_without_chunks_the_fewest_and_the_next_two_are_proved(cli, write):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
+from quintsched.cli.settings import AXES, mesh_given
 from quintsched.errors import UsageError, suggest
+
+MESH = "mesh"
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,11 @@ FLAGS: dict[str, Flag] = {
     ),
     "gpus": Flag("N", "GPUs in all.", has_choice=False),
     "gpus_per_node": Flag("N", "GPUs of a node; default: the hardware's.", has_choice=False),
-    "dp": Flag("N", "Data-parallel ranks."),
-    "tp": Flag("N", "Tensor-parallel ranks."),
-    "pp": Flag("N", "Pipeline ranks."),
-    "cp": Flag("N", "Context-parallel ranks: slices of the sequence."),
-    "ep": Flag("N", "Expert-parallel ranks."),
-    "microbatch": Flag("B", "Samples of a microbatch."),
-    "batch": Flag("B", "Samples of a step, over all replicas.", has_choice=False),
+    **{axis: Flag("N", words) for axis, words in AXES.items()},
+    "microbatch": Flag(
+        "B", "Samples of a microbatch; the microbatches of a replica are batch / (dp x ep x microbatch)."
+    ),
+    "batch": Flag("B", "Samples of a step, over all replicas: a job's train.batch_size.", has_choice=False),
     "seq": Flag("S", "Tokens of a sample; default: the model's longest sequence.", has_choice=False),
     "chunks": Flag("V", "Stages per pipeline rank."),
     "schedule": Flag("NAME", "The pipeline's schedule.", is_number=False),
@@ -71,7 +72,7 @@ def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., 
         def run(**options: Any) -> None:
             texts = {name: options.pop(name) for name in (*chosen, *switches)}
             given = {name: read_flag(name, text, several) for name, text in texts.items() if text is not None}
-            command(flags=given, **options)
+            command(flags=given | axes_of_mesh(options.pop(MESH), texts, several), **options)
 
         others = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "flags"]
         first = [one for one in others if one.default is inspect.Parameter.empty or _is_argument(one)]
@@ -80,6 +81,7 @@ def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., 
         both = [
             *first,
             *(_option(name, flag, several) for name, flag in chosen.items()),
+            _mesh_option(),
             *map(_switch, switches),
             *rest,
         ]
@@ -88,6 +90,30 @@ def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., 
         return run
 
     return decorate
+
+
+def axes_of_mesh(mesh: str | None, texts: Mapping[str, Any], several: bool = False) -> dict[str, Any]:
+    """Return the flags that --mesh stands for: all axes, and how many GPUs these are; raises UsageError.
+
+    `texts` are the other options; one that says an axis too is refused, as is another number of GPUs.
+    """
+    from quintsched.ir.mesh import Mesh
+
+    text = mesh_given(mesh, {axis: texts.get(axis) for axis in AXES})
+    if mesh is None or text is None:
+        return {}
+    found = Mesh.parse(text)
+    gpus = texts.get("gpus")
+    if gpus is not None and read_flag("gpus", gpus) != found.size:
+        raise UsageError(f"--gpus {gpus}, but --mesh {text} has {found.size} ranks; leave out one of them")
+    sizes = {axis: found.axis_size(axis) for axis in AXES}
+    return {"gpus": found.size, **{axis: [size] if several else size for axis, size in sizes.items()}}
+
+
+def _mesh_option() -> inspect.Parameter:
+    words = "The mesh in place of its axes and --gpus: dp=2,pp=4. Ranks are laid out pp, dp, ep, cp, tp in any case."
+    kind = Annotated[str | None, typer.Option(option_of(MESH), metavar="AXES", help=words)]
+    return inspect.Parameter(MESH, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 def _is_argument(parameter: inspect.Parameter) -> bool:

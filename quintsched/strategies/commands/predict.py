@@ -7,7 +7,7 @@ predict --rows FILE.json                                                        
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ import typer
 
 from quintsched.cli.output import AsJson, emit, say
 from quintsched.errors import InputError, QuintschedError, UsageError
+from quintsched.files.progress import progress
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import taking_flags
 from quintsched.strategies.commands.measured import MeasuredStart, ProfileAt, ProfileFile
@@ -62,10 +63,11 @@ def predict(
         raise UsageError("--simulate times a plan by the model's own costs, not by those of --profile; leave out one")
     start = MeasuredStart.of(profile, profile_at)
     if rows is not None:
-        emit([_answer(row, flags, start, simulate) for row in read_rows(rows)])
+        emit(_answers(read_rows(rows), flags, start, simulate))
         return
     found = predicted(flags, start)
-    simulated_s = simulated(found) if simulate else None
+    with progress("simulating the plan"):
+        simulated_s = simulated(found) if simulate else None
     if as_json:
         emit(as_data(found, simulated_s))
     else:
@@ -84,6 +86,18 @@ def read_rows(file: Path) -> list[Any]:
         raise InputError(f"{file}: {error}") from None
     if not isinstance(found, list):
         raise InputError(f"{file}: /: rows are a list of objects, [{{…}}, {{…}}], not a {type(found).__name__}")
+    return found
+
+
+def _answers(
+    rows: Sequence[Any], flags: Mapping[str, Any], start: MeasuredStart | None, simulate: bool
+) -> list[dict[str, Any]]:
+    """Return what is predicted of each row."""
+    found: list[dict[str, Any]] = []
+    with progress(f"predicting {len(rows)} rows") as shown:
+        for row in rows:
+            found.append(_answer(row, flags, start, simulate))
+            shown.at(len(found), len(rows))
     return found
 
 

@@ -7,9 +7,7 @@ tune … --explain dp=16,tp=8,pp=8                                              
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +17,7 @@ import typer
 from quintsched.cli.output import AsJson, emit, percent, refuse_input, say
 from quintsched.cli.pictures import PAGE, PICTURES, picture_path, write_picture
 from quintsched.errors import MisfitError, UsageError
+from quintsched.files.progress import progress
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import CHOSEN, read_settings, taking_flags
 from quintsched.strategies.commands.measured import MeasuredStart, ProfileAt, ProfileFile
@@ -89,7 +88,7 @@ def tune(
     if path is not None:
         write_picture(path, partial(_draw, found, path))
     predictions = _predictions(found)
-    simulations = [simulated(prediction) if simulate else None for prediction in predictions]
+    simulations = _simulations(predictions) if simulate else [None] * len(predictions)
     files = None if directory is None else _emit(found, directory)
     if as_json:
         emit(_as_data(found, predictions, simulations) | _more_data(explanation, files))
@@ -112,7 +111,11 @@ def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: Measure
     if start is not None:
         hardware = measured_hardware(hardware, start.profile({name: flags[name] for name in WHERE if name in flags}))
     fixed = {name: value for name, value in flags.items() if name not in WHERE}
-    with _progress() as progress:
+    with progress("searching") as found:
+
+        def show(done: int, total: int, best_s: float) -> None:
+            found.at(done, total, f"best {best_s:.4g} s" if best_s < float("inf") else "nothing fits yet")
+
         return tune(
             model,
             hardware,
@@ -122,28 +125,17 @@ def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: Measure
             fixed=fixed,
             top=top,
             prune=not exhaustive,
-            progress=progress,
+            progress=show,
         )
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, float], None] | None]:
-    """Show the progress of a search, and the best so far, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int, best_s: float) -> None:
-            best = f"best {best_s:.4g} s" if best_s < float("inf") else "nothing fits yet"
-            bar.update(task, completed=done, total=total, description=best)
-
-        yield show
+def _simulations(predictions: Sequence[Prediction]) -> list[float | None]:
+    found: list[float | None] = []
+    with progress(f"simulating {len(predictions)} strategies") as shown:
+        for prediction in predictions:
+            found.append(simulated(prediction))
+            shown.at(len(found), len(predictions))
+    return found
 
 
 def _certify(found: Tuning, file: Path) -> None:

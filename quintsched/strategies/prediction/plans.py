@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from quintsched.compiler import compile
+from quintsched.ir.mesh import LAID_OUT
 from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.stages import stage_layers
-
-AXES = ("pp", "dp", "ep", "cp", "tp")
-"""Axes from the outermost: tp ranks are neighbours, as predictions assume."""
 
 
 def plan_of(model: Model, strategy: Strategy, microbatches: int | None = None) -> Plan:
@@ -36,8 +34,8 @@ def plan_of(model: Model, strategy: Strategy, microbatches: int | None = None) -
 
 
 def parallel(model: Model, strategy: Strategy) -> dict[str, Any]:
-    """Return the job's section `parallel` for a resolved strategy, without default values."""
-    mesh = ",".join(f"{axis}={size}" for axis in AXES if (size := getattr(strategy, axis)) > 1)
+    """Return the job's section `parallel`, of a strategy that is resolved; what is usual is left out."""
+    mesh = ",".join(f"{axis}={size}" for axis in LAID_OUT if (size := getattr(strategy, axis)) > 1)
     found: dict[str, Any] = {
         "mesh": mesh or "dp=1",
         "schedule": strategy.schedule,

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
 
-from quintsched.errors import MisfitError, StallError
-from quintsched.runtime.calibrate import links, machine, operations
+from quintsched.errors import InputError, MisfitError, StallError, UsageError
+from quintsched.runtime.calibrate import links, machine, measured_parts, operations
 from quintsched.runtime.calibrate.links import run_processes
 from quintsched.runtime.calibrate.operations import call_s, curve_of
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clock import now_s
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.descriptions import library
+from quintsched.strategies.descriptions.hardware import Measured
 
 CPU = torch.device("cpu")
 
@@ -27,7 +33,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "BUDGET_S", 0.002)
     for name, sizes in (("EDGES", (16, 32)), ("LENGTHS", (16, 32)), ("ELEMENTS", (2**12,)), ("STEPPED", (2**10,))):
         monkeypatch.setattr(operations, name, {False: sizes})
-    monkeypatch.setattr(machine, "measure_links", lambda _: None)
+    monkeypatch.setattr(measured_parts, "measure_links", lambda _: None)
 
 
 def test_a_longer_call_takes_longer() -> None:
@@ -42,7 +48,8 @@ def test_a_curve_is_size_over_time() -> None:
 
 @pytest.mark.usefixtures("briefly")
 def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
-    found = machine.calibrate(CPU)
+    path = tmp_path / "mine.json"
+    found = machine.calibrate(CPU, path)
     measured = found.measured
     assert measured is not None
     assert measured.cores == links.count_cores() >= 1
@@ -50,9 +57,71 @@ def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
     assert measured.kernel_s is not None
     assert 1e-7 < measured.kernel_s < 1e-2
     assert found.tflops["fp32"] == pytest.approx(max(measured.matmul["fp32"].rates) / 1e12)
-    path = tmp_path / "mine.json"
-    path.write_text(found.model_dump_json(exclude_none=True))
     assert library.find_hardware(path) == found
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.usefixtures("briefly")
+def test_what_was_measured_outlives_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
+
+    def interrupted(_: torch.device) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(operations, "memory_curve", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            machine.calibrate(CPU, file)
+    assert not file.exists()
+    said = json.loads(partial.read_text())
+    assert said["missing"] == ["memory and optimizer", "messages and sums between processes"]
+    assert set(said["measured"]) == {"matrix products", "attention"}
+    assert f"kept in {partial}; the same command measures what is missing: memory" in capsys.readouterr().err
+    monkeypatch.setattr(operations, "matmul_curves", interrupted)  # not measured again
+    found = machine.calibrate(CPU, file)
+    assert f"going on with what {partial} has: matrix products, attention" in capsys.readouterr().err
+    assert found.measured is not None
+    kept = {"matmul": said["measured"]["matrix products"]["matmul"]}
+    assert Measured.model_validate_json(json.dumps(kept)).matmul == found.measured.matmul
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.usefixtures("briefly")
+def test_parts_of_another_machine_are_measured_anew_and_nonsense_is_refused(tmp_path: Path) -> None:
+    file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
+    partial.write_text('{"machine": "another", "missing": [], "measured": {"attention": {}}}')
+    assert measured_parts.Parts(file, CPU).done == []
+    assert measured_parts.Parts(file, CPU).missing == list(measured_parts.PARTS)
+    ours = measured_parts.Parts(file, CPU)._machine
+    for text in ("{", "[]", "{}", json.dumps({"machine": ours, "measured": {"attention": {"matmul": 3}}})):
+        partial.write_text(text)
+        with pytest.raises(InputError, match=r"mine.json.partial: not what calibrate has left .* remove it"):
+            machine.calibrate(CPU, file)
+
+
+def test_nothing_is_measured_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write"):
+        machine.calibrate(CPU, tmp_path / "file" / "mine.json")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
+    command = [sys.executable, "-m", "quintsched", "calibrate", "-o", str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        end = now_s() + 120
+        while not partial.exists() and now_s() < end:
+            sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert err.startswith(f"stopped: matrix products kept in {partial}")
+    assert json.loads(partial.read_text())["missing"]
 
 
 def test_a_long_call_is_the_last_of_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +133,7 @@ def test_a_long_call_is_the_last_of_its_curve(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(MisfitError, match="choose --device cpu"):
-        machine.calibrate(torch.device("meta"))
+        machine.calibrate(torch.device("meta"), Path("meta.json"))
 
 
 def test_a_quota_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import quintsched as qs
-from quintsched.cli import COMMANDS
+from quintsched.cli import SECTIONS
 from quintsched.cli.app import make_app
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, Transport, build_model, load_job, plan_of, run_local
@@ -91,7 +91,7 @@ def test_the_first_block_that_differs_is_named(tmp_path: Path, monkeypatch: pyte
 def test_the_command_compares_processes(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB.replace("local", "gloo").replace("dp=2,pp=2", "pp=2"))
-    found = CliRunner().invoke(make_app(COMMANDS), ["verify", str(path), "--json", "--steps", "1"])
+    found = CliRunner().invoke(make_app(SECTIONS), ["verify", str(path), "--json", "--steps", "1"])
     assert found.exit_code == 0
 
 

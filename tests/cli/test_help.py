@@ -1,0 +1,128 @@
+"""Help texts, the ways in which the command line is started, and completion in shells."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from quintsched.cli import SECTIONS, main
+from quintsched.cli.app import Group
+
+NAMES = {
+    heading: [one.name if isinstance(one, Group) else one.__name__.rstrip("_") for one in commands]
+    for heading, commands in SECTIONS.items()
+}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_help_lists_all_commands_under_headings(cli):
+    shown = cli("--help").out
+    for heading, names in NAMES.items():
+        section = shown.split(f"\n{heading}:\n")[1].split("\n\n")[0]
+        assert re.findall(r"^  ([a-z]+)  +[A-Z]", section, re.MULTILINE) == names
+    assert list(NAMES) == re.findall(r"^([A-Z]\w+):$", shown, re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_no_help_is_cut_off(cli, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in ([], *([name] for names in NAMES.values() for name in names)):
+        shown = cli(*command, "--help")
+        assert shown.code == 0
+        assert max(map(len, shown.out.splitlines())) <= min(columns, 120)
+        assert not [line for line in shown.out.splitlines()[1:] if line.endswith(("...", "…"))]
+    wide = cli("checkpoint", "--help").out
+    assert "from which `quintsched run --resume` begins on any mesh." in words(wide)
+
+
+def test_colours_are_for_terminals_that_want_them(cli, monkeypatch):
+    assert "\x1b" not in cli("--help").out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1mPlans\x1b[0m:\n" in help_of()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in help_of()
+
+
+def help_of() -> str:
+    from typer.main import get_command
+
+    from quintsched.cli.app import make_app
+
+    command = get_command(make_app(SECTIONS))
+    return command.get_help(command.make_context("quintsched", [], resilient_parsing=True))
+
+
+@pytest.mark.processes
+def test_the_package_is_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "quintsched", "schedules", "--json"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("[")
+
+
+@pytest.fixture
+def shell(monkeypatch):
+    """Return what has a shell be the one that the command is started from."""
+
+    def start_from(name: str) -> None:
+        monkeypatch.setattr("shellingham.detect_shell", lambda: (name, f"/bin/{name}"))
+
+    return start_from
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_completion_is_shown_and_installed(cli, shell, monkeypatch, tmp_path, name):
+    shell(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = cli("--show-completion").out
+    assert f"_QUINTSCHED_COMPLETE=complete_{name}" in script
+    done = cli("--install-completion")
+    assert f"{name} completion installed in " in done.out
+    written = [path.read_text() for path in tmp_path.rglob("*quintsched*") if path.is_file()]
+    assert [words(text) for text in written] == [words(script)]
+
+
+def test_completion_that_cannot_be_installed_says_so(refused, shell, monkeypatch, tmp_path):
+    shell("fish")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert "cannot install the completion: " in refused(2, "--install-completion")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"), [("ca", ["calibrate"]), ("checkpoint re", ["reshard"]), ("show --gr", ["--groups"])]
+)
+def test_completions(capsys, monkeypatch, line, found):
+    typed = ["quintsched", *line.split()]
+    monkeypatch.setenv("_QUINTSCHED_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(typed))
+    monkeypatch.setenv("COMP_CWORD", str(len(typed) - 1))
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == found
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_takes_the_script(cli, shell, tmp_path):
+    shell("bash")
+    command = tmp_path / "quintsched"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from quintsched.cli import main; main()" "$@"\n')
+    command.chmod(0o755)
+    ask = 'COMP_WORDS=(quintsched checkp); COMP_CWORD=1; _quintsched_completion quintsched; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{cli('--show-completion').out}\n{ask}"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["checkpoint"], done.stderr

@@ -1,0 +1,62 @@
+"""`quintsched compile job.yaml`: the plan of a run, and what is refused beside a job file."""
+
+import json
+
+import pytest
+
+import quintsched as qs
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.write_plan import main as write_plan
+from quintsched.runtime.settings.job import load_job
+
+JOB = """
+model: {name: vit, options: {hidden: 16, depth: 4, heads: 2}}
+parallel: {mesh: "dp=2,pp=2", schedule: interleaved-1f1b, chunks: 2, microbatches: 4, zero: 1}
+train: {batch_size: 32}
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.mark.processes
+def test_the_plan_is_that_of_the_run(cli, job, tmp_path):
+    done = cli("compile", job, "--set", "parallel.microbatches=8", "-o", "plan.json")
+    assert done.code == 0
+    assert done.out.startswith("plan.json: interleaved-1f1b on dp=2,pp=2, 8 microbatches, 2 chunks, ZeRO-1\nsound: ")
+    expected = plan_of(load_job(job, ["parallel.microbatches=8"]))
+    assert qs.Plan.load(tmp_path / "plan.json") == expected
+    assert plan_of(load_job(job, ["parallel.microbatches=8"]), "plan.json") == expected
+
+
+@pytest.mark.processes
+def test_what_a_run_refuses_is_refused(cli, job):
+    done = cli("compile", job, "--set", "train.batch_size=33")
+    assert (done.code, done.out) == (3, "")
+
+
+def test_a_choice_is_written_with_its_reasons(job, capsys):
+    auto = {"auto": {"world": 4, "hardware": "a100-80gb", "axes": {"cp": 1}}}
+    request = {"config": str(job), "set": [f"parallel={json.dumps(auto)}"]}
+    assert write_plan([json.dumps(request)]) == 0
+    out, err = capsys.readouterr()
+    assert qs.Plan.from_json(out).mesh.size == 4
+    assert err.startswith("parallel: auto: ")
+
+
+def test_options_beside_a_job_are_refused(refused, job):
+    message = refused(2, "compile", job, "--chunks", 2)
+    assert "--chunks beside a job file" in message
+    assert "--set parallel.chunks=…" in message
+    assert "--set parallel.mesh=…" in refused(2, "compile", job, "--dp", 2)
+    assert "--zero beside a job file" in refused(2, "compile", job, "--zero", 0)  # its default too
+    assert "--print-after is for a plan" in refused(2, "compile", job, "--print-after", "all")
+    assert "the command reads this file" in refused(2, "compile", job, "-o", job)
+    assert "there is no file 'none.yaml'" in refused(2, "compile", "none.yaml")
+    assert "plan.json: compile takes a job file (.yaml or .yml)" in refused(2, "compile", "plan.json")
+    plain = ("compile", "-s", "1f1b", "--pp", 2, "-m", 4)
+    assert "--set overrides a setting of a job file" in refused(2, *plain, "--set", "train.seed=1")
