@@ -122,7 +122,7 @@ BUDGET = {
     "objects": 1412,
     "blocks": 1311,
     "state": 1221,
-    "launch": 1130,
+    "launch": 1155,
     "optim": 918,
     "steps": 1068,
     "train": 1537,

@@ -43,7 +43,7 @@ def _styled(text: str, **style: Any) -> str:
 
 
 class Helping:
-    """What commands and groups of commands have in common: how their help is written."""
+    """Help text of commands and groups of commands."""
 
     def get_help(self, ctx: Any) -> str:
         """Return the help text, in the width of the terminal."""

@@ -29,7 +29,7 @@ CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
 ]
 MICROBATCHES = "How many microbatches each replica's share of the batch is cut into"
-"""The one meaning of `--microbatches`, in every command."""
+"""Meaning of `--microbatches`, in every command."""
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help=f"{MICROBATCHES}.")]
 MemoryCap = Annotated[
     float | None,

@@ -28,7 +28,7 @@ CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """How far something is; the one who does it says so, from whichever thread."""
+    """Progress of a task, reported by its caller from any thread."""
 
     def __init__(self, what: str) -> None:
         self._what, self._words, self._share = what, "", 0.0
@@ -44,7 +44,7 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """What a person is told."""
+        """Line that a terminal shows."""
         taken_s = time.monotonic() - self._begun_s
         share, parts = self._share, [f"{self._what}: {self._words}" if self._words else self._what]
         parts += [f"{100 * share:.0f} %"] if share else []

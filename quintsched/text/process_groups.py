@@ -28,7 +28,7 @@ EXCHANGED = {
     "ep": "tokens, to their experts and back",
 }
 MOST_GROUPS, MOST_MEMBERS, MOST_ROWS = 8, 8, 64
-"""How many people are shown; `groups_data` has all of them."""
+"""Number of groups that text shows; `groups_data` has all of them."""
 
 
 def kinds_of(mesh: Mesh) -> dict[str, tuple[tuple[str, ...], str]]:

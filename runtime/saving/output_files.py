@@ -30,7 +30,7 @@ from ..blocks.trees import flatten
 from .write_tensors import FileEntry, in_file_order, write_tensors
 
 OUTPUTS = "the outputs"
-"""What messages call what is written."""
+"""Name of the outputs in messages."""
 
 INDEX = "index.json"
 OUTPUT_FILES = re.compile(r"outputs-\d{5}-\d{5}\.safetensors|index\.json")

@@ -213,7 +213,7 @@ class ForwardConfig(Settings):
     outputs: Annotated[str | None, Mark.OF_A_MACHINE] = None
     """A folder for them: an index, and files of safetensors; see `saving.output_files`."""
     samples: Samples = "validation"
-    """Whose outputs these are: of one split of the data, each sample once, in the order of the data."""
+    """Split of the data that is run forward: each sample once, in the order of the data."""
     max_file_mb: float = Field(default=1000.0, gt=0)
     """Size in MB (10^6 bytes) beyond which a replica begins a new file; a rank holds as much in memory."""
 
@@ -252,7 +252,7 @@ class JobConfig(Settings):
     """A whole job file."""
 
     mode: Literal["train", "forward"] = "train"
-    """What is done: a training, or one pass forward over data, whose outputs are written; see `forward`."""
+    """Training, or one forward pass over data, whose outputs are written; see `forward`."""
     model: Annotated[ModelConfig, Mark.KEPT] = ModelConfig()
     """Model to train."""
     data: Annotated[DataConfig, Mark.KEPT] = DataConfig()

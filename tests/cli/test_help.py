@@ -38,7 +38,7 @@ def test_no_help_is_cut_off(cli, monkeypatch, columns):
         assert max(map(len, shown.out.splitlines())) <= min(columns, 120)
         assert not [line for line in shown.out.splitlines()[1:] if line.endswith(("...", "…"))]
     wide = cli("checkpoint", "--help").out
-    assert "from which `quintsched run --resume` begins on any mesh." in words(wide)
+    assert "from which `quintsched run --resume` starts on any mesh." in words(wide)
 
 
 def test_colours_are_for_terminals_that_want_them(cli, monkeypatch):
