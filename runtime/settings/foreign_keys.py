@@ -1,7 +1,7 @@
 """Job keys of other frameworks, and the keys of a job file that take their place.
 
     train: {learning_rate: 3e-4}    ─▶   train.learning_rate: unknown key; did you mean 'train.optimizer.lr'?
-    tensor_parallel_size: 4         ─▶   tensor_parallel_size: unknown key; did you mean 'parallel.mesh' ("tp=4")?
+    tensor_parallel_size: 4         ─▶   tensor_parallel_size: unknown key; did you mean 'parallel.mesh' ("tp=N")?
 
 The words are those of transformers' TrainingArguments and configurations, Lightning, DeepSpeed, Megatron-LM, torchtitan
 and nanoGPT; docs/guide.md shows the same table. A word counts at any level of the file, in small or capital letters,
@@ -70,23 +70,23 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ),
     ForeignKeys(
         "parallel.mesh",
-        '"dp=4"',
+        '"dp=N"',
         "dp dp_size data_parallel_size data_parallel_degree data_parallel_replicate_degree",
     ),
     ForeignKeys(
         "parallel.mesh",
-        '"pp=4"',
+        '"pp=N"',
         "pp pp_size pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree num_stages",
     ),
     ForeignKeys(
         "parallel.mesh",
-        '"tp=4"',
+        '"tp=N"',
         "tp tp_size tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree model_parallel_size",
     ),
-    ForeignKeys("parallel.mesh", '"cp=4"', "cp cp_size context_parallel_size context_parallel_degree"),
+    ForeignKeys("parallel.mesh", '"cp=N"', "cp cp_size context_parallel_size context_parallel_degree"),
     ForeignKeys(
         "parallel.mesh",
-        '"ep=4"',
+        '"ep=N"',
         "ep ep_size expert_parallel_size expert_model_parallel_size expert_parallel_degree",
     ),
     ForeignKeys(
