@@ -1,11 +1,21 @@
-"""README and docs name files that there are, link to places that there are, and map every room of the code."""
+"""README and docs name files that there are, link to places that there are, and map every room of the code.
+
+The code and the commands of docs/guide.md run, and print what it shows.
+"""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import subprocess
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from quintsched.runtime.settings.job import load_job
 
 from .test_layers import ORDER, ROOT
 
@@ -46,3 +56,82 @@ def test_the_map_of_the_code_names_every_room() -> None:
 
 def test_the_readme_can_be_read_at_one_go() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+
+
+GUIDE = ROOT / "docs" / "guide.md"
+EXAMPLE = ROOT / "examples" / "tensor_parallel.py"
+NEED_A_NETWORK = ("pip install ", "NCCL_DEBUG=INFO ")
+"""Commands of the guide that no test runs."""
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Return language and text of each fenced block of a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_code_of_the_guide_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", sysconfig.get_path("scripts"), prepend=os.pathsep)
+    names: dict[str, Any] = {"__name__": "guide"}
+    printed = ""
+    for language, text in fences(GUIDE):
+        if language == "python" and text not in EXAMPLE.read_text(encoding="utf-8"):
+            assert not printed, "the guide does not show what this prints"
+            exec(compile(text, str(GUIDE), "exec"), names)
+            printed = capsys.readouterr().out
+        elif language == "text":
+            assert text == printed
+            printed = ""
+        elif language == "bash":
+            subprocess.run(["bash", "-ec", text], check=True, timeout=120, stdout=subprocess.DEVNULL)
+        elif language == "yaml":
+            (tmp_path / "job.yaml").write_text(text)
+            load_job(tmp_path / "job.yaml")
+        elif language == "console":
+            assert all(line.startswith(NEED_A_NETWORK) for line in text.splitlines())
+        else:
+            assert language in ("", "python")  # sessions, which test_examples runs; figures; the example
+
+
+@pytest.mark.parametrize("page", ["guide", "parallelism"])
+def test_docs_show_the_example_of_tensor_parallelism_as_it_is(page: str) -> None:
+    shown = [text for language, text in fences(ROOT / "docs" / f"{page}.md") if "deepcopy(whole), dist" in text]
+    assert len(shown) == 1
+    assert shown[0] in EXAMPLE.read_text(encoding="utf-8")
+
+
+def test_the_guide_names_every_field_of_the_log() -> None:
+    train = ROOT / "runtime" / "train"
+    records = [
+        node
+        for name in ("training_loop", "trainer", "forward_run")
+        for node in ast.walk(ast.parse((train / f"{name}.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Dict)
+        and any(isinstance(key, ast.Constant) and key.value == "event" for key in node.keys)
+    ]
+    fields = {key.value for node in records for key in node.keys if isinstance(key, ast.Constant)}
+    events = {node.values[0].value for node in records if isinstance(node.values[0], ast.Constant)}
+    rates = re.findall(r'"(\w+_per_s|mfu|memory_gb)"', (train / "throughput.py").read_text(encoding="utf-8"))
+    experts = re.findall(r'"(expert_\w+)"', (ROOT / "runtime" / "parallel" / "expert" / "load.py").read_text("utf-8"))
+    assert len(rates) >= 4
+    assert len(experts) >= 2
+    log = GUIDE.read_text(encoding="utf-8").partition("## The log")[2].partition("## Troubleshooting")[0]
+    assert {*fields, *events, *rates, *experts} <= {*re.findall(r"`(\w+)`", log)}
+
+
+def test_references_are_those_that_the_code_names() -> None:
+    page = (ROOT / "docs" / "references.md").read_text(encoding="utf-8")
+    folders = ("quintsched", "runtime", "viz", "examples")
+    files = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    code = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in sorted(files))
+    numbers = r"arXiv[: ](\d{4}\.\d{4,5})"
+    assert {*re.findall(numbers, page)} == {*re.findall(numbers, code)}
+    named = {*re.findall(r"([A-Z]\w+) et al\.,? (?:SC')?(\d{2,4})", code)}
+    assert len(named) >= 25
+    missing = {author for author, year in named if f"{author} et al. " not in page or year not in page}
+    assert not missing

@@ -170,6 +170,26 @@ def test_a_trainer_of_objects_learns_the_same_in_one_process_and_in_four() -> No
     assert re.search(r"validation loss 0\.[3-6]\d+", of_epochs[0][-1])
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_plain_model_cut_over_two_processes_has_the_losses_of_the_whole_one() -> None:
+    code = (EXAMPLES / "tensor_parallel.py").read_text(encoding="utf-8")
+    assert len([line for line in code.splitlines() if line]) <= 30
+    printed = run("tensor_parallel.py", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    whole, cut = (line.split() for line in printed.splitlines())
+    assert (whole[:2], cut[:2]) == (["whole", "66826"], ["cut", "33802"])
+    assert [*map(float, whole[4:])] == pytest.approx([*map(float, cut[4:])], abs=2e-4)
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    assert figures(printed) == [pytest.approx(line, abs=0.01) for line in figures(guide_session(guide))]
+
+
+def guide_session(guide: str) -> str:
+    """Return what the guide shows of this example."""
+    session = re.findall(r"^\$ torchrun .*tensor_parallel.py\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert len(session) == 1
+    return str(session[0])
+
+
 def compare_curves(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | str | None:
     """Run the script and return what it exits with."""
     monkeypatch.setattr(sys, "argv", ["compare_curves.py", *map(str, arguments)])

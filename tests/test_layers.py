@@ -129,7 +129,7 @@ BUDGET = {
     "verification": 753,
     "data": 576,
     "models": 468,
-    "settings": 587,
+    "settings": 627,
     "autograd": 472,
     "calibrate": 497,
     "agreement": 346,

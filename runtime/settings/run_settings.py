@@ -37,6 +37,7 @@ from pydantic_core import ErrorDetails
 from quintsched.errors import UsageError, printable, suggest
 from quintsched.files.strictjson import shorten
 
+from .foreign_keys import find_foreign_key
 from .tensor_rules import read_rule
 
 
@@ -83,7 +84,7 @@ def _reason(kind: type[Settings], details: ErrorDetails) -> str:
     match details["type"]:
         case "extra_forbidden":
             *section, key = details["loc"]
-            return "unknown key" + _nearest_key(_section_at(kind, section), str(key))
+            return "unknown key" + _nearest_key(kind, _section_at(kind, section), str(key))
         case "missing":
             return "is required"
         case "model_type":
@@ -110,14 +111,45 @@ def _section_at(kind: type[Settings], path: Sequence[int | str]) -> type[Setting
     return kind
 
 
-def _nearest_key(section: type[Settings], key: str) -> str:
-    """Suggest the intended key: one of the section, or one of the same name a level below."""
+def _nearest_key(root: type[Settings], section: type[Settings], key: str) -> str:
+    """Suggest the intended key: the same name a level below, what another framework calls so, the same name elsewhere
+    below `root`, or the nearest of the section."""
     below = [
         f"{name}.{key}"
         for name, field in section.model_fields.items()
         if key in getattr(field.annotation, "model_fields", {})
     ]
-    return suggest(below[0], below) if below else suggest(key, section.model_fields)
+    if below:
+        return suggest(below[0], below)
+    return _foreign_key(root, key) or _key_elsewhere(root, key) or suggest(key, section.model_fields)
+
+
+def _foreign_key(root: type[Settings], key: str) -> str:
+    """Suggest our key for one of another framework, with its value; "" for other keys."""
+    foreign = find_foreign_key(key)
+    if foreign is None:
+        return ""
+    ours, value = foreign.ours, f" ({foreign.value})" if foreign.value else ""
+    if root is RunSettings:  # arguments of `Engine`, which has some of a job's settings
+        arguments = {f"{place.section}.{name}": argument for argument, name, place in places()}
+        ours, value = arguments.get(ours, ""), ""
+    elif ".options." in ours and "model" not in root.model_fields:  # the options of one model, or of one data set
+        ours = ours if ours.rpartition(".")[2] in root.model_fields else ""
+    return f"; did you mean {ours!r}{value}?" if ours else ""
+
+
+def _key_elsewhere(root: type[Settings], key: str) -> str:
+    """Suggest the key of this name in another section, where there is exactly one."""
+    found = [path for path in _keys(root) if path.rpartition(".")[2] == key]
+    return f"; did you mean {found[0]!r}?" if len(found) == 1 else ""
+
+
+def _keys(kind: type[Settings], prefix: str = "") -> Iterator[str]:
+    """Yield the full names of all settings below `kind`."""
+    for name, field in kind.model_fields.items():
+        yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
 
 
 WireName = Literal["auto", "gloo", "nccl"]

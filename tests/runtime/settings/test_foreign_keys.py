@@ -1,0 +1,105 @@
+"""Job keys of other frameworks are refused with ours, and docs/guide.md shows the table of both."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintsched.cli import runs
+from quintsched.errors import UsageError
+from quintsched.runtime.data.sources import TextOptions
+from quintsched.runtime.models.gpt import MoEGPTOptions
+from quintsched.runtime.models.vit import ViTOptions
+from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key
+from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.run_settings import RunSettings, Settings, read_settings
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
+WORDS = [(meaning, word) for meaning in FOREIGN_KEYS for word in meaning.theirs.split()]
+
+
+def keys(kind: type[Settings], prefix: str = "") -> Iterator[str]:
+    """Yield all settings below a section by their full names."""
+    for name, field in kind.model_fields.items():
+        yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            yield from keys(field.annotation, f"{prefix}{name}.")
+
+
+OPTIONS = [
+    *keys(MoEGPTOptions, "model.options."),
+    *keys(ViTOptions, "model.options."),
+    *keys(TextOptions, "data.options."),
+]
+OURS = {*keys(JobConfig), *OPTIONS}
+
+
+def refusal(values: dict[str, Any], kind: type[Settings] = JobConfig, prefix: str = "") -> str:
+    """Return what settings are refused with, without the line of their source."""
+    with pytest.raises(UsageError) as error:
+        read_settings(kind, values, "job.yaml", prefix)
+    return str(error.value).partition("\n  ")[2]
+
+
+def test_each_word_has_one_meaning_which_is_a_key_of_ours() -> None:
+    assert Counter(word for _, word in WORDS).most_common(1)[0][1] == 1
+    flags = re.findall(r'"(--[\w-]+)', Path(runs.__file__).read_text(encoding="utf-8"))
+    for meaning in FOREIGN_KEYS:
+        assert meaning.ours in (flags if meaning.ours.startswith("--") else OURS), meaning.ours
+
+
+def test_no_word_is_a_setting_of_ours() -> None:
+    assert not {word for _, word in WORDS} & {key.rpartition(".")[2] for key in keys(JobConfig)}
+
+
+@pytest.mark.parametrize("section", ["", "train", "parallel", "train.optimizer"])
+def test_every_word_is_understood_at_every_level(section: str) -> None:
+    for meaning, word in WORDS:
+        values: Any = {word: 1}
+        for name in reversed(section.split(".") if section else []):
+            values = {name: values}
+        value = f" ({meaning.value})" if meaning.value else ""
+        place = f"{section}.{word}".strip(".")
+        assert refusal(values) == f"{place}: unknown key; did you mean {meaning.ours!r}{value}?"
+
+
+@pytest.mark.parametrize("word", ["tensor-model-parallel-size", "Tensor_Model_Parallel_Size", "tp"])
+def test_spelling_does_not_matter(word: str) -> None:
+    assert refusal({word: 4}) == f"{word}: unknown key; did you mean 'parallel.mesh' (\"tp=N\")?"
+
+
+def test_options_of_a_model_name_only_what_it_has() -> None:
+    said = refusal({"hidden_size": 8}, MoEGPTOptions, "model.options")
+    assert said == "model.options.hidden_size: unknown key; did you mean 'model.options.hidden'?"
+    assert "model.options.kv_heads" not in refusal({"num_key_value_heads": 8}, ViTOptions, "model.options")
+    assert "did you mean 'train.optimizer.lr'" in refusal({"learning_rate": 8}, ViTOptions, "model.options")
+
+
+def test_an_engine_names_its_arguments() -> None:
+    assert refusal({"max_grad_norm": 1.0}, RunSettings) == "max_grad_norm: unknown key; did you mean 'clip'?"
+    assert "train." not in refusal({"num_epochs": 1}, RunSettings)
+
+
+def test_keys_of_ours_in_another_section_are_found() -> None:
+    assert refusal({"lr": 1}) == "lr: unknown key; did you mean 'train.optimizer.lr'?"
+    assert refusal({"parallel": {"epochs": 1}}) == "parallel.epochs: unknown key; did you mean 'train.epochs'?"
+    assert "data.path" not in refusal({"train": {"path": 1}})  # log has a path, too
+
+
+def test_misspelt_keys_are_no_foreign_ones() -> None:
+    assert find_foreign_key("learning_ratte") is None
+    assert refusal({"train": {"epoch": 1}}) == "train.epoch: unknown key; did you mean 'epochs'?"
+
+
+def test_the_guide_has_the_same_table() -> None:
+    rows = [
+        f"| {', '.join(f'`{word}`' for word in meaning.theirs.split())} | `{meaning.ours}` | {meaning.value} |"
+        for meaning in FOREIGN_KEYS
+    ]
+    table = "\n".join(["| their word | ours | its value |", "|---|---|---|", *rows, ""])
+    assert table in GUIDE.read_text(encoding="utf-8"), f"docs/guide.md needs this table:\n{table}"
