@@ -212,6 +212,8 @@ class Snapshot:
                 memory.copy_(was)
                 if tensor.data_ptr() != memory.data_ptr():
                     tensor.data = memory
+                if tensor.grad_fn is not None and not tensor._is_view():
+                    tensor.detach_()  # changed in place by what requires a gradient in a trial
         for _, space, before in self._filled():
             if not _is_same_dict(before, space.read()):
                 space.put_back(before)

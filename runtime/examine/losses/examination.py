@@ -64,6 +64,10 @@ class Share(NamedTuple):
     is_told: bool = True
 
 
+OF_OTHER_WEIGHTS = (
+    "it is a mean, but neither over samples, tokens or targets, nor by weights of classes that it holds (an attribute, an "
+    "argument or a global, not made in each call)"
+)
 WRITES = "its calls write {}, which it goes by: once for each microbatch, and not once for a batch"
 OF_NO_SAMPLE = (
     "; output{} belongs to no sample, and so is in each microbatch: add what the loss takes of it to a mean, or to "
@@ -154,7 +158,7 @@ class LossExamination:
         if told[0].first is None:
             return self._along_tokens(parts, LossWeight(Over.SUM), candidates)
         if not candidates:
-            return Finding(None, "it is a mean, but neither over samples, tokens or targets, nor by weights of classes")
+            return Finding(None, OF_OTHER_WEIGHTS)
         weight = self.chosen(candidates)
         finding = self._along_tokens(parts, weight, candidates)
         return Finding(self._as_of_nothing(parts, finding.weight)) if finding.weight is not None else finding

@@ -295,11 +295,15 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.of(output) for output in outputs]
         if found != list(map(TreeSpec.plain, agreed.specs)):
-            gave = " + ".join(map(str, found))
-            raise MisfitError(
-                f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: the shape of what a stage "
-                "leaves must not depend on its data"
+            gave, shapes = " + ".join(map(str, found)), [[t.shape for t in one.tensors] for one in found]
+            is_cast = shapes == [[t.shape for t in TreeSpec.plain(one).tensors] for one in agreed.specs]
+            why = (
+                "its type is another than without data, as under torch.autocast: let each block return its output in "
+                "one type (.float()), or compute all in it, Engine(…, dtype=torch.bfloat16)"
+                if is_cast
+                else "the shape of what a stage leaves must not depend on its data"
             )
+            raise MisfitError(f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: {why}")
 
     def hand_on(outputs: Outputs) -> Start:
         nonlocal known, agreed, spec

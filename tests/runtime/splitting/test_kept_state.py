@@ -66,6 +66,26 @@ def test_what_code_between_layers_does_in_place_counts_though_it_does_nothing_ye
     assert found == [pytest.approx(expected, rel=1e-10)]
 
 
+class Centred(Walked):
+    """The mean of inputs is kept between layers, without no_grad: inputs need no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mu", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x):
+        x = self.stem(x)
+        self.mu.mul_(0.9).add_(x.detach().requires_grad_().flatten(0, -2).mean(0), alpha=0.1)
+        return self.head(self.layers[1](self.layers[0](x)))
+
+
+def test_a_split_leaves_no_graph_on_a_buffer():
+    model = Centred().double()
+    split(model, example=inputs()[:2])
+    assert model.mu.grad_fn is None
+    assert not model.mu.any()
+
+
 class Gated(Block):
     def __init__(self):
         super().__init__()
