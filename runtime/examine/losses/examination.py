@@ -65,8 +65,8 @@ class Share(NamedTuple):
 
 
 OF_OTHER_WEIGHTS = (
-    "it is a mean, but neither over samples, tokens or targets, nor by weights of classes that it holds (an attribute, an "
-    "argument or a global, not made in each call)"
+    "it is a mean, but neither over samples, tokens or targets, nor by weights of classes that it holds (an attribute,"
+    " an argument or a global, not made in each call)"
 )
 WRITES = "its calls write {}, which it goes by: once for each microbatch, and not once for a batch"
 OF_NO_SAMPLE = (
