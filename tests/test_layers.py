@@ -113,11 +113,11 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6062,
     "saving": 3420,
-    "examine": 4078,
+    "examine": 4079,
     "comm": 2700,
     "interpreter": 2694,
     "splitting": 2463,
-    "stage": 2219,
+    "stage": 2221,
     "watch": 1781,
     "objects": 1414,
     "blocks": 1311,

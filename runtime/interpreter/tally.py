@@ -90,7 +90,7 @@ class Tally:
 
     Attributes:
         losses, weights: one entry per unit run so far on a last stage, a tensor or number, with its microbatch.
-        metrics, of_metrics: one such list per metric, and one for its weights: 0 stands for the loss weight.
+        metrics, of_metrics: one such list per metric, and one for its weights: negative ones stand for the loss weight.
         passengers: returns the figures to piggyback on the last gradients; None: they are reduced by themselves.
         auxiliary: losses of blocks, by `piece of the model x microbatches + microbatch`.
         is_read: whether figures of a step that reduces gradients are read before it ends.
@@ -285,14 +285,18 @@ class StepResult:
     def sums(self) -> dict[str, Tensor]:
         """Sums to accumulate over batches: "loss", "weight" and each metric."""
         total, weight = (figure * self._unit for figure in self._sums()[:2])
-        return {"loss": total, "weight": weight, **{name: mean * weight for name, mean in self.metrics.items()}}
+        return {
+            "loss": total,
+            "weight": weight,
+            **{name: (mean * weight).nan_to_num(0.0) for name, mean in self.metrics.items()},
+        }
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Each metric over the whole batch: its sum divided by its weight or, without one, by the loss weight."""
         _, weight, *found = self._sums()
         count = len(self._metrics)
-        weights = [torch.where(own == 0, weight, own) for own in found[count:]]
+        weights = [torch.where(own < 0, weight, own) for own in found[count:]]
         return dict(zip(self._metrics, map(torch.div, found[:count], weights), strict=True))
 
 

@@ -15,6 +15,9 @@ from ..examine.losses.examined import Examined
 from ..examine.losses.loss_weights import Over, named
 from .mean_losses import WeighedLoss, note_misuse
 
+OF_LOSS = -1
+"""Weight of a microbatch's metric that the loss's weight divides."""
+
 
 class WeighedMetric:
     """A user metric.
@@ -49,7 +52,7 @@ class WeighedMetric:
         return 0.0, 0
 
     def __call__(self, output: Any, targets: Any, samples: int = 1) -> tuple[Any, Any]:
-        """Return the sum and the weight of a microbatch; a weight of 0 stands for that of its loss."""
+        """Return the sum and the weight of a microbatch; a weight of `OF_LOSS` stands for that of its loss."""
         rule = self.examined.rule
         if rule is None:
             self.examined.before_call(output)
@@ -61,7 +64,7 @@ class WeighedMetric:
         if isinstance(found, tuple) and len(found) == 2:
             return found
         if rule.over is Over.SUM:
-            return found, samples if self._loss.is_bare else 0
+            return found, samples if self._loss.is_bare else OF_LOSS
         weight = samples if rule.over is Over.SAMPLES else rule.of_targets(named(targets), self.examined.tables)
         wide = found.double() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
         return torch.where(torch.as_tensor(weight, device=wide.device) == 0, 0.0, wide * weight), weight

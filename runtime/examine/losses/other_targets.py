@@ -124,7 +124,8 @@ def _by_ids(
             rolled = values.roll(-start)
             yield _changed(parts, place, leaf, lambda a: _filled(a, lower), partial(_filled, values=rolled))
     for one in ids if highest < classes else ():
-        parts = replace(parts, words=f", where some targets are {one}, as ignored ones may be")
+        advice = 'where none ever is, say loss_over="samples"'
+        parts = replace(parts, words=f", where some targets are {one}, as ignored ones may be: {advice}")
         some = lambda a, one=one: _every_third(_filled(a, lower), one)  # noqa: E731
         yield _changed(parts, place, leaf, some, lambda b: _filled(b, values))
         yield _changed(parts, place, leaf, partial(torch.full_like, fill_value=one), lambda b: _filled(b, values))

@@ -297,3 +297,23 @@ def test_a_loss_says_always_or_never_what_it_weighs() -> None:
         engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=7), BLOCKS, sometimes, sgd, dtype=torch.float64)
         with pytest.raises(MisfitError, match=r"return \(sum, weight\) always"):
             engine.step(INPUTS, labels.roll(3))
+
+
+def test_a_metric_of_no_weight_is_not_a_number_and_adds_nothing():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def run(transport):
+        torch.manual_seed(0)
+        engine = Engine(
+            plan,
+            [nn.Linear(2, 2), nn.Linear(2, 2)],
+            nn.functional.mse_loss,
+            lambda weights: torch.optim.SGD(weights, lr=0.1),
+            metrics={"precision": lambda output, y: (torch.zeros(()), torch.zeros(()))},
+            transport=transport,
+        )
+        return engine.step(torch.ones(4, 2), torch.ones(4, 2))
+
+    for result in run_local(2, run):
+        assert result.metrics["precision"].isnan()
+        assert result.sums["precision"] == 0
