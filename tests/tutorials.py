@@ -33,6 +33,10 @@ MEASURED = (
     r"(?<= steps in )[\d:.]+ (?:s|min|h)",
     r"(?<=since )[\d.]+(?= s)",
     r"(?<=\(host )[^,)]+",
+    r"(?<=_hooks\[)\d+",
+    r"(?<= passed in )[\d.]+(?=s)",
+    r"(?<=  run )[0-9a-f]{16}",
+    r"[\d.]+(?= MB  whole)",
 )
 """Parts of an output that depend on the machine."""
 FLOAT = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e-?\d+)?")
@@ -67,7 +71,12 @@ def write_files(page: Path, folder: Path) -> list[str]:
 
 
 def run_page(page: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """Run the blocks of a page in a folder, in order; yield each one's text as shown and as it is."""
+    """Run the blocks of a page in a folder, in order; yield each one's text as shown and as it is.
+
+    The folder is as empty as a reader's, but for the `examples` of a page whose commands name them.
+    """
+    if re.search(r"^\$ .* examples/", page.read_text(encoding="utf-8"), re.MULTILINE):
+        (folder / "examples").symlink_to(ROOT / "examples")
     for block in blocks(page):
         if block.file_name:
             (folder / block.file_name).write_text(block.text, encoding="utf-8")
@@ -103,7 +112,7 @@ def differences(shown: str, folder: Path) -> str:
     """Return how two files differ, in the form of a block that names them in its first two lines."""
     old, new = re.findall(r"^(?:---|\+\+\+) (\S+)$", shown, re.MULTILINE)[:2]
     texts = [(folder / name).read_text(encoding="utf-8").splitlines()[1:] for name in (old, new)]
-    lines = [line for line in difflib.unified_diff(*texts, n=1, lineterm="")][2:]
+    lines = list(difflib.unified_diff(*texts, n=1, lineterm=""))[2:]
     return "\n".join([f"--- {old}", f"+++ {new}", *(line for line in lines if not line.startswith("@@"))]) + "\n"
 
 
