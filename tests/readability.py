@@ -21,7 +21,7 @@ def sentences(page: str) -> list[list[str]]:
     text = re.sub(r"`[^`]*`", "", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"\n\s*(?:[-*]|\d+\.) ", "\n\n", text)
-    parts = re.split(r"\n\s*\n|(?<=[.!?:])\s+", text)
+    parts = re.split(r"\n\s*\n|(?<=[.!?])\s+", text)
     found = [re.findall(r"[A-Za-z][A-Za-z'’-]*", part) for part in parts]
     return [words for words in found if words]
 
@@ -35,7 +35,8 @@ def _of_part(word: str) -> int:
     word = word.replace("’", "'").removesuffix("'s")
     count = len(VOWELS.findall(word))
     is_silent = re.search(r"[^aeiouyl]e$|[^aeiouytd]ed$|(?:[^aeiouyszxcg]|[^cs]h)es$|[aeiouy]le$", word)
-    return count - (is_silent is not None and count > 1)
+    hiatus = len(re.findall(r"ism\b|i[ao](?!n)|eing", word))  # two syllables in one group
+    return count + hiatus - (is_silent is not None and count > 1)
 
 
 def reading_ease(page: str) -> float:
