@@ -19,7 +19,7 @@ from quintsched.runtime.settings.job import load_job
 
 from .test_layers import ORDER, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = ("quintsched", "runtime", "viz", "tests", "benchmarks", "examples", "docs")
 
 

@@ -1,0 +1,174 @@
+"""README and tutorials: every block does what its page shows, the prose is easy to read, and questions are answered."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import load_job
+
+from .readability import median_length, reading_ease, sentences, syllables
+from .tutorials import ROOT, TUTORIALS, blocks, is_like, run_page, run_session, write_files
+
+README = ROOT / "README.md"
+PAGES = sorted(TUTORIALS.glob("*.md"))
+IN_SECONDS = ("choose-a-strategy", "write-a-schedule")
+"""Pages whose commands are those of the planner."""
+LAST_LINES = {
+    "train-your-model": ("epoch 3/3", 8),
+    "fine-tune-hugging-face": ("epoch 4", 3),
+    "pretrain-a-small-language-model": ("step 120/120", 2),
+    "write-a-schedule": ("step 10/10", 2),
+}
+"""The last line of a page's runs, and how many runs have it: all with one loss, whatever the mesh."""
+ROUNDING = 0.02
+"""How far a loss may be from what a page shows: other machines round otherwise."""
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+def require_what_it_imports(page: Path) -> None:
+    """Skip a page that needs transformers where these are missing, or do not fit this torch."""
+    if "from transformers" in page.read_text(encoding="utf-8"):
+        try:
+            import transformers
+
+            assert transformers.LlamaForCausalLM
+        except (ImportError, RuntimeError) as error:
+            pytest.skip(f"needs transformers: {error}".splitlines()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_of_a_tutorial_does_what_is_shown(page: Path, tmp_path: Path) -> None:
+    require_what_it_imports(page)
+    everything = ""
+    for shown, printed in run_page(page, tmp_path):
+        assert is_like(shown, printed, ROUNDING), f"shown:\n{shown}\nprinted:\n{printed}"
+        everything += printed
+    line, runs = LAST_LINES.get(page.stem, ("never", 0))
+    losses = [float(loss) for loss in re.findall(rf"^{line}  loss ([\d.]+)", everything, re.MULTILINE)]
+    assert len(losses) == runs
+    assert losses == pytest.approx(losses[:1] * runs, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_lines_of_the_readme_train(tmp_path: Path) -> None:
+    write_files(README, tmp_path)
+    (session,) = (block.text for block in blocks(README) if block.text.startswith("$ torchrun"))
+    assert is_like(session, run_session(session, tmp_path), ROUNDING)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", IN_SECONDS)
+def test_sessions_that_take_seconds_show_what_is_printed(name: str, tmp_path: Path) -> None:
+    page = TUTORIALS / f"{name}.md"
+    write_files(page, tmp_path)
+    sessions = [block.text for block in blocks(page) if block.text.startswith("$ quintsched")]
+    session = "".join(text for text in sessions if "quintsched run" not in text)
+    assert is_like(session, run_session(session, tmp_path))
+
+
+def test_the_plain_loop_and_the_trainer_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_files(TUTORIALS / "train-your-model.md", tmp_path)
+    losses = {}
+    for script in ("plain", "trainer"):
+        monkeypatch.setattr(sys, "argv", [script, "mesh=dp=1"])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(f"{script}.py", run_name="__main__")
+        losses[script] = re.findall(r"epoch \d/3  loss ([\d.]+)", printed.getvalue())
+    monkeypatch.delitem(sys.modules, "digits")
+    assert losses["plain"] == losses["trainer"]
+    assert float(losses["plain"][-1]) < 0.2 < 1 < float(losses["plain"][0])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_tutorials_are_what_they_are_called(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in write_files(page, tmp_path):
+        if name.endswith(".py"):
+            compile(Path(name).read_text(encoding="utf-8"), name, "exec")
+        else:
+            assert plan_of(load_job(Path(name))).check().sound
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_prose_is_easy_to_read(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert reading_ease(text) >= 50
+    assert median_length(text) <= 18
+    avoided = r"\b(?:is|are) (?:said|told)\b|\bstands?\b|\blies\b|\bwhoever\b|\bfor nobody\b"
+    assert not re.findall(avoided, " ".join(" ".join(words) for words in sentences(text)))
+
+
+def test_syllables_and_ease_of_known_texts() -> None:
+    known = {
+        "made": 1,
+        "table": 2,
+        "stages": 2,
+        "used": 1,
+        "needed": 2,
+        "schedule": 2,
+        "the": 1,
+        "people": 2,
+        "rule": 1,
+    }
+    assert {word: syllables(word) for word in known} == known
+    assert reading_ease("The cat sat on the mat.") == pytest.approx(206.835 - 1.015 * 6 - 84.6)
+    hard = "Comprehensive parallelization methodologies necessitate considerable infrastructural sophistication."
+    assert reading_ease(hard) < 0
+    assert sentences("# Title\n\nOne `code` two.\n\n```\nno prose\n```\n\n| a | b |\n\n[Three](x.md) four.") == [
+        ["One", "two"],
+        ["Three", "four"],
+    ]
+
+
+QUESTIONS = {
+    "maximum number of steps": "max_steps",
+    "my own optimizer": "optimizer=",
+    "fewer GPUs": "mesh",
+    "tokens per second": "tokens/s",
+    "read a verdict": "verdict",
+    "padded batches": "-100",
+    "whether my model fits": "DOES NOT FIT",
+    "write a schedule": "@qs.schedule",
+    "two machines": "--nnodes 2",
+    "exit code 3": "| 3 |",
+}
+"""Questions, as the README asks them, and what has to be in the section that it leads to."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions_are_answered_where_the_readme_leads(question: str) -> None:
+    (row,) = (
+        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| ") and question in line
+    )
+    answers = [section(ROOT / path, anchor) for path, anchor in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", row)]
+    assert any(QUESTIONS[question] in answer for answer in answers)
+
+
+def section(page: Path, anchor: str) -> str:
+    """Return the section of a page that an anchor names; without one, all of it."""
+    text = page.read_text(encoding="utf-8")
+    for part in re.split(r"^(?=##+ )", text, flags=re.MULTILINE) if anchor else ():
+        heading = part.partition("\n")[0].lstrip("# ").lower()
+        if re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") == anchor:
+            return part
+    return "" if anchor else text

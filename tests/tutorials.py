@@ -1,0 +1,140 @@
+"""Tutorials as tests run them: the fenced blocks of a page in order, and the comparison of outputs with what is shown.
+
+a block that begins with    is
+`# name.py`, `# name.yaml`  a file, written to the folder in which the page runs
+`$ command`                 a session: its commands are run in one shell, and print what is shown below each
+`--- a` (diff)              the difference of two files, which have to differ so
+anything else               an excerpt, in ```text alone: it is not run
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = ROOT / "docs" / "tutorials"
+
+MEASURED = (
+    r"[\d.,e+]+(?= samples/s)",
+    r"[\d.,e+]+(?= tokens/s)",
+    r"(?<=MFU )[\d.]+%",
+    r"[\d.]+(?= GB  bubble)",
+    r"(?<=  bubble )[\d.]+%(?=  left)",
+    r"(?<=  left )[\d:.]+ (?:s|min|h)",
+    r"(?<= steps in )[\d:.]+ (?:s|min|h)",
+    r"(?<=since )[\d.]+(?= s)",
+    r"(?<=\(host )[^,)]+",
+    r"(?<=_hooks\[)\d+",
+    r"(?<= passed in )[\d.]+(?=s)",
+    r"(?<=  run )[0-9a-f]{16}",
+    r"[\d.]+(?= MB  whole)",
+)
+"""Parts of an output that depend on the machine."""
+FLOAT = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e-?\d+)?")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: its language and text."""
+
+    language: str
+    text: str
+
+    @property
+    def file_name(self) -> str | None:
+        """Return the name of the file that the block is, if it is one."""
+        named = re.match(r"# ([\w-]+\.(?:py|yaml))\n", self.text)
+        return named and named[1]
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [Block(language, text) for language, text in found]
+
+
+def write_files(page: Path, folder: Path) -> list[str]:
+    """Write the files of a page to a folder, and return their names."""
+    files = {block.file_name: block.text for block in blocks(page) if block.file_name}
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return list(files)
+
+
+def run_page(page: Path, folder: Path) -> Iterator[tuple[str, str]]:
+    """Run the blocks of a page in a folder, in order; yield each one's text as shown and as it is.
+
+    The folder is as empty as a reader's, but for the `examples` of a page whose commands name them.
+    """
+    if re.search(r"^\$ .* examples/", page.read_text(encoding="utf-8"), re.MULTILINE):
+        (folder / "examples").symlink_to(ROOT / "examples")
+    for block in blocks(page):
+        if block.file_name:
+            (folder / block.file_name).write_text(block.text, encoding="utf-8")
+        elif block.text.startswith("$ "):
+            yield block.text, run_session(block.text, folder)
+        elif block.language == "diff":
+            yield block.text, differences(block.text, folder)
+        else:
+            assert block.language == "text", f"{page.name}: not run: {block.text}"
+
+
+def run_session(session: str, folder: Path) -> str:
+    """Run the commands of a session in one shell, and return the session with what they print."""
+    script = ["code=0"]
+    for command in re.findall(r"^\$ ((?:.*\\\n)*.*)$", session, re.MULTILINE):
+        script += [f"printf '$ %s\\n' {shlex.quote(command)}", "(exit $code)", command, "code=$?"]
+    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    return done.stdout
+
+
+def differences(shown: str, folder: Path) -> str:
+    """Return how two files differ, in the form of a block that names them in its first two lines."""
+    old, new = re.findall(r"^(?:---|\+\+\+) (\S+)$", shown, re.MULTILINE)[:2]
+    texts = [(folder / name).read_text(encoding="utf-8").splitlines()[1:] for name in (old, new)]
+    lines = list(difflib.unified_diff(*texts, n=1, lineterm=""))[2:]
+    return "\n".join([f"--- {old}", f"+++ {new}", *(line for line in lines if not line.startswith("@@"))]) + "\n"
+
+
+def is_like(shown: str, printed: str, tolerance: float = 0.0) -> bool:
+    """Return whether an output is what is shown, but for parts that depend on the machine and rounding of floats."""
+    for pattern in MEASURED:
+        shown, printed = (re.sub(pattern, "…", text) for text in (shown, printed))
+    numbers = [[float(number) for number in FLOAT.findall(text)] for text in (shown, printed)]
+    if tolerance == 0 or len(numbers[0]) != len(numbers[1]):
+        return shown == printed
+    is_near = all(abs(a - b) <= tolerance * max(abs(a), abs(b)) for a, b in zip(*numbers, strict=True))
+    return is_near and FLOAT.sub("…", shown) == FLOAT.sub("…", printed)
+
+
+def filled_in(page: Path, folder: Path) -> str:
+    """Return the text of a page with the outputs that its sessions print here."""
+    text = page.read_text(encoding="utf-8")
+    for shown, printed in run_page(page, folder):
+        text = text.replace(f"\n{shown}```", f"\n{printed}```", 1)
+    return text
+
+
+if __name__ == "__main__":  # python tests/tutorials.py PAGE FOLDER: writes what the page's sessions print into it
+    written = filled_in(Path(sys.argv[1]), Path(sys.argv[2]))
+    Path(sys.argv[1]).write_text(written, encoding="utf-8")
