@@ -207,7 +207,8 @@ class TrainingLoop:
         self._reporter.record(record)
         most = "" if train.most_epochs is None else f"/{train.most_epochs}"
         where = f"epoch {record['epoch']}{most}" + ("" if is_whole else f", step {progress.step}")
-        said = f"  validation {figures_in_words(validation)}" if validation else ""
+        has_loss = math.isfinite(validation.get("loss", math.nan))
+        said = f"  validation {figures_in_words(validation)}" if has_loss else ""
         self._reporter.say(f"{where}  {figures_in_words(record)}{said}  {record['samples_per_s']:.0f} samples/s")
         if validation:
             self.watch_for_gain(validation["loss"], "epochs", str(progress.epoch))

@@ -183,7 +183,11 @@ class Shadows:
             self.add(tensor, torch.zeros(memory_of(tensor), dtype=self._dtype, device=tensor.device))
         _, unit, shadow = self._found[key_of(tensor)]
         places = _places(tensor, unit, shadow)
-        places.copy_((marks[..., None] if tensor.is_complex() else marks).expand_as(places))
+        marks = (marks[..., None] if tensor.is_complex() else marks).expand_as(places)
+        for dim, stride in enumerate(places.stride()):
+            if stride == 0 and places.shape[dim] > 1:  # an expanded tensor: these elements are one
+                places, marks = places.narrow(dim, 0, 1), marks.narrow(dim, 0, 1)
+        places.copy_(marks)
 
     def add(self, tensor: Tensor, shadow: Tensor) -> None:
         """Set the marks of the whole storage of a tensor."""

@@ -20,6 +20,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.proof import bench
+from quintsched.runtime.parallel.proof.marks.labels import Shadows
 from quintsched.runtime.parallel.proof.marks.owner_rules import goes_by_data
 
 from ...toys import sgd
@@ -396,3 +397,11 @@ def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(
     assert cuts[0].endswith("; one by one: 0.fc1, 0.fc2")
     assert "it draws from Python's or numpy's generator" in caplog.text
     assert random.getstate() == state
+
+
+def test_marks_of_an_expanded_tensor_are_those_of_the_elements_that_it_has():
+    shadows, memory = Shadows(torch.int64), torch.zeros(3)
+    expanded = memory[None, :, None].expand(2, -1, 4)
+    shadows.note(expanded, torch.arange(3)[:, None].expand(2, 3, 4))
+    assert torch.equal(shadows.of(expanded), torch.arange(3)[:, None].expand(2, 3, 4))
+    assert torch.equal(shadows.of(memory), torch.arange(3))
