@@ -9,7 +9,7 @@ import pytest
 
 from .test_layers import ORDER, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = ("quintsched", "runtime", "viz", "tests", "benchmarks", "examples", "docs")
 
 

@@ -1,4 +1,4 @@
-"""Commands `quintsched run --print-config` and `--print-schema`: a job with all its settings; the JSON Schema of jobs."""
+"""Commands `quintsched run --print-config` and `--print-schema`: a job with all its settings; the schema of jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the settings of the job that is named, or the schema where none is; starts nothing."""
     request = read_request(PrintRequest, sys.argv[1:] if argv is None else argv)
     try:
-        text = job_yaml(request.load_job()) if request.config else json.dumps(job_schema(), indent=1) + "\n"
+        schema = json.dumps(job_schema(), indent=1, ensure_ascii=False) + "\n"
+        text = job_yaml(request.load_job()) if request.config else schema
     except QuintschedError as error:
         write_error(error)
         return error.exit_code

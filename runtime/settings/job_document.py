@@ -1,10 +1,10 @@
 """A job file as a document: every key with its meaning and value as YAML, and the JSON Schema of job files.
 
-    job_yaml(job)                             job_schema()
-    train:                                    {"properties": {"train": {"properties": {"clip": {"type": …
-      # The largest global norm of …
-      clip: 1.0
-      # epochs: 1   # default                 a default that means something else where it is written
+job_yaml(job)                             job_schema()
+train:                                    {"properties": {"train": {"properties": {"clip": {"type": …
+  # The largest global norm of …
+  clip: 1.0
+  # epochs: 1   # default                 a default that means something else where it is written
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class OptimizerConfig(Settings):
     decay: Literal["all", "matrices"] = "all"
     """The weights that decay: "all", or "matrices", which spares biases, norms, embeddings and weights tied to them,
     and those that a module names in its attribute `undecayed`."""
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Mark.GIVEN
-    ] = Field(default=(0.9, 0.999), strict=False)
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Mark.GIVEN] = (
+        Field(default=(0.9, 0.999), strict=False)
+    )
     """Decay of the running means of adam and its kin."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class: {amsgrad: true}, {nesterov: true}."""
