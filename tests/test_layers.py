@@ -122,7 +122,7 @@ BUDGET = {
     "objects": 1412,
     "blocks": 1311,
     "state": 1221,
-    "launch": 1158,
+    "launch": 1159,
     "optim": 918,
     "steps": 1029,
     "train": 1537,
