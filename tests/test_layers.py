@@ -112,7 +112,7 @@ LONGEST_FUNCTION = 60
 
 BUDGET = {
     "parallel": 6057,
-    "saving": 3424,
+    "saving": 3431,
     "examine": 3946,
     "comm": 2705,
     "interpreter": 2695,
@@ -129,7 +129,7 @@ BUDGET = {
     "verification": 753,
     "data": 576,
     "models": 468,
-    "settings": 660,
+    "settings": 661,
     "autograd": 472,
     "calibrate": 393,
     "agreement": 346,

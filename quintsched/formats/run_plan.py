@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from quintsched.errors import QuintschedError, quoted
-from quintsched.formats.plan_file import SUFFIX, load, save
+from quintsched.files.atomic import write_whole
+from quintsched.formats import plan_columns, plan_json
+from quintsched.formats.plan_file import SUFFIX, load
 from quintsched.formats.plan_head import entries_of
 from quintsched.ir.plan_data import PlanData
 
@@ -22,11 +24,18 @@ _DERIVED = ("routes", "stage_to_pp", "stage_to_part", "collectives")
 """Entries that follow from others, and are named only where no other one differs."""
 
 
+def file_of(plan: PlanData) -> tuple[str, bytes]:
+    """Return the name and the content of a run's plan file."""
+    if plan.num_instructions > MOST_IN_JSON:
+        return NAMES[1], plan_columns.pack(plan)
+    return NAMES[0], plan_json.dumps(plan).encode()
+
+
 def save_beside(plan: PlanData, directory: Path) -> Path:
     """Write the plan of a run into a directory, and return the file; raises `UsageError` on failure."""
-    path = directory / NAMES[plan.num_instructions > MOST_IN_JSON]
-    save(plan, path)
-    return path
+    name, content = file_of(plan)
+    write_whole(directory / name, content, "the plan")
+    return directory / name
 
 
 def plan_beside(directory: Path) -> tuple[Path, PlanData] | None:

@@ -49,7 +49,8 @@ _TYPES: dict[type, dict[str, Any]] = {int: {"type": "integer"}, float: {"type": 
 
 def _schema_of(entry: Entry) -> dict[str, Any]:
     """Return the JSON Schema of a setting of the plan."""
-    text, stages = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+    text: dict[str, Any] = {"type": "string"}
+    stages: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
     setting = entry.setting
     if entry.name == "mesh":
         kinds = [text, {"type": "object", "additionalProperties": {"type": "integer"}}]

@@ -32,7 +32,7 @@ from quintsched.files.atomic import whole_path, write_whole, writing
 from quintsched.files.plain import read_plain, require_folder
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats.run_plan import NAMES as PLAN_FILES
-from quintsched.formats.run_plan import save_beside
+from quintsched.formats.run_plan import file_of
 from quintsched.plan import Plan
 
 from ...comm.control import first_said
@@ -308,7 +308,7 @@ class Checkpoints:
         opened = open_run(self.directory, start, everyone, [COSTS, *PLAN_FILES])
         run = OpenCheckpoints(saves, opened, self, settings or {})
         try:
-            everyone.together(lambda: save_beside(saves.plan, self.directory) if everyone.is_first else None)
+            everyone.together(lambda: opened.folder.write_beside(*file_of(saves.plan)) if everyone.is_first else None)
             try:
                 yield run
             except BaseException:
