@@ -3,6 +3,7 @@
 #   make demo    compile, prove, draw and run a plan for 2 x 2 x 2 ranks, and compare it with one process
 #   make test    the tests, in minutes            make test-all    the long proofs as well
 #   make lint    formatting, lint and types       make bench       the benchmarks, if there are any
+#   make reference    docs/reference, generated from the code
 #   make gpu     what only a GPU can show: its tests, then its benchmarks; docs/gpu.md says more
 
 SHELL := bash
@@ -21,7 +22,7 @@ PYTEST := python -m pytest -n 2 --dist loadgroup
 DEMO := --set train.epochs=2 --set log.every=5
 SHOW := @show() { printf '\n$$ %s\n' "$$*"; "$$@"; }; show
 
-.PHONY: demo test test-all lint bench gpu gpu-tests gpu-bench
+.PHONY: demo test test-all lint bench reference gpu gpu-tests gpu-bench
 
 demo: $(INSTALLED)
 	@mkdir -p out && rm -f out/eight.jsonl out/one.jsonl
@@ -52,6 +53,9 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	@for file in $(BENCHMARKS); do printf '\n== %s\n' "$$file"; python "$$file"; done
 	@test -n "$(BENCHMARKS)" || echo "benchmarks/ is empty"
+
+reference: $(INSTALLED)
+	python -m docs.reference.generate
 
 gpu:
 	@$(MAKE) --no-print-directory -k gpu-tests gpu-bench

@@ -77,6 +77,16 @@ class StallError(QuintschedError):
     exit_code = 4
 
 
+EXIT_CODES = {
+    0: "Success. A run that was asked to stop has saved.",
+    1: "A plan or an input file is not sound, a comparison differs, user code raised an error, or a file could not be "
+    "written now.",
+    2: "Wrong usage: a flag, a name, a setting, a path.",
+    3: "The run does not fit the plan: number of processes, shapes, sizes that do not divide.",
+    4: "A run stalled, or a rank died.",
+}
+"""Meaning of each exit code."""
+
 SURE = (UsageError.exit_code, MisfitError.exit_code)
 """Exit codes that a restart of the run would repeat: a wrong setting, a misfit."""
 

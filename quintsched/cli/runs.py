@@ -32,8 +32,12 @@ Overrides = Annotated[
 
 
 def run(
-    files: Annotated[list[Path], typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")],
-    overrides: Overrides = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Write down there when each instruction ran.")
     ] = None,
@@ -63,12 +67,23 @@ def run(
     master: Annotated[
         str | None, typer.Option("--master", metavar="HOST:PORT", help="Machine 0's address, and a free port of it.")
     ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings of the job, with their meaning; run nothing.")
+    ] = False,
+    print_schema: Annotated[
+        bool, typer.Option("--print-schema", help="Print the JSON Schema of job files; run nothing.")
+    ] = False,
 ) -> None:
     """Run a job, a process per rank, on one machine or several.
 
     SIGTERM, SIGUSR1 or Ctrl-C lets it finish the step in progress, save, and end with 0; Ctrl-C again ends it at once.
     """
-    plan, job = plan_and_job(files)
+    if print_schema:
+        raise typer.Exit(call(_launch("print_job", {})))
+    plan, job = plan_and_job(files or [])
+    if print_config:
+        request = {**_job_request(plan, job, overrides), "trace": trace and str(trace)}
+        raise typer.Exit(call(_launch("print_job", request)))
     if resume and fresh:
         raise UsageError("--resume goes on with an earlier run and --fresh does not; give one of them")
     _require_torch()
@@ -138,7 +153,7 @@ def _job_request(plan: Path | None, job: Path, overrides: Sequence[str] | None) 
 
 def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:
     """Return the plan file, if there is one, and the job file; raises `UsageError` if they are no such files."""
-    if len(files) > 2 or files[-1].suffix not in JOB_SUFFIXES:
+    if not 1 <= len(files) <= 2 or files[-1].suffix not in JOB_SUFFIXES:
         raise UsageError("give a job file, and before it a plan file if wanted: [plan.json] job.yaml")
     for file in files:
         if not file.is_file():

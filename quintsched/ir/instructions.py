@@ -374,15 +374,21 @@ COMPUTING: tuple[type[Instruction], ...] = tuple(kind for kind in ALL if kind.co
 
 SkipMessage: TypeAlias = RecvSkip | SendSkip | RecvSkipGrad | SendSkipGrad
 SKIP_MESSAGES = (RecvSkip, SendSkip, RecvSkipGrad, SendSkipGrad)
+"""Messages of skips, and of their gradients."""
 
 BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
+"""Computations that consume the saved activations of a microbatch."""
 ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)
+"""Computations that complete the weight gradient of a microbatch."""
 NEEDS_WEIGHTS = tuple(kind for kind in COMPUTATIONS if kind.needs_weights)
+"""Computations that use the weights of their stage."""
 WHOLE_MESH = tuple(kind for kind in ALL if kind.whole_mesh)
+"""Collectives of all pipeline ranks."""
 OWN_QUEUES = {one.queue: tuple(kind for kind in ALL if kind.queue == one.queue) for one in ALL if one.queue}
 """Classes that run beside computation on the rank alone, by queue."""
 
 AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
+"""Collectives among the replicas of a pipeline rank."""
 
 
 def short(instruction: Instruction, *, with_stage: bool = True) -> str:

@@ -105,7 +105,7 @@ def _arose_from(error: BaseException, is_such: Callable[[BaseException], bool]) 
         all(_arose_from(one, is_such) for one in cause.exceptions)
         if isinstance(cause, BaseExceptionGroup)
         else is_such(cause)
-        for cause in _causes(error)
+        for cause in causes_of(error)
     )
 
 
@@ -125,7 +125,7 @@ def _was_raised_in_python(error: BaseException) -> bool:
     return any(opname[entry.tb_frame.f_code.co_code[entry.tb_lasti]] == "RAISE_VARARGS" for entry in last)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, its cause, the cause of that, and so on."""
     cause: BaseException | None = error
     for _ in range(MOST_CAUSES):

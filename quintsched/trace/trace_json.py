@@ -3,6 +3,7 @@
     DIR/rank0.json   {"format": "quintsched.trace", "version": 1, "plan": "<sha256 of the plan's JSON>",
     DIR/rank1.json    "rank": 0, "pp_rank": 0, "unit": "s",
     …                 "steps": [{"step": 7, "start": […], "end": […], "wait": […]}, …]}
+    DIR/plan.json    the plan of the run
 
 Times are seconds on a clock that all ranks share, in the order of the program. `wait` is the part of a span in which
 the instruction waited for another rank: for a message, a collective, or a send's buffer. A send's span is the call. A
@@ -25,6 +26,7 @@ from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer
 from quintsched.formats.plan_json import dumps
+from quintsched.formats.run_plan import differences, plan_beside
 from quintsched.graph.event_graph import Times
 from quintsched.ir.plan_data import PlanData
 
@@ -130,10 +132,18 @@ def _load_rank(path: Path, plan: PlanData, digest: str, rank: int) -> RankTrace:
     try:
         file = _read(data)
         if file.plan != digest:
-            raise MisfitError(f"{path}: /plan: this is the trace of another plan")
+            raise MisfitError(f"{path}: /plan: this is the trace of another plan{_difference(path.parent, file, plan)}")
         return _rank_trace(file, plan, rank)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def _difference(directory: Path, file: _RankFile, plan: PlanData) -> str:
+    """Return how a plan differs from that of a trace, where the run has saved it beside."""
+    found = plan_beside(directory)
+    if found is None or digest_of(found[1]) != file.plan:
+        return ""
+    return f": {differences(found[1], plan)}; its own is {found[0]}"
 
 
 def _read(text: bytes) -> _RankFile:

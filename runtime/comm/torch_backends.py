@@ -17,6 +17,7 @@ operation as soon as it is created, in the order that all ranks share; none is c
 from __future__ import annotations
 
 import os
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,6 +37,7 @@ from ..watch.publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
 from ..watch.rendezvous.store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
 from ..watch.start import WatchOptions, find_watch, start_watch
+from ..watch.uncaught import report_uncaught
 from .base import Group, SelfGroup, Transport, Work
 from .checked.frame import NO_LABEL, Label, describe_spec
 from .checked.framed import FramedMessages, Key
@@ -92,6 +94,7 @@ def connect(
         store = PrefixStore("quintsched/watch", dist.distributed_c10d._get_default_store())
         publisher = start_watch(dist.get_rank(), dist.get_world_size(), store, watch, host_waits=transport.blocks_host)
         publisher.tell_first(plan)
+        report_uncaught()
         return transport(device, timeout, owns_world=False, publisher=publisher)
     attempt, publisher = _come_together(backend, timeout, watch, plan, host_waits=transport.blocks_host)
     made = transport(device, timeout, owns_world=True, publisher=publisher)
@@ -125,8 +128,10 @@ def _come_together(
         )
         publisher.tell_first(plan)
         world = PrefixStore("world", attempt.store)
+        hook = sys.excepthook
         with publisher.waiting_for_all():
             dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
+        report_uncaught(hook)
     return attempt, publisher
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quintsched.formats.run_plan import save_beside
 from quintsched.graph.event_graph import Times
 from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
@@ -132,13 +133,18 @@ class Recorder:
             self.active = False
 
     def save(self, directory: Path) -> None:
-        """Write this rank's trace into a directory, if any step was recorded; raises `UsageError` if it cannot."""
+        """Write this rank's trace into a directory, if any step was recorded, and rank 0 the plan beside it.
+
+        Raises `UsageError` if it cannot be written.
+        """
         if not self._recorded:
             return
         spans = [self._read(step) for step in self._recorded]
         start, end, wait = (np.stack(times) for times in zip(*spans, strict=True))
         steps = tuple(step.number for step in self._recorded)
         RankTrace(digest_of(self._plan), self._rank, self._pp_rank, steps, start, end, wait).save(directory)
+        if self._rank == 0:
+            save_beside(self._plan, directory)
 
     def _read(self, step: _Step) -> tuple[Times, Times, Times]:
         """Convert timestamps to seconds; an instruction without a call is empty, and begins at the end before it."""

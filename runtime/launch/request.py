@@ -93,6 +93,13 @@ class InspectRequest(RunRequest):
     """Print it machine-readable."""
 
 
+class PrintRequest(RunRequest):
+    """Print all settings of a job as they are resolved, or the JSON Schema of job files."""
+
+    config: str = ""
+    """The job file; "": the schema is printed."""
+
+
 Request = TypeVar("Request", bound=RunRequest)
 
 

@@ -14,22 +14,21 @@ some do not             the launcher's hub names them                           
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, UsageError, printable
+from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, UsageError
 from quintsched.files.terminal import StreamBroken, write_error
-from quintsched.stalls.own_errors import Suppressed, headline, is_own, said
+from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own
 
 from ..watch.judge import LATE_REFUSAL_S
 from ..watch.rendezvous.parent import end_with_launcher
+from ..watch.uncaught import report
 from .request import RunRequest, read_request
 from .stop_request import StopNow, StopRequest
 
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from ..settings.job import JobConfig
     from ..settings.run_settings import Start
 
-MOST_LETTERS = 20_000
-"""Limit of letters that are printed of an error's message, and of each line of its traceback."""
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
 
 
@@ -220,24 +217,13 @@ def explain(error: BaseException, rank: int) -> int:
     """
     if isinstance(error, QuintschedError) and error.was_told:
         return error.exit_code
-    if isinstance(error, StallError) and error.was_told is not None:
-        write_error(error)
-        return error.exit_code
     known = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
-    if "RANK" in os.environ and known:
+    if "RANK" in os.environ and known and not (isinstance(error, StallError) and error.was_told is not None):
         sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))
-    notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
-    words = said(error)
-    trace = "" if known else "".join(map(_fit, traceback.format_exception(error)))
     is_of_all = isinstance(error, QuintschedError) and error.was_told is False
-    is_named = is_of_all or "RANK" not in os.environ or re.match(r"rank \d+\b", words)  # else a note says which
-    whose = "" if is_named else f"rank {rank}: "
-    write_error(f"{whose}{_fit(words)}{_fit(notes)}\n{trace}".rstrip("\n"))
+    is_named = is_of_all or "RANK" not in os.environ  # else a note says which
+    report(error, rank, with_trace=not known or failed_in_code(error), is_named=is_named)
     return error.exit_code if isinstance(error, QuintschedError) else 1
-
-
-def _fit(text: str) -> str:
-    return printable(text, MOST_LETTERS, lines=True)
 
 
 def leave(code: int) -> NoReturn:

@@ -44,6 +44,24 @@ _UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1
 
 
 _PLAN_MARKS = {"costs": (Mark.OF_A_MACHINE,), "schedule": (Mark.CODE,)}
+_TYPES: dict[type, dict[str, Any]] = {int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}}
+
+
+def _schema_of(entry: Entry) -> dict[str, Any]:
+    """Return the JSON Schema of a setting of the plan."""
+    text: dict[str, Any] = {"type": "string"}
+    stages: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
+    setting = entry.setting
+    if entry.name == "mesh":
+        kinds = [text, {"type": "object", "additionalProperties": {"type": "integer"}}]
+    elif setting.text is list:
+        kinds = [{"type": "object", "additionalProperties": {"anyOf": [stages, {"type": "integer"}]}}]
+    elif setting.text is str and setting.parse is not None:
+        kinds = [stages] if entry.default is None else [{"type": "integer"}, stages]
+    else:
+        kinds = [{"type": "number"} if entry.part_of else _TYPES.get(setting.text, text)]
+    kinds += [{"type": "null"}] if entry.default is None else []
+    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
 
 def _plan_field(entry: Entry) -> tuple[str, Any]:
@@ -55,8 +73,10 @@ def _plan_field(entry: Entry) -> tuple[str, Any]:
         except UsageError as error:
             raise ValueError(str(error)) from None
 
-    default, marks = _UNSAID.get(entry.name, entry.default), _PLAN_MARKS.get(entry.name, ())
-    return entry.name, (Annotated[Any, PlainValidator(check), *marks], Field(default=default, description=entry.doc))
+    default, marks = _UNSAID.get(entry.name, entry.default), (Mark.GIVEN, *_PLAN_MARKS.get(entry.name, ()))
+    words = f"{entry.doc[0].upper()}{entry.doc[1:]}"
+    field = Field(default=default, description=words, json_schema_extra=_schema_of(entry))
+    return entry.name, (Annotated[Any, PlainValidator(check), *marks], field)
 
 
 def _section(name: str, fields: dict[str, Any] | None = None) -> Any:
@@ -145,7 +165,7 @@ class ParallelConfig(_section("parallel", dict(map(_plan_field, entries())))):  
 class TrainConfig(_section("train")):  # type: ignore[misc]
     """Section `train`: the training loop."""
 
-    epochs: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
+    epochs: Annotated[int, Mark.FREE, Mark.GIVEN] = Field(default=1, ge=1)
     """Passes over the training samples; with `max_steps` alone, as many as these need."""
     max_steps: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """Steps after which training ends, in the middle of an epoch too; none: the end of the last epoch."""

@@ -64,15 +64,15 @@ class OptimizerConfig(Settings):
     "my_file.py:Class", "package.module:Class"."""
     lr: float = Field(default=1e-3, ge=0)
     """The learning rate that the schedule's factor multiplies."""
-    momentum: float = Field(default=0.0, ge=0)
+    momentum: Annotated[float, Mark.GIVEN] = Field(default=0.0, ge=0)
     """Of sgd, rmsprop and muon."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, Mark.GIVEN] = Field(default=0.0, ge=0)
     """Added to the gradient (sgd, adam) or subtracted from the weights (adamw)."""
     decay: Literal["all", "matrices"] = "all"
     """The weights that decay: "all", or "matrices", which spares biases, norms, embeddings and weights tied to them,
     and those that a module names in its attribute `undecayed`."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), strict=False
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Mark.GIVEN] = (
+        Field(default=(0.9, 0.999), strict=False)
     )
     """Decay of the running means of adam and its kin."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -215,6 +215,7 @@ class Mark(Enum):
     OF_A_MACHINE = "ranks may have others: paths, and what one rank alone uses"
     CODE = 'may name code of the user\'s, "my_file.py:name"'
     TRAINS = "means something to a training alone"
+    GIVEN = "means something else where it is given than where it has the same value by default"
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ class RunSettings(Settings):
     """The largest global norm of the gradient; longer ones are scaled down to it."""
     bucket_mb: Annotated[float, Mark.TRAINS, InJob("parallel")] = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
-    dtype: Annotated[Any, Mark.KEPT, InJob("runtime", "precision", Precision, "float32", _dtype)] = None
+    dtype: Annotated[Any, Mark.KEPT, Mark.GIVEN, InJob("runtime", "precision", Precision, "float32", _dtype)] = None
     """Dtype to compute in, of weights and inputs; None, of an engine: as blocks are built. With bfloat16 and float16,
     gradients are accumulated and weights are stepped in float32."""
     context: Annotated[ContextMethod, InJob("parallel")] = "ring"
@@ -267,7 +268,7 @@ class RunSettings(Settings):
     buffers: Annotated[BufferChoice, Mark.KEPT, InJob("parallel")] = "merge"
     """Handling, by replicas, of buffers that a forward changes: "merge" running statistics, to those of one
     process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
-    sequence_parallel: Annotated[bool, InJob("parallel")] = False
+    sequence_parallel: Annotated[bool, Mark.GIVEN, InJob("parallel")] = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     tied: Annotated[Ties | None, Mark.OPEN, InJob("model", "", Ties, {})] = None
     """Tied weights of a user's model: {embedding: ["0.weight", "5.weight"]}; the plan ties the same names; see

@@ -6,3 +6,6 @@ import time
 
 now_s = time.perf_counter
 """Seconds on a monotonic clock, the same for all threads of a process."""
+
+epoch_s = time.time
+"""Seconds since 1970, for other programs."""

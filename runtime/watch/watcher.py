@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from quintsched.errors import CodeError, QuintschedError, StallError, printable
-from quintsched.files.terminal import StreamBroken, write_error
+from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, lost_peer, said
 
 from . import wall_time
@@ -40,6 +40,7 @@ from .hub_connection import (
 )
 from .judge import RESTING
 from .process import HeldTerm, launcher, machine, process_of, run_in_children
+from .uncaught import report_once
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -246,7 +247,7 @@ class Watcher:
         A rank at fault may not, unless it has failed itself: one that merely slept would resume training.
         """
         if message and not was_told and not self._asks and not self._has_failed:
-            write_error(message)
+            report_once(message, self._rank)
             was_told = True
         self._answer = Answer(message, was_told)
         self._answered.set()

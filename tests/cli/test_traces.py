@@ -1,6 +1,7 @@
 """Traces on the command line: costs from them, and pictures of them."""
 
 import json
+import shutil
 
 import pytest
 
@@ -44,7 +45,10 @@ def test_what_does_not_go_together(refused, simulation, plan_file, tmp_path):
     assert "no such directory" in refused(2, "simulate", plan_file, "--costs", "from-trace", "nowhere")
     assert "cannot write the costs" in refused(2, "simulate", plan_file, "-o", "no/such/costs.json")
     qs.compile("gpipe", mesh="dp=2,pp=2,tp=2", microbatches=4).save(tmp_path / "other.json")
-    assert "the trace of another plan" in refused(3, "simulate", "other.json", "--costs", "from-trace", "traces")
+    assert "the trace of another plan\n" in refused(3, "simulate", "other.json", "--costs", "from-trace", "traces")
+    shutil.copyfile(plan_file, tmp_path / "traces" / "plan.json")  # as a run leaves it
+    said = refused(3, "simulate", "other.json", "--costs", "from-trace", "traces")
+    assert "another plan: schedule.name is 1f1b there, but gpipe here; its own is traces/plan.json\n" in said
     (tmp_path / "traces" / "rank5.json").unlink()
     assert "rank5.json is missing" in refused(1, "render", plan_file, "--trace", "traces", "-o", "x.svg")
     assert not (tmp_path / "x.svg").exists()

@@ -23,6 +23,7 @@ from quintsched.ir.plan_data import Mode
 from quintsched.simulation.costs import Costs
 
 Order = Iterable[Compute | Overlap]
+"""Type of a schedule's result: the computations of one rank in order, or overlapped pairs of them."""
 Placement = Callable[[int, int], tuple[int, ...]]
 
 Routing = Callable[["Shape"], Iterable[tuple[Iterable[int], Iterable[int]]]]

@@ -31,6 +31,8 @@ from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import whole_path, write_whole, writing
 from quintsched.files.plain import read_plain, require_folder
 from quintsched.files.strictjson import parse_strict
+from quintsched.formats.run_plan import NAMES as PLAN_FILES
+from quintsched.formats.run_plan import file_of
 from quintsched.plan import Plan
 
 from ...comm.control import first_said
@@ -299,12 +301,14 @@ class Checkpoints:
     ) -> Iterator[OpenCheckpoints]:
         """Take the folder for this run within a context; all ranks enter it. Manifests record `settings`.
 
-        Leaving it waits for the last save. Raises, on all ranks alike, `UsageError` where another run is active or was
-        saved there; see `opening`.
+        The plan is written beside the steps. Leaving it waits for the last save. Raises, on all ranks alike,
+        `UsageError` where another run is active or was saved there; see `opening`.
         """
-        opened = open_run(self.directory, start, saves.rank.everyone, [COSTS])
+        everyone = saves.rank.everyone
+        opened = open_run(self.directory, start, everyone, [COSTS, *PLAN_FILES])
         run = OpenCheckpoints(saves, opened, self, settings or {})
         try:
+            everyone.together(lambda: opened.folder.write_beside(*file_of(saves.plan)) if everyone.is_first else None)
             try:
                 yield run
             except BaseException:

@@ -3,6 +3,7 @@
     DIR/step-00000120/                 a checkpoint: its files and manifest.json
     DIR/step-00000100/
     DIR/run.lock                       held while a run saves here (`opening`)
+    DIR/plan.json                      the plan of the latest run
 
     DIR/.saving-<launch>-<n>/          a save under way, or a killed one ─▶ renamed when all of it is on disk
     DIR/.removing-<launch>-<n>/        a checkpoint being removed: renamed first, so that it is never read when partial
@@ -25,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import sync_directory
+from quintsched.files.atomic import sync_directory, writing
 from quintsched.files.folders import remove_all, take_place
 from quintsched.files.plain import reading
 
+from ..write_tensors import WHAT
 from .manifest import MANIFEST
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -73,6 +75,13 @@ class RunFolder:
         for entry in _entries(self.directory):
             if _LEFTOVER.fullmatch(entry.name) and entry != attempt:
                 self._remove(entry)
+
+    def write_beside(self, name: str, content: bytes) -> None:
+        """Write a file beside the steps, whole or not at all; raises `UsageError` on failure."""
+        temporary = self.directory / f".saving-{self._launch}-0"
+        with writing(self.directory / name, WHAT):
+            temporary.write_bytes(content)
+            temporary.replace(self.directory / name)
 
     def complete(self, attempt: Path, step: int, keep: int) -> None:
         """Rename a save that is on disk to the checkpoint of `step`; then remove all but the latest `keep`."""

@@ -252,8 +252,8 @@ def _saves(engine: WeightState) -> EngineSaves:
     return engine.saves
 
 
-def _shown(read: Callable[[EngineWeights], Found]) -> Found:
-    return cast(Found, property(lambda engine: read(engine.weights)))
+def _shown(read: Callable[[EngineWeights], Found], like: object) -> Found:
+    return cast(Found, property(lambda engine: read(engine.weights), doc=like.__doc__))
 
 
 class WeightState:
@@ -262,7 +262,7 @@ class WeightState:
     weights: EngineWeights
     saves: EngineSaves
 
-    stages = _shown(lambda weights: weights.stages)
+    stages = _shown(lambda weights: weights.stages, EngineWeights.stages)
     gathered = _passed(EngineWeights.gathered, _weights)
     full_weights = _passed(EngineWeights.full_weights, _weights)
     set_weights = _passed(EngineWeights.set_weights, _weights)
@@ -279,10 +279,10 @@ class WeightState:
 class EngineState(WeightState):
     """Passes on what users call of the state of a training besides."""
 
-    optimizers = _shown(lambda weights: weights.optimizers)
-    optimizer = _shown(lambda weights: weights.optimizer)
-    zero_split = _shown(lambda weights: weights.zero_split)
-    masters = _shown(lambda weights: weights.masters)
+    optimizers = _shown(lambda weights: weights.optimizers, EngineWeights.optimizers)
+    optimizer = _shown(lambda weights: weights.optimizer, EngineWeights.optimizer)
+    zero_split = _shown(lambda weights: weights.zero_split, EngineWeights.zero_split)
+    masters = _shown(lambda weights: weights.masters, EngineWeights.masters)
     lr_schedulers = _passed(EngineWeights.lr_schedulers, _weights)
     ema = _passed(EngineWeights.ema, _weights)
 

@@ -141,7 +141,7 @@ def die_at_every_call(there: Callable[[Path], dict[str, Any]], halves: bool, tmp
         save(folder, 5, 50.0)
         assert load(folder) == (5, 50.0)
         left = {path.name for path in folder.iterdir() if not path.name.startswith("set-aside-")}
-        assert left == {LOCK, "step-00000005"}, at
+        assert left == {LOCK, "plan.json", "step-00000005"}, at
         shutil.rmtree(folder)
     assert seen == {before, (4, 40.0)}
     assert at > 20
@@ -162,7 +162,7 @@ def test_an_old_run_that_is_moved_away_is_never_lost(tmp_path: Path) -> None:
         assert there == files
         open_fresh(folder)
         (home,) = folder.glob("run-*")
-        assert sorted(path.name for path in home.iterdir()) == [COSTS, "step-00000002", "step-00000004"]
+        assert sorted(path.name for path in home.iterdir()) == [COSTS, "plan.json", "step-00000002", "step-00000004"]
         assert load(home) == (4, 40.0)
         assert load(folder) is None
         shutil.rmtree(folder)

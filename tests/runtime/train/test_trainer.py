@@ -24,6 +24,7 @@ from quintsched.runtime.settings.job import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
+from quintsched.trace.measured import Trace
 
 DATA = """
 import numpy as np
@@ -132,8 +133,8 @@ def test_a_trace_is_written_as_soon_as_its_last_step_is_over(data_file: Path, tm
     trace = {"trace": str(tmp_path / "trace"), "trace_first": 1, "trace_steps": 3}
     interrupt_after(job(data_file, runtime=trace), steps=6)  # by then all ranks are through with step 4
     written = sorted((tmp_path / "trace").iterdir())
-    assert [path.name for path in written] == [f"rank{rank}.json" for rank in range(4)]
-    for path in written:
+    assert [path.name for path in written] == ["plan.json", *(f"rank{rank}.json" for rank in range(4))]
+    for path in written[1:]:
         assert [step["step"] for step in json.loads(path.read_text())["steps"]] == [1, 2, 3]
 
 
@@ -142,6 +143,11 @@ def test_a_trace_of_more_steps_than_there_are_is_written_at_the_end(data_file: P
     fit(job(data_file, train={"epochs": 1}, runtime=trace))
     steps = json.loads((tmp_path / "trace" / "rank0.json").read_text())["steps"]
     assert [step["step"] for step in steps] == [4, 5]
+    plan = qs.Plan.load(tmp_path / "trace" / "plan.json")  # that of the run: its traces are read with it
+    assert Trace.load(tmp_path / "trace", plan)
+    other = qs.compile(plan.schedule.name, mesh=plan.mesh, microbatches=plan.schedule.microbatches + 1)
+    with pytest.raises(qs.MisfitError, match=r"another plan: schedule\.microbatches is \d+ there, but \d+ here"):
+        Trace.load(tmp_path / "trace", other)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +220,12 @@ def interrupt_after(config: JobConfig, steps: int, start: Start = "new") -> None
 def test_only_the_latest_checkpoints_stay_and_half_written_ones_are_not_loaded(data_file: Path, tmp_path: Path) -> None:
     config = job(data_file, checkpoint={"dir": str(tmp_path / "c"), "every": 3, "keep": 2})
     fit(config)
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["run.lock", "step-00000015", "step-00000018"]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "plan.json",
+        "run.lock",
+        "step-00000015",
+        "step-00000018",
+    ]
     (tmp_path / "c" / "step-00000018" / "manifest.json").unlink()
     assert "resumed after step 15" in fit(config, resume=True)[0][2]
 
@@ -241,7 +252,7 @@ def test_stages_are_cut_alike_when_a_measured_run_is_resumed(data_file: Path, tm
 def test_interrupted_checkpoints_are_cleared_away_by_later_ones(data_file: Path, tmp_path: Path) -> None:
     (tmp_path / "c" / "step-00000001").mkdir(parents=True)
     fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")}))
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["run.lock", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["plan.json", "run.lock", "step-00000006"]
 
 
 def test_without_a_checkpoint_a_resumed_run_starts_at_the_beginning(data_file: Path, tmp_path: Path) -> None:
@@ -321,7 +332,7 @@ def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.
 def test_a_trace_is_written_where_a_job_stops_early(data_file: Path, tmp_path: Path) -> None:
     runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 40}
     fit(job(data_file, train={"epochs": 9, "patience": 1, "optimizer": {"lr": 0.0}}, runtime=runtime))
-    assert len(list((tmp_path / "trace").iterdir())) == 4
+    assert len(list((tmp_path / "trace").glob("rank*.json"))) == 4
 
 
 def test_a_trace_is_written_where_a_resumed_job_has_few_steps_left(data_file: Path, tmp_path: Path) -> None:
@@ -329,4 +340,4 @@ def test_a_trace_is_written_where_a_resumed_job_has_few_steps_left(data_file: Pa
     interrupt_after(job(data_file, checkpoint=saved), steps=13)
     runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 8}
     fit(job(data_file, checkpoint=saved, runtime=runtime), resume=True)
-    assert len(list((tmp_path / "trace").iterdir())) == 4
+    assert len(list((tmp_path / "trace").glob("rank*.json"))) == 4

@@ -1,0 +1,88 @@
+"""A printed job is the same job, with every key and its meaning; the schema is that of job files."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintsched.errors import UsageError
+from quintsched.files.strictyaml import parse_yaml
+from quintsched.runtime.launch import print_job
+from quintsched.runtime.settings.job import JobConfig, load_job, marked
+from quintsched.runtime.settings.job_document import job_yaml
+from quintsched.runtime.settings.run_settings import Mark, Settings
+
+from ..launch.test_processes import run
+
+ROOT = Path(__file__).parents[3]
+
+
+def given(settings: Settings, prefix: str = "") -> set[str]:
+    """Return the keys that mean something by being given, and are."""
+    fields = type(settings).model_fields
+    found = {f"{prefix}{name}" for name in settings.model_fields_set if Mark.GIVEN in fields[name].metadata}
+    for name in fields:
+        if isinstance(below := getattr(settings, name), Settings):
+            found |= given(below, f"{prefix}{name}.")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_printed_job_is_the_same_job(path: Path, tmp_path: Path) -> None:
+    job, printed = load_job(path), tmp_path / "printed.yaml"
+    printed.write_text(job_yaml(job))
+    again = load_job(printed)
+    assert again == job
+    assert given(again) == given(job)
+
+
+def test_a_printed_job_has_every_key_with_its_meaning() -> None:
+    lines = job_yaml(JobConfig()).splitlines()
+    values = parse_yaml("\n".join(lines), "the job", UsageError)
+    assert (values["train"]["batch_size"], values["mode"], values["log"]["path"]) == (32, "train", None)
+    for name in JobConfig.model_fields["train"].annotation.model_fields:  # type: ignore[union-attr]
+        number = next(n for n, line in enumerate(lines) if re.match(rf"  (# )?{name}:", line))
+        assert re.match(r" {2,}# \w|  # \(", lines[number - 1]), lines[number]
+    assert "  # epochs: 1  # default" in lines
+    assert "epochs" not in values["train"]
+
+
+def test_a_printed_job_has_overrides_and_short_forms(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("parallel: auto\n")
+    text = job_yaml(load_job(job, ["train.epochs=7", "log.sinks=[wandb]"]))
+    assert "\n  epochs: 7\n" in text
+    assert "\n  auto:\n    # Ranks; none:" in text
+    assert "\n  sinks: [{name: wandb, options: {}}]\n" in text
+
+
+def test_what_asks_whether_a_key_was_given_is_marked() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "runtime").rglob("*.py")}
+    found = {name for name, text in texts.items() if ".model_fields_set" in text and name != "job_document.py"}
+    known = {"job.py", "optimizer_settings.py", "optimizer.py", "trainer.py", "auto.py"}
+    assert found == known, "mark the settings that are asked for with Mark.GIVEN, then name the file here"
+    names = set(marked(Mark.GIVEN))
+    assert {"train.epochs", "train.optimizer.betas", "parallel.mesh", "parallel.sequence_parallel"} <= names
+    assert "train.batch_size" not in names
+
+
+def test_a_broken_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("train: {epoch: 1}\n")
+    assert print_job.main([json.dumps({"config": str(job)})]) == 2
+    assert "train.epoch: unknown key; did you mean 'epochs'?" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_the_command_prints_both_and_runs_nothing(tmp_path: Path) -> None:
+    quintsched = (sys.executable, "-c", "import quintsched.cli; quintsched.cli.main()", "run")
+    code, out, err = run(*quintsched, ROOT / "examples/full_3d.yaml", "--print-config", "--set", "train.epochs=7")
+    assert (code, err) == (0, "")
+    assert "\n  epochs: 7\n" in out
+    code, out, err = run(*quintsched, "--print-schema")
+    assert (code, err) == (0, "")
+    assert out == (ROOT / "docs/reference/job.schema.json").read_text()

@@ -1,0 +1,193 @@
+"""The error that ends ranks: one traceback of the user's code, a line on each other rank; torchrun is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched.runtime import Engine, run_local
+from quintsched.runtime.watch import uncaught
+from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
+from quintsched.runtime.watch.rendezvous.store import serve
+
+from ..launch.test_processes import run
+
+TRACE = "Traceback (most recent call last):"
+
+
+class Picky(nn.Module):
+    """Raises in a forward on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take none but small numbers."""
+        if not x.is_meta and x.abs().max() > 50:
+            raise ValueError("no such token")
+        return self.linear(x)
+
+
+def error_of(run_step: Any) -> qs.QuintschedError:
+    with pytest.raises(qs.QuintschedError) as caught:
+        run_step()
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def code_error() -> qs.QuintschedError:
+    """Return the error of a step whose block raises."""
+
+    def step(transport: Any) -> None:
+        plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+        engine = Engine(plan, [Picky], nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), transport=transport)
+        engine.step(torch.ones(4, 4), torch.ones(4, 4))
+        engine.step(100 * torch.ones(4, 4), torch.ones(4, 4))
+
+    return error_of(lambda: run_local(1, step))
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Serve a launcher's store, as two ranks find it."""
+    listener = listen(LOOPBACK)
+    names = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(listener.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**names, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    store = serve(listener, 10)
+    yield
+    del store
+
+
+def test_the_traceback_is_that_of_the_users_code(
+    code_error: qs.QuintschedError, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uncaught.report(code_error, 0, with_trace=True)
+    head, note, *rest = capsys.readouterr().err.splitlines()
+    trace = rest[rest.index(TRACE) :]
+    assert head.endswith("stage 0, block 0 (Picky): ValueError: no such token")
+    assert note.startswith("  on rank 0 (pp=0), instruction ")
+    assert trace[-1] == "ValueError: no such token"
+    assert trace.count(TRACE) == 1
+    assert any(re.fullmatch(r"  … \d+ frames of quintsched and torch", line) for line in trace)
+    assert 'raise ValueError("no such token")' in "\n".join(trace[-4:])
+    assert not [line for line in trace if "plan_runner.py" in line or "module.py" in line]
+
+
+def test_all_of_it_is_on_the_first_rank_alone(
+    code_error: qs.QuintschedError, stores: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uncaught.report(code_error, 1, with_trace=True)
+    assert capsys.readouterr().err.count(TRACE) == 1
+    uncaught.report(code_error, 0, with_trace=True)
+    line = "error: rank 0: stage 0, block 0 (Picky): ValueError: no such token (rank 1 has printed all of it)\n"
+    assert capsys.readouterr().err == line
+    uncaught.report(KeyError("another"), 0, with_trace=True)
+    assert capsys.readouterr().err.startswith("error: rank 0: KeyError: 'another'")
+
+
+def test_ranks_without_a_common_store_each_print_all(
+    code_error: qs.QuintschedError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for rank in range(2):
+        uncaught.report(code_error, rank, with_trace=True)
+    assert capsys.readouterr().err.count(TRACE) == 2
+
+
+def test_a_verdict_is_printed_whole_once(stores: None, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = qs.StallError("rank 2 was killed\nrank 1 waits for it")
+    verdict.was_told = False
+    for rank in (1, 0):
+        uncaught.report(verdict, rank, with_trace=False)
+    assert capsys.readouterr().err.splitlines() == [
+        "error: rank 2 was killed",
+        "rank 1 waits for it",
+        "error: rank 0: rank 2 was killed (rank 1 has printed all of it)",
+    ]
+    verdict.was_told = True
+    uncaught.report(verdict, 0, with_trace=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_defect_of_this_package_keeps_all_its_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AttributeError) as caught:
+        uncaught.report_once(1, 0)  # type: ignore[arg-type]
+    uncaught.report(caught.value, 0, with_trace=True)
+    assert "uncaught.py" in (said := capsys.readouterr().err)
+    assert "frames of quintsched" not in said
+
+
+def test_torchrun_is_told_once(code_error: qs.QuintschedError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    uncaught.report(code_error, 0, with_trace=True)
+    uncaught.report(KeyError("later"), 0, with_trace=True)
+    found = json.loads(file.read_text())["message"]
+    assert found["message"] == found["extraInfo"]["py_callstack"]
+    assert found["message"].endswith("block 0 (Picky): ValueError: no such token")
+    assert int(found["extraInfo"]["timestamp"]) > 1_700_000_000
+
+
+def test_a_hook_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _distributed_excepthook(*_: Any) -> None: ...
+
+    def mine(*_: Any) -> None: ...
+
+    monkeypatch.setattr(sys, "excepthook", mine)
+    uncaught.report_uncaught()
+    assert sys.excepthook is mine
+    monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
+    uncaught.report_uncaught(mine)
+    assert sys.excepthook is _distributed_excepthook
+    uncaught.report_uncaught(sys.__excepthook__)
+    assert sys.excepthook is uncaught._report
+
+
+LOOP = """
+import torch
+from functools import partial
+from torch import nn
+import quintsched as qs
+from quintsched.runtime import Engine
+
+class Late(nn.Linear):
+    def forward(self, x):
+        if STEP == 2:
+            raise ValueError("my own error")
+        return super().forward(x)
+
+STEP = 0
+plan = qs.compile("1f1b", mesh="dp=MESH", microbatches=2)
+engine = Engine(plan, [partial(Late, 4, 4)], nn.MSELoss(), partial(torch.optim.SGD, lr=0.1))
+for STEP in range(4):
+    engine.step(torch.ones(4, 4), torch.ones(4, 4))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_an_own_loop_under_torchrun_has_one_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.replace("MESH", "4"))
+    code, _, err = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", script)
+    assert code == 1
+    ours, _, torchruns = err.partition("torch/distributed/elastic")
+    assert ours.count(TRACE) == 1
+    assert ours.count("has printed all of it") >= 3 - ours.count("Sending process")
+    assert len(ours.splitlines()) < 30
+    assert torchruns.count("ValueError: my own error") >= 1
+    assert "[rank" not in err

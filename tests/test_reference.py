@@ -1,0 +1,164 @@
+"""The pages of docs/reference are those that the code gives, and leave out no key, command or public name."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.reference.generate import api, commands
+from docs.reference.generate.exit_codes import error_classes
+from docs.reference.generate.job import sections
+from docs.reference.generate.pages import FOLDER, pages
+from quintsched.cli import _command
+from quintsched.errors import EXIT_CODES, QuintschedError
+from quintsched.files.strictyaml import parse_yaml
+from quintsched.runtime.agreement.records import flatten
+from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.job_document import job_schema
+
+ROOT = Path(__file__).parents[1]
+NAMES = ["api.md", "commands.md", "exit-codes.md", "job.md", "job.schema.json", "since.json"]
+pytestmark = pytest.mark.xdist_group("reference")
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    return pages()
+
+
+def committed(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_committed_page_is_the_generated_one(made: dict[str, str], name: str) -> None:
+    assert made[name] == committed(name), "run: make reference"
+
+
+def test_there_are_no_other_pages(made: dict[str, str]) -> None:
+    assert sorted(made) == NAMES == sorted(path.name for path in FOLDER.iterdir() if path.is_file())
+
+
+def test_every_public_name_has_an_entry() -> None:
+    headings = set(re.findall(r"^### (\S+)$", committed("api.md"), re.MULTILINE))
+    public = {f"{path}.{name}" for path in api.MODULES for name in import_module(path).__all__}
+    assert headings == public
+    assert len(public) > 100
+
+
+def test_every_key_of_a_job_has_an_entry() -> None:
+    rows = set(re.findall(r"^\| `([\w.]+)`", committed("job.md"), re.MULTILINE))
+    keys = {name for name, _ in flatten(JobConfig().model_dump())}
+    assert keys - rows == set()
+    assert len(keys) > 80
+
+
+def test_every_command_has_an_entry() -> None:
+    headings = set(re.findall(r"^## (quintsched.*)$", committed("commands.md"), re.MULTILINE))
+    assert headings == {name for name, _ in commands.walk(_command())}
+    assert {"quintsched run", "quintsched checkpoint reshard"} <= headings
+
+
+def test_every_error_and_exit_code_has_an_entry() -> None:
+    rows = set(re.findall(r"^\| `([\w]+)`", committed("exit-codes.md"), re.MULTILINE))
+    assert rows >= {kind.__name__ for kind in error_classes()} | {str(code) for code in EXIT_CODES}
+    assert {kind.exit_code for kind in error_classes()} <= EXIT_CODES.keys()
+
+
+class _Silent:
+    """Has a method without words."""
+
+    def does(self) -> None:
+        pass
+
+
+_Silent.__module__ = "quintsched.somewhere"
+
+
+def test_what_lacks_a_description_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintsched.viz.render", _Silent)
+    monkeypatch.setattr(api, "MODULES", ("quintsched.viz",))
+    with pytest.raises(ValueError, match=r"^public names without a description: quintsched\.viz\.render\.does$"):
+        api.api_page()
+    option = _command().commands["show"].params[1]
+    monkeypatch.setattr(option, "help", "")
+    with pytest.raises(ValueError, match="options without a description: quintsched show --rank"):
+        commands.commands_page()
+
+
+def test_links_of_the_reference_lead_somewhere() -> None:
+    for page in FOLDER.glob("*.md"):
+        for path in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / path).exists(), f"{page.name}: {path}"
+
+
+def test_every_key_has_a_type_and_a_meaning() -> None:
+    for section in sections():
+        assert section.meaning
+        for key in section.keys:
+            assert key.meaning, key.name
+            assert "any" not in key.kind.split(), key.name
+
+
+def faults(value: Any, schema: dict[str, Any], kinds: dict[str, Any]) -> list[str]:
+    """Return where a value is not what a schema says, for the words that our schema uses."""
+    if "$ref" in schema:
+        return faults(value, kinds[schema["$ref"].rpartition("/")[2]], kinds)
+    if "anyOf" in schema:
+        of_each = [faults(value, one, kinds) for one in schema["anyOf"]]
+        return min(of_each, key=len)
+    if ("const" in schema and value != schema["const"]) or ("enum" in schema and value not in schema["enum"]):
+        return [f"{value!r}"]
+    types = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    kind = schema.get("type")
+    if kind == "null" or value is None:
+        return [] if (kind == "null") == (value is None) else [f"{value!r} is null"]
+    if kind and (not isinstance(value, types[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return [f"{value!r} is no {kind}"]
+    if isinstance(value, list):
+        return [fault for one in value for fault in faults(one, schema.get("items", {}), kinds)]
+    if isinstance(value, dict):
+        known, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+        unknown = [f"unknown key {key}" for key in value if key not in known and other is False]
+        missing = [f"{key} is missing" for key in schema.get("required", ()) if key not in value]
+        below = ((value[key], known.get(key, other)) for key in value if key in known or isinstance(other, dict))
+        return [*unknown, *missing, *(fault for one, kind in below for fault in faults(one, kind, kinds))]
+    bounds = (
+        {
+            "minimum": value < schema.get("minimum", value),
+            "exclusiveMinimum": value <= schema.get("exclusiveMinimum", value - 1),
+        }
+        if kind in ("integer", "number")
+        else {}
+    )
+    return [name for name, is_broken in bounds.items() if is_broken]
+
+
+@pytest.mark.parametrize("job", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_schema_takes_the_examples(job: Path) -> None:
+    schema = job_schema()
+    values = parse_yaml(job.read_bytes(), job.name, QuintschedError)
+    assert faults(values, schema, schema["$defs"]) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "fault"),
+    [
+        ({"parallel": "auto"}, ""),
+        ({"parallel": {"auto": True, "stages": [1, 2], "mesh": {"dp": 2}}}, ""),
+        ({"log": {"sinks": ["wandb", {"name": "tensorboard"}]}}, ""),
+        ({"train": {"epoch": 1}}, "unknown key epoch"),
+        ({"train": {"epochs": 0}}, "minimum"),
+        ({"train": {"optimizer": {"groups": [{"lr": 1}]}}}, "params is missing"),
+        ({"parallel": {"microbatches": "4"}}, "'4' is no integer"),
+        ({"mode": "trains"}, "'trains'"),
+    ],
+    ids=repr,
+)
+def test_the_schema_tells_jobs_from_others(job: dict[str, Any], fault: str) -> None:
+    schema = job_schema()
+    assert faults(job, schema, schema["$defs"]) == [fault] * bool(fault)
