@@ -29,7 +29,7 @@ LAST_LINES = {
 }
 """The last line of a page's runs, and how many runs have it: all with one loss, whatever the mesh."""
 ROUNDING = 0.02
-"""How far a loss may be from what a page shows: other machines round otherwise."""
+"""Relative difference of a loss from what a page shows: other machines round otherwise."""
 
 
 def name_of(page: Path) -> str:

@@ -17,7 +17,6 @@ from typing import Annotated
 
 import typer
 
-from quintsched.cli.output import MICROBATCHES
 from quintsched.cli.runs import call
 from quintsched.errors import UsageError
 

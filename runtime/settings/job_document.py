@@ -56,7 +56,7 @@ _SHORT_FORMS: dict[tuple[str, str], dict[str, Any]] = {
     ("ParallelConfig", "auto"): {"type": "boolean"},
     ("GroupConfig", "params"): _TEXT,
 }
-"""What else a key may be given as: it is spelled out as a job is read."""
+"""Other forms of a key, which are spelled out as a job is read."""
 
 
 def job_schema() -> dict[str, Any]:

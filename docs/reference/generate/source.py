@@ -1,4 +1,4 @@
-"""What the source says below an assignment: descriptions of constants and of attributes of classes."""
+"""Descriptions below assignments in the source: of constants and of attributes of classes."""
 
 from __future__ import annotations
 
