@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quintsched.verify.soundness import Verdict
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanData):
     """A plan: see `PlanData` for what it holds. `compile` and `load` give only well-formed ones."""
 
@@ -43,6 +43,15 @@ class Plan(PlanData):
         plan._remembered.update(data._remembered)
         plan.__dict__.update({name: data.__dict__[name] for name in ("layout", "flows") if name in data.__dict__})
         return plan
+
+    def _repr_html_(self) -> str:
+        """Return the timeline under unit costs as HTML for notebooks; of a plan that is not sound, what is wrong."""
+        from quintsched.simulation.notebook import MOST_TIMED, heading
+
+        if self.num_instructions > MOST_TIMED:
+            return heading(repr(self))
+        verdict = self.check()
+        return self.simulate()._repr_html_() if verdict.sound else verdict._repr_html_()
 
     def program(self, rank: int) -> tuple[Instruction, ...]:
         """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""

@@ -29,14 +29,14 @@ from ..objects.snapshot import Snapshot, require_undone
 from ..objects.spaces import is_hooked
 from ..objects.user_code import arguments_of, is_of_library
 from ..parallel.tensor.rules import Rules
-from .adapters import routers, transformers
+from .adapters import peft, routers, transformers
 from .building import built_without_weights, materialised
 from .experiments import explore
 from .flow import Flow
 from .origin import Origin
 from .proof import require_equal, require_equal_loss
 from .split_blocks import TARGET_NAMES, layer_block, segment
-from .structure import apart, find_layers, named_layers, untie
+from .structure import apart, find_layers, in_words, named_layers, untie
 from .traced import segments
 from .tracing import Untraceable
 from .weightless_model import Frame
@@ -90,6 +90,9 @@ class Split(Sequence[Block]):
         self.copies: Sequence[Copies] = ()
         self.conversions, self.generation_config = tuple(conversions), generation_config
 
+    def __repr__(self) -> str:
+        return f"Split({len(self)} blocks: {in_words(self)})"
+
     def of(self, blocks: Sequence[Block]) -> Split:
         """Return the same split with other blocks, which have the same weights by the same names."""
         other = copy.copy(self)
@@ -134,7 +137,7 @@ def split(
     """
     with GENERATORS, draws_undone():  # ranks that are threads of one process split one after the other
         if isinstance(model, nn.Module):
-            return _whole(_adapted(model), blocks, example, prove)
+            return _whole(peft.without_wrapper(model), blocks, example, prove)
         return _built(model, blocks, example, prove)
 
 
@@ -313,20 +316,6 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None, untra
         f"{untraced}give an example of what {type(model).__name__}'s forward is called with: split(model, "
         "example=inputs), two samples are enough"
     )
-
-
-def _adapted(model: nn.Module) -> nn.Module:
-    """Return the model inside of a PEFT wrapper, with its adapters; the wrapper adds no computation."""
-    configs, base = getattr(model, "peft_config", None), getattr(model, "get_base_model", None)
-    if configs is None or not callable(base):
-        return model
-    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
-        raise UsageError(
-            f"the {type(model).__name__} puts prompts before its inputs, outside of the model's own forward; split a "
-            "model with adapters in its layers, such as LoRA"
-        )
-    found: nn.Module = base()
-    return found
 
 
 def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The registry of schedules: adding one is one decorated generator.
 
-    @schedule("1f1b", summary="…", bubble="…", memory="…")
+    @schedule("1f1b")                             # and, for people to read: summary="…", bubble="…", memory="…"
     def one_f_one_b(rank: int, shape: Shape) -> Order:
         yield Fwd(rank, 0) …
 
@@ -81,14 +81,14 @@ class Schedule:
     """A named order of computation, and what to know about it.
 
     `order(rank, shape)` yields the computations of one rank; `constraint(shape)` returns what is wrong with
-    a shape and which sizes work, or None.
+    a shape and which sizes work, or None. `bubble` and `memory` are formulas for people to read; "": not stated.
     """
 
     name: str
     order: Callable[[int, Shape], Order]
-    summary: str
-    bubble: str
-    memory: str
+    summary: str = ""
+    bubble: str = ""
+    memory: str = ""
     aliases: tuple[str, ...] = ()
     mode: Mode = "train"
     placement: Placement = linear
@@ -110,10 +110,13 @@ class Schedule:
     """Whether it has forwards beside backwards that can overlap: it then looks at `Shape.overlap`."""
     constraint: Callable[[Shape], str | None] = lambda _shape: None
 
+    def __repr__(self) -> str:
+        return f"Schedule({self.name}{f': {self.summary}' if self.summary else ''})"
+
     @property
     def built_in(self) -> bool:
         """Whether it is one of ours."""
-        return self.order.__module__.startswith("quintsched.schedules.")
+        return str(getattr(self.order, "__module__", "")).startswith("quintsched.schedules.")
 
     @property
     def several_chunks(self) -> range:
@@ -207,9 +210,9 @@ _REGISTRY: dict[str, Schedule] = {}
 def schedule(
     name: str,
     *,
-    summary: str,
-    bubble: str,
-    memory: str,
+    summary: str = "",
+    bubble: str = "",
+    memory: str = "",
     aliases: tuple[str, ...] = (),
     mode: Mode = "train",
     placement: Placement = linear,
@@ -226,14 +229,17 @@ def schedule(
 ) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
     """Register the decorated generator as a schedule; the fields are those of `Schedule`.
 
+    Only the name is needed; without a `summary`, the first line of the generator's docstring is taken.
     Raises `UsageError` where another generator has the name; the same one may be defined again, as notebooks do.
     """
+    if not isinstance(name, str):
+        raise UsageError(f'schedule: name is {quoted(name)}; give a name first: @quintsched.schedule("my-schedule")')
 
     def register(order: Callable[[int, Shape], Order]) -> Schedule:
         made = Schedule(
             name=name,
             order=order,
-            summary=summary,
+            summary=summary or (order.__doc__ or "").partition("\n")[0].rstrip("."),
             bubble=bubble,
             memory=memory,
             aliases=aliases,
