@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quintsched.arguments import PATH, WHOLE, ours, takes
 from quintsched.errors import UnsoundError
 from quintsched.ir.instructions import Instruction, Message
 from quintsched.ir.plan_data import PlanData
@@ -53,6 +54,7 @@ class Plan(PlanData):
         verdict = self.check()
         return self.simulate()._repr_html_() if verdict.sound else verdict._repr_html_()
 
+    @takes("plan.program(0)", rank=WHOLE)
     def program(self, rank: int) -> tuple[Instruction, ...]:
         """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""
         coordinates = self.mesh.coordinates(rank)
@@ -99,6 +101,7 @@ class Plan(PlanData):
 
         return cls.of(loads(text))
 
+    @takes('plan.save("plan.json")', path=PATH)
     def save(self, path: str | Path) -> None:
         """Write the plan file: JSON, or under a name with `.qplan` compressed columns, for millions of instructions.
 
@@ -109,6 +112,7 @@ class Plan(PlanData):
         save(self, Path(path))
 
     @classmethod
+    @takes('Plan.load("plan.json")', path=PATH)
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file of either form; raises `UsageError` for a missing one, `InputError` for a broken one."""
         from quintsched.formats.plan_file import load
@@ -116,6 +120,7 @@ class Plan(PlanData):
         return cls.of(load(Path(path)))
 
 
+@takes("simulate(plan, costs)", plan=ours("PlanData"), costs=ours("Costs"))
 def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     """Run a plan under `costs` (default: unit costs).
 

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole
+from quintsched.files.records import Named
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.columns import Amounts, Ints
 from quintsched.simulation.cost_forms import (
@@ -62,7 +63,7 @@ class Counts(Protocol):
         """Of a microbatch."""
 
 
-class Costs(BaseModel):
+class Costs(BaseModel, metaclass=Named):
     """Costs of a rank's computations (scalar), of each stage's (one value per stage), or of each microbatch's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

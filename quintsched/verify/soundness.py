@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from quintsched.arguments import NUMBER, TEXT, ours, takes
 from quintsched.errors import UnsoundError, UsageError, printable
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
 from quintsched.graph.profiles import find_profile
@@ -121,6 +122,7 @@ class Verdict:
             raise UnsoundError(self.explain())
 
 
+@takes("check(plan, profile)", plan=ours("PlanData"), profile=TEXT, memory_cap=NUMBER)
 def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
     """Prove a plan sound; see the module. Raises `UsageError` for an unknown profile or a cap below 0 only.
 

@@ -34,12 +34,13 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import ErrorDetails
 
 from quintsched.errors import UsageError, printable, suggest
+from quintsched.files.records import Named
 from quintsched.files.strictjson import shorten
 
 from .tensor_rules import read_rule
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, metaclass=Named):
     """Base of all settings: frozen, no unknown keys, no silent conversions, no NaN."""
 
     model_config = ConfigDict(

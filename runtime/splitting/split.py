@@ -18,9 +18,10 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from quintsched.arguments import MAPPING, SEVERAL, Kind, instance, takes
 from quintsched.errors import MisfitError, UsageError
 
-from ..blocks.blocks import Block
+from ..blocks.blocks import BLOCKS, Block
 from ..blocks.module_state import require_sized, saved_tensors
 from ..comm.device import GENERATORS, draws_undone
 from ..examine.asks_elsewhere import FINAL
@@ -66,6 +67,7 @@ class Split(Sequence[Block]):
         changing: objects that a forward of the whole model changed: numbers of blocks, and names there.
     """
 
+    @takes("Split(blocks, tied={…})", blocks=BLOCKS, tied=MAPPING, rules=MAPPING, own_names=MAPPING)
     def __init__(
         self,
         blocks: Sequence[Block],
@@ -109,6 +111,12 @@ class Split(Sequence[Block]):
         return iter(self._blocks)
 
 
+@takes(
+    'split(from_pretrained("gpt2"))',
+    model=Kind("the model, or a function that builds it", callable),
+    blocks=SEVERAL,
+    example=instance("a tensor, or inputs by name", Tensor, Mapping),
+)
 def split(
     model: nn.Module | Callable[[], nn.Module],
     *,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quintsched.arguments import SEVERAL, ours, takes
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
@@ -213,6 +214,7 @@ def parts_of(batch: Any, count: int) -> list[Any]:
     return [part(number) for number in range(count)] if count > 1 else [batch]
 
 
+@takes("drained(loader, engine)", loader=SEVERAL, engine=ours("RankView"))
 def drained(loader: Iterable[Any] | None, engine: Engine) -> Iterator[Any]:
     """Yield a loader's batches, then batches of no samples, until the loaders of all ranks have ended (collective).
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+from quintsched.arguments import FUNCTION, SEVERAL, TEXT, WHOLE, takes
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, quoted, suggest
 from quintsched.ir.instructions import Compute, Overlap
 from quintsched.ir.mesh import whole_number
@@ -207,6 +208,22 @@ def _check_range(name: str, what: str, value: int, low: int, high: int) -> None:
 _REGISTRY: dict[str, Schedule] = {}
 
 
+@takes(
+    "@quintsched.schedule('my-schedule')",
+    name=TEXT,
+    summary=TEXT,
+    bubble=TEXT,
+    memory=TEXT,
+    aliases=SEVERAL,
+    mode=TEXT,
+    placement=FUNCTION,
+    min_chunks=WHOLE,
+    max_chunks=WHOLE,
+    max_slices=WHOLE,
+    routes=FUNCTION,
+    stage_to_part=FUNCTION,
+    constraint=FUNCTION,
+)
 def schedule(
     name: str,
     *,
@@ -232,9 +249,8 @@ def schedule(
     Only the name is needed; without a `summary`, the first line of the generator's docstring is taken.
     Raises `UsageError` where another generator has the name; the same one may be defined again, as notebooks do.
     """
-    if not isinstance(name, str):
-        raise UsageError(f'schedule: name is {quoted(name)}; give a name first: @quintsched.schedule("my-schedule")')
 
+    @takes("@quintsched.schedule('my-schedule') above a generator", order=FUNCTION)
     def register(order: Callable[[int, Shape], Order]) -> Schedule:
         made = Schedule(
             name=name,

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from quintsched.files.records import Named
+
 Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
@@ -25,7 +27,7 @@ Amount = Annotated[float, Field(ge=0, le=1e24)]
 """Seconds, bytes or operations, of which there may be none."""
 
 
-class Description(BaseModel):
+class Description(BaseModel, metaclass=Named):
     """A frozen record that refuses what it does not know."""
 
     model_config = ConfigDict(
