@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from pydantic import Field, model_validator
 
+from quintsched.files.records import Named
 from quintsched.strategies.descriptions.model import Amount, Description, Figure, Ranks, Size
 
 
@@ -70,7 +71,7 @@ class Measured(Description):
         return self
 
 
-class Hardware(Description):
+class Hardware(Description, metaclass=Named):
     """A kind of GPU and how many of them are connected; see the module."""
 
     name: str = "hardware"
