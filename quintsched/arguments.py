@@ -42,7 +42,7 @@ def ours(name: str) -> Kind:
     """Return the kind of instances of a class of this package, by its name: nothing is imported for it."""
 
     def holds(value: object) -> bool:
-        return any(kind.__name__ == name and kind.__module__.startswith("quintsched.") for kind in type(value).__mro__)
+        return name in [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("quintsched.")]
 
     return Kind(f"{_article(name)} {name}", holds)
 
@@ -83,18 +83,15 @@ def takes(call: str, **kinds: Kind) -> Callable[[Callable[Taken, Given]], Callab
                 given = signature.bind(*args, **options).arguments
             except TypeError:
                 return function(*args, **options)  # which says it by the function's own name
-            for argument, kind in kinds.items():
-                if argument in given and not _is_of(kind, given[argument], signature.parameters[argument].default):
-                    raise UsageError(f"{name}: {argument} is {shown(given[argument])}; give {kind.words}: {call}")
+            for argument, value in given.items():
+                kind = kinds.get(argument)
+                if kind and not (kind.holds(value) or value is signature.parameters[argument].default is None):
+                    raise UsageError(f"{name}: {argument} is {shown(value)}; give {kind.words}: {call}")
             return function(*args, **options)
 
         return checked
 
     return decorate
-
-
-def _is_of(kind: Kind, value: object, default: object) -> bool:
-    return (value is None and default is None) or kind.holds(value)
 
 
 def shown(value: object) -> str:

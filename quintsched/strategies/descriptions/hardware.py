@@ -13,7 +13,6 @@ from itertools import pairwise
 
 from pydantic import Field, model_validator
 
-from quintsched.files.records import Named
 from quintsched.strategies.descriptions.model import Amount, Description, Figure, Ranks, Size
 
 
@@ -71,7 +70,7 @@ class Measured(Description):
         return self
 
 
-class Hardware(Description, metaclass=Named):
+class Hardware(Description):
     """A kind of GPU and how many of them are connected; see the module."""
 
     name: str = "hardware"

@@ -27,7 +27,7 @@ Amount = Annotated[float, Field(ge=0, le=1e24)]
 """Seconds, bytes or operations, of which there may be none."""
 
 
-class Description(BaseModel):
+class Description(BaseModel, metaclass=Named):
     """A frozen record that refuses what it does not know."""
 
     model_config = ConfigDict(
@@ -92,7 +92,7 @@ class Images(Description):
         return (self.size // self.patch) ** 2 + 1
 
 
-class Model(Description, metaclass=Named):
+class Model(Description):
     """A transformer; see the module. Raises pydantic's error, which `library` turns into ours."""
 
     name: str = "model"

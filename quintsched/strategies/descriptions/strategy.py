@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quintsched.files.records import Named
 from quintsched.strategies.descriptions.model import Count, Description, Size
 
 Recompute = Literal["none", "selective", "full"] | Count | tuple[int, ...]
 """Of each stage's layers: none, the attention's scores alone, all, K of them, or a number for each stage."""
 
 
-class Strategy(Description, metaclass=Named):
+class Strategy(Description):
     """How a model is laid over GPUs; see the module. `placement.check` says whether it can be placed."""
 
     gpus: Size
