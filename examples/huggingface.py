@@ -9,10 +9,15 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import quintsched as qs
+from quintsched.errors import import_advice
 from quintsched.runtime import Engine, split
+
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+except ImportError as error:
+    raise SystemExit(f"error: {error}{import_advice(error)}") from error
 
 parser = argparse.ArgumentParser()
 for flag, default in {"model": "", "mesh": "dp=1", "schedule": "1f1b", "microbatches": 4, "steps": 20}.items():

@@ -6,7 +6,7 @@ request ─▶ schedule ─▶ order of computation ─▶ passes ─▶ plan �
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -14,7 +14,7 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import ParamSpec
 
-from quintsched.errors import UnsoundError, UsageError
+from quintsched.errors import UnsoundError, UsageError, nearest
 from quintsched.formats.plan_json import least_size
 from quintsched.ir.instructions import Fwd
 from quintsched.ir.mesh import Mesh
@@ -43,6 +43,8 @@ MOST_ASKED_AGAIN = 2**17
 
 Asked = ParamSpec("Asked")
 
+RIGHT_CALL = 'compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=8)'
+
 
 def _taking(
     request: Callable[Asked, CompileRequest],
@@ -52,13 +54,24 @@ def _taking(
     def decorate(function: Callable[[CompileRequest], Plan]) -> Callable[Asked, Plan]:
         @wraps(function)
         def call(*args: Asked.args, **options: Asked.kwargs) -> Plan:
+            try:
+                signature.bind(*args, **options)
+            except TypeError as error:
+                raise UsageError(f"compile: {error}{_nearest(options)}; write {RIGHT_CALL}") from None
             return function(request(*args, **options))
 
-        call.__signature__ = inspect.signature(request).replace(return_annotation=Plan)  # type: ignore[attr-defined]
+        signature = inspect.signature(request)
+        call.__signature__ = signature.replace(return_annotation=Plan)  # type: ignore[attr-defined]
         call.__doc__ = (function.__doc__ or "").replace("{settings}", "\n        ".join(_documented()))
         return call
 
     return decorate
+
+
+def _nearest(options: Iterable[str]) -> str:
+    """Return the setting nearest to one that there is not."""
+    known = [name for name, _ in settings()]
+    return "".join(nearest(name, known) for name in options if name not in (*known, "after"))
 
 
 def _documented() -> Iterator[str]:

@@ -134,6 +134,36 @@ def printable(text: str, most: int = MOST_PRINTED, *, lines: bool = False) -> st
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in shown)
 
 
+EXTRAS = {"torch": "runtime", "safetensors": "runtime", "matplotlib": "viz", "hypothesis": "testing"} | {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "peft": "hf",
+    "accelerate": "hf",
+    "timm": "timm",
+    "torchvision": "timm",
+}
+"""Which extra of the package brings which import."""
+
+
+def import_advice(error: BaseException | None) -> str:
+    """Return "; " and the command that mends a failed import, or nothing where it is not known.
+
+    Libraries hide the first cause of a failed import behind errors of their own: the whole chain is searched.
+    """
+    while error is not None:
+        if "torchvision::" in str(error):
+            return (
+                "; the torchvision that is installed does not go with this torch, and transformers and timm do not "
+                "import with it. Uninstall it, if timm is not needed, or take both from one index: pip install torch "
+                "torchvision --index-url https://download.pytorch.org/whl/cpu"
+            )
+        missing = (getattr(error, "name", None) or "") if isinstance(error, ImportError) else ""
+        if missing in EXTRAS and isinstance(error, ModuleNotFoundError):
+            return f"; pip install 'quintsched[{EXTRAS[missing]}]'"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name nearest to `name`, or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quintsched.arguments import PATH, WHOLE, ours, takes
 from quintsched.errors import UnsoundError
 from quintsched.ir.instructions import Instruction, Message
 from quintsched.ir.plan_data import PlanData
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from quintsched.verify.soundness import Verdict
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanData):
     """A plan with its methods; see `PlanData` for its fields. `compile` and `load` return only well-formed plans."""
 
@@ -44,6 +45,16 @@ class Plan(PlanData):
         plan.__dict__.update({name: data.__dict__[name] for name in ("layout", "flows") if name in data.__dict__})
         return plan
 
+    def _repr_html_(self) -> str:
+        """Return the timeline under unit costs as HTML for notebooks; of a plan that is not sound, what is wrong."""
+        from quintsched.simulation.notebook import MOST_TIMED, heading
+
+        if self.num_instructions > MOST_TIMED:
+            return heading(repr(self))
+        verdict = self.check()
+        return self.simulate()._repr_html_() if verdict.sound else verdict._repr_html_()
+
+    @takes("plan.program(0)", rank=WHOLE)
     def program(self, rank: int) -> tuple[Instruction, ...]:
         """Return the program of one global rank, with global ranks as peers; raises `UsageError` outside the mesh."""
         coordinates = self.mesh.coordinates(rank)
@@ -90,6 +101,7 @@ class Plan(PlanData):
 
         return cls.of(loads(text))
 
+    @takes('plan.save("plan.json")', path=PATH)
     def save(self, path: str | Path) -> None:
         """Write the plan file: JSON, or compressed columns (for millions of instructions) if the name ends in `.qplan`.
 
@@ -100,6 +112,7 @@ class Plan(PlanData):
         save(self, Path(path))
 
     @classmethod
+    @takes('Plan.load("plan.json")', path=PATH)
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file of either form; raises `UsageError` for a missing one, `InputError` for a broken one."""
         from quintsched.formats.plan_file import load
@@ -107,6 +120,7 @@ class Plan(PlanData):
         return cls.of(load(Path(path)))
 
 
+@takes("simulate(plan, costs)", plan=ours("PlanData"), costs=ours("Costs"))
 def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     """Simulate a plan under `costs` (default: unit costs).
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quintsched.errors import QuintschedError, UsageError, nearest, printable, quoted, suggest
+from quintsched.errors import QuintschedError, UsageError, import_advice, nearest, printable, quoted, suggest
 
 if TYPE_CHECKING:
     from quintsched.schedules import Schedule
@@ -135,7 +135,8 @@ def _execute(name: str, path: Path) -> ModuleType:
         if isinstance(error, QuintschedError):
             raise
         what = error.msg if isinstance(error, SyntaxError) else error
-        raise UsageError(f"{_place(path, error)}: the import failed: {type(error).__name__}: {what}") from error
+        said = f"{_place(path, error)}: the import failed: {type(error).__name__}: {what}{import_advice(error)}"
+        raise UsageError(said) from error
     return module
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quintsched.arguments import MAPPING, ROW, ours, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -71,6 +72,13 @@ class Engine(EngineBase, EngineState):
         StallError: a peer died or does not answer.
     """
 
+    @takes(
+        "Engine(plan, blocks, loss_fn, optimizer)",
+        plan=ours("PlanData"),
+        metrics=MAPPING,
+        block_costs=ROW,
+        transport=ours("Transport"),
+    )
     def __init__(
         self,
         plan: Plan,

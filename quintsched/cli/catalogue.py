@@ -29,8 +29,8 @@ def schedules(as_json: AsJson = False) -> None:
 
 
 def _describe(schedule: Schedule) -> Iterator[str]:
-    yield f"{', '.join((schedule.name, *schedule.aliases))}: {schedule.summary}"
-    yield f"    bubble {schedule.bubble};  memory {schedule.memory}"
+    yield f"{', '.join((schedule.name, *schedule.aliases))}: {schedule.summary or 'no summary'}"
+    yield f"    bubble {schedule.bubble or 'not stated'};  memory {schedule.memory or 'not stated'}"
     yield f"    {', '.join(_shape(schedule))}"
     yield ""
 
@@ -69,7 +69,7 @@ def _entry(schedule: Schedule) -> dict[str, object]:
         "constraint": _constraint(schedule),
         "searches": schedule.searches,
         "bidirectional": schedule.bidirectional,
-        "bubble": schedule.bubble,
-        "memory": schedule.memory,
+        "bubble": schedule.bubble or None,
+        "memory": schedule.memory or None,
         "summary": schedule.summary,
     }

@@ -24,7 +24,7 @@ rank 1  .  F0 B0 -- F1 B1 -- F2 B2 --
 """
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.instructions import Bwd, Fwd
 from quintsched.schedules import Order, Shape
 
 
@@ -35,10 +35,11 @@ def most_activations(rank: int, shape: Shape) -> int:
 
 @qs.schedule(
     "{name}",
-    summary="one line for `quintsched schedules`",
-    bubble="(P-1)(F+I+W)",  # the time beyond M(F+I+W): formulas for people to read
+    # All else may be left out. What `quintsched schedules` prints: a line, and formulas for people to read.
+    summary="1F1B, to be changed",
+    bubble="(P-1)(F+I+W)",  # the time beyond M(F+I+W)
     memory="min(P-r, M)",
-    # placement=quintsched.ir.placement.loop, min_chunks=2, …    several stages on each rank
+    # placement=loop, min_chunks=2, …    several stages on each rank: from quintsched.schedules.kit import loop
     # routes=lambda shape: [((0, 1), range(2)), ((2, 3), range(2, 4))]    microbatches that go through other stages
     # constraint=lambda shape: "odd" if shape.microbatches % 2 else None    shapes that you do not take, and why
 )

@@ -87,6 +87,9 @@ class Mesh:
             sizes[name] = int(size)
         return cls(**sizes)
 
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "one rank"
 

@@ -181,7 +181,12 @@ class PlanData:
 
     @property
     def title(self) -> str:
-        """One-line title of the plan: schedule, mesh and microbatches."""
+        """One line that names the plan: schedule, mesh and microbatches."""
+        return f"{self.schedule.name} on {self.mesh}, {self._particulars}"
+
+    @property
+    def _particulars(self) -> str:
+        """The microbatches, and all that is not as usual."""
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
@@ -191,7 +196,11 @@ class PlanData:
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         blocks = f", stages of {listed(self.blocks_per_stage)} blocks" if self.blocks_per_stage else ""
         counts = f"{self.schedule.microbatches} microbatches{chunks}{slices}{blocks}"
-        return f"{self.schedule.name} on {self.mesh}, {counts}{overlap}{recomputing}{offloading}{zero}{spelled}"
+        return f"{counts}{overlap}{recomputing}{offloading}{zero}{spelled}"
+
+    def __repr__(self) -> str:
+        of = f"{self.schedule.name}, {self.mesh}, {self._particulars}"
+        return f"{type(self).__name__}({of}, {self.num_instructions} instructions)"
 
 
 def shares_of(blocks_per_stage: Sequence[int], blocks: int, pp: int) -> tuple[float, ...]:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole
+from quintsched.files.records import Named
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.columns import Amounts, Ints
 from quintsched.simulation.cost_forms import (
@@ -61,7 +62,7 @@ class Counts(Protocol):
         """Slices of a microbatch."""
 
 
-class Costs(BaseModel):
+class Costs(BaseModel, metaclass=Named):
     """Costs of computations, messages and memory: per rank (scalar), per stage (list) or per microbatch (object)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -33,6 +33,7 @@ from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations, peak_host
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations, exposed_exchanges
+from quintsched.simulation.notebook import figures, heading, timeline_svg
 from quintsched.simulation.state_memory import peak_memory, peak_state
 
 
@@ -68,6 +69,22 @@ class Simulation:
     busy: tuple[float, ...]
     spans: tuple[float, ...]
     peak_activations: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        peak = max(self.peak_activations, default=0.0)
+        times = f"makespan {self.makespan:g} {self.unit}, bubble {self.bubble:.1%}, peak activations {peak:g}"
+        return f"Simulation({self.plan.title}: {times})"
+
+    def _repr_html_(self) -> str:
+        """Return the figures and the timeline as HTML, for notebooks."""
+        rows = [
+            ("makespan", f"{self.makespan:g} {self.unit}"),
+            ("bubble", f"{self.bubble:.1%}"),
+            ("span bubble", f"{self.span_bubble:.1%}"),
+            ("peak activations", f"{max(self.peak_activations, default=0.0):g}"),
+        ]
+        drawn = timeline_svg(self.plan, self.start, self.end, self.unit)
+        return f"<div>{heading(self.plan.title)}{figures(rows)}{drawn}</div>"
 
     @cached_property
     def timeline(self) -> tuple[tuple[Span, ...], ...]:

@@ -38,6 +38,22 @@ STRICTEST = next(iter(PROFILES))
 """Strictest transport profile: a plan that is free of deadlock under it is so under all others."""
 
 
+NO_BOUND = "memory (no bound is stated: give memory=lambda rank, shape: …)"
+
+
+@dataclass(frozen=True)
+class Proved:
+    """Result of `assert_sound`: how many shapes of a schedule were proved, and what was left out of the comparison."""
+
+    schedule: str
+    shapes: int
+    not_compared: tuple[str, ...]
+
+    def __str__(self) -> str:
+        left_out = f"; not compared: {', '.join(self.not_compared)}" if self.not_compared else ""
+        return f"{self.schedule}: {self.shapes} shapes proved{left_out}"
+
+
 def assert_sound(
     schedule: Schedule | str,
     *,
@@ -47,8 +63,8 @@ def assert_sound(
     slices: Sizes | None = None,
     memory: Memory | None = None,
     max_examples: int = 200,
-) -> None:
-    """Assert that a schedule gives sound plans at all shapes of these sizes that it accepts.
+) -> Proved:
+    """Assert that a schedule gives sound plans at all shapes of these sizes that it takes.
 
     Args:
         schedule: the schedule, or the name of a registered one.
@@ -56,13 +72,14 @@ def assert_sound(
         microbatches: the numbers of microbatches.
         chunks: stages per rank; None takes the fewest that the schedule allows, and the next two.
         slices: pieces of a microbatch along the sequence; None takes 1, and 2 where the schedule does.
-        memory: the bound stated by the author: (rank, shape) → maximum of activations, in microbatches.
-        max_examples: the maximum number of shapes to try; all, if there are no more.
+        memory: the bound that the author states: (rank, shape) → the most microbatches' activations; None: memory is
+            not compared, and the result says so.
+        max_examples: how many shapes are tried at most; all, where there are no more.
 
-    Each shape must be sound under every transport profile, with and without replicas; within the memory bound; and
-    equivalent to the sequential program, by a symbolic run. A schedule with `overlaps=True` is tried with and without
-    overlap. Schedules that search get random costs.
-    The `AssertionError` shows the smallest failing shape, the fault, and the schedule's grid.
+    Each shape has to be sound under every transport profile, with and without replicas; within the memory bound; and
+    equivalent to the sequential program, by a symbolic run. A schedule with `overlaps=True` is tried both ways.
+    Schedules that search get costs drawn at random. Returns how many shapes were proved, and what was not compared.
+    The `AssertionError` shows the smallest shape that fails, what is wrong, and the schedule's grid.
     """
     __tracebackhide__ = True  # pytest then shows the message, not this function
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
@@ -77,6 +94,7 @@ def assert_sound(
         raise AssertionError(first.explain(found))
     if not trial.taken:
         raise AssertionError(f"{found.name} takes none of the {len(cases)} shapes; {trial.refusal}")
+    return Proved(found.name, len(trial.taken), () if memory else (NO_BOUND,))
 
 
 def assert_plan_sound(plan: Plan, *, memory: Sequence[float] | None = None) -> None:
@@ -149,7 +167,7 @@ class _Trial:
 
     def __init__(self, schedule: Schedule, memory: Memory | None) -> None:
         self.schedule, self.memory = schedule, memory
-        self.taken = 0
+        self.taken: set[_Case] = set()
         self.refusal = ""
 
     def failure(self, case: _Case, costs: Costs | None) -> _Failure | None:
@@ -162,7 +180,7 @@ class _Trial:
             return None
         except UnsoundError as fault:
             return _Failure(case, costs, str(fault), ())
-        self.taken += 1
+        self.taken.add(case)
         try:
             plan = self._compile(case, costs)
         except UnsoundError as fault:
@@ -204,11 +222,10 @@ def _explore(trial: _Trial, cases: Sequence[_Case], max_examples: int) -> _Failu
     )
     @given(case=st.sampled_from(cases), costs=st.none() | any_costs() if trial.schedule.searches else st.none())
     def explore(case: _Case, costs: Costs | None) -> None:
-        taken = trial.taken
         failure = trial.failure(case, costs)
         if failure:
             raise failure
-        if trial.taken == taken:
+        if case not in trial.taken:
             reject()
 
     try:

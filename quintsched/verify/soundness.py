@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from quintsched.errors import UnsoundError, UsageError
+from quintsched.arguments import NUMBER, TEXT, ours, takes
+from quintsched.errors import UnsoundError, UsageError, printable
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
 from quintsched.graph.profiles import find_profile
 from quintsched.ir.columns import Flags, Ints
@@ -26,6 +27,7 @@ from quintsched.ir.plan_data import PlanData, listed
 from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
+from quintsched.simulation.notebook import figures, heading, words
 from quintsched.text.listing import excerpt
 from quintsched.verify.collectives import broken_collectives
 from quintsched.verify.deadlock import deadlocks
@@ -65,6 +67,20 @@ class Verdict:
     def sound(self) -> bool:
         """Whether there are no findings."""
         return not self.findings
+
+    def __repr__(self) -> str:
+        free = ", ".join(name for name, is_free in self.profiles.items() if is_free)
+        if self.sound:
+            return f"Verdict(sound: {self.plan.title}, free of deadlock under {free})"
+        first = self.findings[0]
+        more = f", and {len(self.findings) - 1} more" if len(self.findings) > 1 else ""
+        return f"Verdict(not sound: {self.plan.title}, {first.point.value}: {printable(first.message, 200)}{more})"
+
+    def _repr_html_(self) -> str:
+        """Return the proof's figures, or what is wrong, as HTML for notebooks."""
+        profiles = [(name, "free of deadlock" if free else "not free") for name, free in self.profiles.items()]
+        title = heading(f"{'sound' if self.sound else 'not sound'}: {self.plan.title}")
+        return f"<div>{title}{figures(profiles)}{words(self.explain())}</div>"
 
     def explain(self) -> str:
         """Return the verdict as text: the proof's figures, or the findings with excerpts around their places."""
@@ -106,6 +122,7 @@ class Verdict:
             raise UnsoundError(self.explain())
 
 
+@takes("check(plan, profile)", plan=ours("PlanData"), profile=TEXT, memory_cap=NUMBER)
 def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
     """Prove a plan sound; see the module. Raises `UsageError` only for an unknown profile or a negative cap.
 

@@ -41,6 +41,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack, has_torch_function_unary
 
+from quintsched.arguments import shown
+from quintsched.errors import UsageError
+
 Accumulate = Callable[[nn.Parameter, Tensor], None]
 _OURS = ("torch.", f"{__name__.rpartition('.autograd.')[0]}.")
 
@@ -157,7 +160,18 @@ def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[T
             unpack in its place is accepted.
         product: computes the gradient later, from `held`; no other tensor should be bound to it.
         held: the tensors that `product` takes.
+
+    Raises:
+        UsageError: a parameter that is no tensor, or a product that is no function.
     """
+    for name, value, is_right in (
+        ("parameter", parameter, isinstance(parameter, Tensor)),
+        ("product", product, callable(product)),
+    ):
+        if not is_right:
+            raise UsageError(
+                f"defer: {name} is {shown(value)}; write defer(weight, gradient_of_weight, held=(grad, x))"
+            )
     owner = _owner(parameter)
     queue = None if owner is None else queue_of(owner)
     if owner is None or queue is None or queue.collecting is None or owner._backward_hooks or torch.is_grad_enabled():

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from quintsched.errors import MisfitError, QuintschedError
+from quintsched.arguments import ROW, WHOLE, Kind, instance, takes
+from quintsched.errors import MisfitError, QuintschedError, import_advice
 
 from ..comm.device import seed_generators
 from ..comm.generators import GENERATORS, draws_undone
@@ -29,6 +30,7 @@ from .trees import TensorSpec, TreeSpec
 
 Block = nn.Module | Callable[[], nn.Module]
 Blocks = Sequence[Block]
+BLOCKS = Kind("a list of blocks", lambda given: ROW.holds(given) and not isinstance(given, Tensor))
 
 TOKENS = 1
 """Token dimension of activations that pass between blocks: (samples, tokens, …)."""
@@ -194,6 +196,7 @@ def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, T
             yield name, tensor, None if stays else dtype
 
 
+@takes("build_model(blocks, seed=0)", blocks=BLOCKS, seed=WHOLE, dtype=instance("a torch.dtype", torch.dtype))
 def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:
     """Return the whole model as one nn.Sequential, with the initial weights that every mesh starts from."""
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
@@ -308,9 +311,10 @@ def _built(builder: Callable[[], nn.Module]) -> nn.Module:
     except QuintschedError:
         raise
     except Exception as error:
+        advice = import_advice(error) or "; give a module, or a function without arguments: lambda: MyBlock(…)"
         raise MisfitError(
-            f"{_name(builder)} is to build a block, without arguments, and raised {type(error).__name__}: {error}; "
-            "give a module, or a function without arguments: lambda: MyBlock(…)"
+            f"{_name(builder)} is to build a block, without arguments, and raised {type(error).__name__}: "
+            f"{error}{advice}"
         ) from error
     if not isinstance(built, nn.Module):
         raise MisfitError(f"{_name(builder)} is to build a block, and returned a {type(built).__name__}")

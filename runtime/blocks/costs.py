@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quintsched.arguments import WHOLE, Kind, takes
+
 from ..comm.clock import settled_s
-from .blocks import Blocks, accepted_extras, build_block, on_meta, split_result
+from .blocks import BLOCKS, Blocks, accepted_extras, build_block, on_meta, split_result
 from .trees import DIFFERENTIABLE, flatten, map_tensors, tensors_of
 
 
@@ -34,6 +36,13 @@ def estimate_costs(blocks: Blocks) -> list[float]:
     return costs
 
 
+@takes(
+    "measure_costs(blocks, example)",
+    blocks=BLOCKS,
+    example=Kind("a tensor, or a tree of tensors", lambda example: bool(list(tensors_of(example)))),
+    seed=WHOLE,
+    rounds=WHOLE,
+)
 def measure_costs(blocks: Blocks, example: Any, seed: int = 0, rounds: int = 3) -> list[float]:
     """Measure each block's forward and backward on one microbatch, in seconds: the minimum over `rounds`.
 

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintsched.errors import MisfitError, StallError
+from quintsched.arguments import shown
+from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
 from quintsched.stalls.words import NOBODY
 
@@ -112,6 +113,8 @@ def as_group(group: Group | dist.ProcessGroup) -> Group:
     """Return `group` as a Group; a ProcessGroup (of a DeviceMesh, for example) is wrapped."""
     if isinstance(group, Group):
         return group
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"group is {shown(group)}; give a Group, or a ProcessGroup of torch.distributed")
     ranks = tuple(dist.get_process_group_ranks(group))
     device = current_device(dist.get_backend(group))
     return TorchGroup(group, ranks, device, Publisher()) if len(ranks) > 1 else SelfGroup(ranks[0], device)

@@ -232,13 +232,16 @@ class Tally:
         return self._places[places]
 
 
+_FLAGS = ("skipped", "empty", "stop_asked")
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Results of a step, on every rank. Reading a figure waits until it is reduced over the ranks.
 
     `skipped`: the gradient was not finite, so that no rank stepped its optimizer; `empty`: no replica had samples.
     `outputs` are those of an evaluation with `outputs=True`, on ranks of the last stage. `stop_asked`: some rank was
-    asked to stop after this step.
+    asked to stop after this step. Its `repr` reads the figures, on this rank alone.
     """
 
     _figures: Figures
@@ -252,6 +255,14 @@ class StepResult:
     _refusal: str = ""
     _unit: int = 1
     _earlier: tuple[Figures, ...] = ()
+
+    def __repr__(self) -> str:
+        try:
+            figures = {"loss": self.loss, "weight": self.weight, "grad_norm": self.grad_norm, **self.metrics}
+        except MisfitError as error:
+            return f"StepResult({error})"
+        told = [f"{name}={float(figure):.6g}" for name, figure in figures.items() if figure is not None]
+        return f"StepResult({', '.join([*told, *(n for n in _FLAGS if getattr(self, n))])})"
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:
         """Return the result of a step with gradient accumulation, over all its batches."""

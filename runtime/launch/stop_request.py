@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from quintsched.arguments import FLAG, takes
+
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
 """Signals that ask for a stop, as far as this system has them."""
 
@@ -31,6 +33,7 @@ class StopRequest:
         under_torchrun: whether a SIGTERM that follows Ctrl-C means Ctrl-C for the second time.
     """
 
+    @takes("StopRequest(under_torchrun=True)", under_torchrun=FLAG)
     def __init__(self, *, under_torchrun: bool = False) -> None:
         self.asked = False
         self._under_torchrun, self._by_interrupt = under_torchrun, False

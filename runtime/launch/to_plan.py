@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from quintsched.arguments import PATH, ours, takes
 from quintsched.compiler import compile_request, evaluation_of, stages_of
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import whole_path
@@ -27,6 +28,7 @@ from quintsched.user_code import names_file
 from ..settings.job import JobConfig, ParallelConfig
 
 
+@takes("plan_of(load_job(path))", job=ours("JobConfig"), plan_path=PATH)
 def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     """Return the plan of a job: the one at `plan_path`, that of `parallel.plan`, or a compiled one.
 

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
+from quintsched.arguments import shown
 from quintsched.errors import UsageError
 
 from ..blocks.blocks import Blocks
@@ -55,9 +56,9 @@ def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
         return _over_other(given, blocks)
     if isinstance(given, Mapping):
         return _by_pattern(given)
-    if not callable(given):
+    if not callable(given) or isinstance(given, nn.Module):
         raise UsageError(
-            f"the optimizer is {given!r}; it must be a function of parameters, such as "
+            f"the optimizer is {shown(given)}; it must be a function of parameters, such as "
             "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
         )
     return _called(given)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, create_model, model_validator
 
+from quintsched.arguments import PATH, SEVERAL, takes
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
@@ -312,6 +313,7 @@ def marked(mark: Mark, kind: type[Settings] = JobConfig, prefix: str = "") -> It
             yield from marked(mark, field.annotation, f"{prefix}{name}.")
 
 
+@takes('load_job(path, ["train.epochs=4"])', path=PATH, overrides=SEVERAL)
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Return the job of the YAML file at `path`, with overrides such as "train.epochs=4" applied.
 

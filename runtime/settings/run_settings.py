@@ -35,13 +35,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from quintsched.errors import UsageError, printable, suggest
+from quintsched.files.records import Named
 from quintsched.files.strictjson import shorten
 
 from .foreign_keys import find_foreign_key
 from .tensor_rules import read_rule
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, metaclass=Named):
     """Base of all settings: frozen, no unknown keys, no silent conversions, no NaN."""
 
     model_config = ConfigDict(

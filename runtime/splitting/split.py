@@ -18,9 +18,10 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from quintsched.arguments import MAPPING, SEVERAL, Kind, instance, takes
 from quintsched.errors import MisfitError, UsageError
 
-from ..blocks.blocks import Block
+from ..blocks.blocks import BLOCKS, Block
 from ..blocks.module_state import require_sized, saved_tensors
 from ..comm.generators import GENERATORS, draws_undone
 from ..examine.asks_elsewhere import FINAL
@@ -29,14 +30,14 @@ from ..objects.snapshot import Snapshot, require_undone
 from ..objects.spaces import is_hooked
 from ..objects.user_code import arguments_of, is_of_library
 from ..parallel.tensor.rules import Rules
-from .adapters import routers, transformers
+from .adapters import peft, routers, transformers
 from .building import built_without_weights, materialised
 from .experiments import explore
 from .flow import Flow
 from .origin import Origin
 from .proof import require_equal, require_equal_loss
 from .split_blocks import TARGET_NAMES, layer_block, segment
-from .structure import apart, find_layers, named_layers, untie
+from .structure import apart, find_layers, in_words, named_layers, untie
 from .traced import segments
 from .tracing import Untraceable
 from .weightless_model import Frame
@@ -66,6 +67,7 @@ class Split(Sequence[Block]):
         changing: objects that a forward of the whole model changed: numbers of blocks, and names there.
     """
 
+    @takes("Split(blocks, tied={…})", blocks=BLOCKS, tied=MAPPING, rules=MAPPING, own_names=MAPPING)
     def __init__(
         self,
         blocks: Sequence[Block],
@@ -90,6 +92,9 @@ class Split(Sequence[Block]):
         self.copies: Sequence[Copies] = ()
         self.conversions, self.generation_config = tuple(conversions), generation_config
 
+    def __repr__(self) -> str:
+        return f"Split({len(self)} blocks: {in_words(self)})"
+
     def of(self, blocks: Sequence[Block]) -> Split:
         """Return the same split with other blocks, which have the same weights by the same names."""
         other = copy.copy(self)
@@ -106,6 +111,12 @@ class Split(Sequence[Block]):
         return iter(self._blocks)
 
 
+@takes(
+    'split(from_pretrained("gpt2"))',
+    model=Kind("the model, or a function that builds it", callable),
+    blocks=SEVERAL,
+    example=instance("a tensor, or inputs by name", Tensor, Mapping),
+)
 def split(
     model: nn.Module | Callable[[], nn.Module],
     *,
@@ -134,7 +145,7 @@ def split(
     """
     with GENERATORS, draws_undone():  # ranks that are threads of one process split one after the other
         if isinstance(model, nn.Module):
-            return _whole(_adapted(model), blocks, example, prove)
+            return _whole(peft.without_wrapper(model), blocks, example, prove)
         return _built(model, blocks, example, prove)
 
 
@@ -313,20 +324,6 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None, untra
         f"{untraced}give an example of what {type(model).__name__}'s forward is called with: split(model, "
         "example=inputs), two samples are enough"
     )
-
-
-def _adapted(model: nn.Module) -> nn.Module:
-    """Return the model inside of a PEFT wrapper, with its adapters; the wrapper adds no computation."""
-    configs, base = getattr(model, "peft_config", None), getattr(model, "get_base_model", None)
-    if configs is None or not callable(base):
-        return model
-    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
-        raise UsageError(
-            f"the {type(model).__name__} puts prompts before its inputs, outside of the model's own forward; split a "
-            "model with adapters in its layers, such as LoRA"
-        )
-    found: nn.Module = base()
-    return found
 
 
 def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ Also ties: each block gets a copy of a weight that several blocks share, and the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 from types import MethodType
 from typing import Any
 
@@ -95,6 +96,13 @@ def apart(blocks: nn.Sequential) -> list[nn.Module]:
     """Return the blocks, with a shallow copy in place of each repeated one."""
     found = {id(block): number for number, block in reversed(list(enumerate(blocks)))}
     return [block if found[id(block)] == k else shallow_copy(block) for k, block in enumerate(blocks)]
+
+
+def in_words(blocks: Iterable[object]) -> str:
+    """Return the classes of blocks in order, each once for a run: "Prologue, 12 x GPT2Block, Epilogue"."""
+    names = (type(block).__name__ if isinstance(block, nn.Module) else "a builder" for block in blocks)
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -255,6 +255,14 @@ class RankModel:
         self._transport.publisher.begin_batch(*self._published[1])
 
     @property
+    def in_words(self) -> str:
+        """The plan, this rank's place in its mesh, and its stages, in a line."""
+        axes = ", ".join(f"{axis}={place}" for axis, place in self._coordinates.items())
+        stages = ", ".join(f"stage {stage} of {len(self.cuts[stage])} blocks" for stage in self.stages)
+        at = f"rank {self._transport.rank} of {self._transport.world_size} ({axes or 'alone'})"
+        return f"{self.plan.title}; {at}: {stages}"
+
+    @property
     def expert_shares(self) -> str | None:
         """Report, in one line, of the experts sharded over ep; None without it."""
         size = self._groups.experts.size

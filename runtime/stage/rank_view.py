@@ -12,6 +12,9 @@ class RankView:
 
     _model: RankModel
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._model.in_words})"
+
     @property
     def deferred_share(self) -> float | None:
         """Share of the weights whose gradients are deferred, on stages with split backwards; None without these."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
+from quintsched.arguments import SEVERAL, ours, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
@@ -286,6 +287,7 @@ def parts_of(batch: Any, count: int) -> list[Any]:
     return [part(number) for number in range(count)] if count > 1 else [batch]
 
 
+@takes("drained(loader, engine)", loader=SEVERAL, engine=ours("RankView"))
 def drained(loader: Iterable[Any] | None, engine: EngineBase) -> Iterator[Any]:
     """Yield a loader's batches, then batches of no samples, until the loaders of all ranks have ended (collective).
 

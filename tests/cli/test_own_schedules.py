@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 import quintsched as qs
+from quintsched.schedules.kit import registry
 from quintsched.sweep import Status, prove
 from quintsched.user_code import load_object, load_schedule
 
@@ -325,3 +326,31 @@ def test_the_built_in_schedules_are_proved_over_shapes():
     for name in ("gpipe", "1f1b", "interleaved-1f1b", "inference"):
         found = {o.status for o in prove(load_schedule(name), pp=range(1, 4), microbatches=range(1, 5))}
         assert found == ({Status.SOUND, Status.REFUSED} if name == "interleaved-1f1b" else {Status.SOUND})
+
+
+def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    (tmp_path / "bare.py").write_text(
+        "import quintsched as qs\nfrom quintsched.instructions import Bwd, Fwd\n\n\n"
+        '@qs.schedule("bare")\ndef bare(rank, shape):\n    """All forwards, then all backwards."""\n'
+        "    for kind in (Fwd, Bwd):\n        yield from (kind(rank, m) for m in range(shape.microbatches))\n"
+    )
+    assert cli("check", "bare.py:bare", "--pp", "1..3", "--microbatches", "1..3").code == 0
+    assert cli("compile", "-s", "bare.py:bare", "--mesh", "pp=2", "-m", 3, "-o", "plan.json").code == 0
+    assert cli("check", "plan.json").code == cli("show", "plan.json").code == 0
+    assert cli("compare", "bare.py:bare", "gpipe", "--pp", 2, "--microbatches", 4).code == 0
+    listed = cli("schedules").out
+    assert "bare: All forwards, then all backwards\n    bubble not stated;  memory not stated\n" in listed
+    (entry,) = (entry for entry in cli("schedules", "--json").data if entry["name"] == "bare")
+    assert (entry["bubble"], entry["memory"]) == (None, None)
+    sizes = qs.find_model("gpt3-175b"), qs.find_hardware("a100-80gb"), 64, 64
+    best = qs.tune(*sizes, fixed={"schedule": ["bare"], "pp": [8]}, top=1).best[0]
+    assert best.strategy.schedule == "bare"
+
+
+def test_a_schedule_without_a_name_is_refused():
+    with pytest.raises(qs.UsageError, match=r"name is a function; give text: @quintsched\.schedule\('my-schedule'\)"):
+
+        @qs.schedule
+        def mine(rank, shape):
+            yield from ()

@@ -1,4 +1,10 @@
-"""Tools to write schedules: registry, phases, greedy list scheduling, building blocks of V shapes, constraints.
+"""Tools to write schedules with: the registry, phases, greedy lists, building blocks of V shapes, constraints.
 
-Imports `ir` and `simulation.costs`. The schedules themselves are one folder up, one file each.
+Public: `list_schedule`, a list schedule by priorities under a memory cap, and the placements `linear`, `loop` and `v`.
+Imports `ir` and `simulation.costs`. The schedules themselves are one folder up, one to a file.
 """
+
+from quintsched.ir.placement import linear, loop, v
+from quintsched.schedules.kit.priority_lists import HALVES, WHOLE, backwards_first, list_schedule
+
+__all__ = ["HALVES", "WHOLE", "backwards_first", "linear", "list_schedule", "loop", "v"]

@@ -1,6 +1,6 @@
 """Registry of schedules: a new one is a decorated generator.
 
-    @schedule("1f1b", summary="…", bubble="…", memory="…")
+    @schedule("1f1b")                             # and, for people to read: summary="…", bubble="…", memory="…"
     def one_f_one_b(rank: int, shape: Shape) -> Order:
         yield Fwd(rank, 0) …
 
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+from quintsched.arguments import FUNCTION, SEVERAL, TEXT, WHOLE, takes
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, quoted, suggest
 from quintsched.ir.instructions import Compute, Overlap
 from quintsched.ir.mesh import whole_number
@@ -81,15 +82,15 @@ class Shape:
 class Schedule:
     """Named order of computation, with its properties.
 
-    `order(rank, shape)` yields the computations of one rank; `constraint(shape)` returns the fault of a shape with the
-    sizes that work, or None.
+    `order(rank, shape)` yields the computations of one rank; `constraint(shape)` returns what is wrong with
+    a shape and which sizes work, or None. `bubble` and `memory` are formulas for people to read; "": not stated.
     """
 
     name: str
     order: Callable[[int, Shape], Order]
-    summary: str
-    bubble: str
-    memory: str
+    summary: str = ""
+    bubble: str = ""
+    memory: str = ""
     aliases: tuple[str, ...] = ()
     mode: Mode = "train"
     placement: Placement = linear
@@ -111,10 +112,13 @@ class Schedule:
     """Whether it has pairs of forwards and backwards that can overlap: it then reads `Shape.overlap`."""
     constraint: Callable[[Shape], str | None] = lambda _shape: None
 
+    def __repr__(self) -> str:
+        return f"Schedule({self.name}{f': {self.summary}' if self.summary else ''})"
+
     @property
     def built_in(self) -> bool:
         """Whether it is a schedule of this package."""
-        return self.order.__module__.startswith("quintsched.schedules.")
+        return str(getattr(self.order, "__module__", "")).startswith("quintsched.schedules.")
 
     @property
     def several_chunks(self) -> range:
@@ -205,12 +209,28 @@ def _check_range(name: str, what: str, value: int, low: int, high: int) -> None:
 _REGISTRY: dict[str, Schedule] = {}
 
 
+@takes(
+    "@quintsched.schedule('my-schedule')",
+    name=TEXT,
+    summary=TEXT,
+    bubble=TEXT,
+    memory=TEXT,
+    aliases=SEVERAL,
+    mode=TEXT,
+    placement=FUNCTION,
+    min_chunks=WHOLE,
+    max_chunks=WHOLE,
+    max_slices=WHOLE,
+    routes=FUNCTION,
+    stage_to_part=FUNCTION,
+    constraint=FUNCTION,
+)
 def schedule(
     name: str,
     *,
-    summary: str,
-    bubble: str,
-    memory: str,
+    summary: str = "",
+    bubble: str = "",
+    memory: str = "",
     aliases: tuple[str, ...] = (),
     mode: Mode = "train",
     placement: Placement = linear,
@@ -227,14 +247,16 @@ def schedule(
 ) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
     """Register the decorated generator as a schedule; the fields are those of `Schedule`.
 
-    Raises `UsageError` if another generator has the name; the same one may be redefined, as in notebooks.
+    Only the name is needed; without a `summary`, the first line of the generator's docstring is taken.
+    Raises `UsageError` where another generator has the name; the same one may be defined again, as notebooks do.
     """
 
+    @takes("@quintsched.schedule('my-schedule') above a generator", order=FUNCTION)
     def register(order: Callable[[int, Shape], Order]) -> Schedule:
         made = Schedule(
             name=name,
             order=order,
-            summary=summary,
+            summary=summary or (order.__doc__ or "").partition("\n")[0].rstrip("."),
             bubble=bubble,
             memory=memory,
             aliases=aliases,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quintsched.arguments import ours, takes
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.placement import check
@@ -42,6 +43,12 @@ class Prediction:
     """Terms of the memory of the rank that holds most; they add up to `memory_bytes`."""
 
 
+@takes(
+    "predict(find_model('gpt3-175b'), find_hardware('a100-80gb'), strategy)",
+    model=ours("Model"),
+    hardware=ours("Hardware"),
+    strategy=ours("Strategy"),
+)
 def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Prediction:
     """Predict the time and memory of a strategy.
 

@@ -85,7 +85,7 @@ def from_trace(trace: object, model: Model, strategy: Strategy, source: str) -> 
     if not seconds:
         raise InputError(f"{source}: no kernels and no operators; profile with activities CUDA and CPU, or CPU")
     try:
-        measured = MeasuredStep(model=model, strategy=strategy, seconds=seconds)
+        measured = MeasuredStep.model_validate({"model": model, "strategy": strategy, "seconds": seconds})
     except ValidationError as error:
         raise InputError(f"{source}: {describe_faults(error)}") from None
     return Profile(name=model.name, source=source, steps=(measured,))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from quintsched.arguments import MAPPING, WHOLE, ours, takes
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
@@ -65,6 +66,15 @@ class Tuning:
         return self.found.rows + self.found.worked_out
 
 
+@takes(
+    "tune(find_model('gpt3-175b'), find_hardware('a100-80gb'), gpus=1024, batch=1536)",
+    model=ours("Model"),
+    hardware=ours("Hardware"),
+    gpus=WHOLE,
+    batch=WHOLE,
+    seq=WHOLE,
+    fixed=MAPPING,
+)
 def tune(
     model: Model,
     hardware: Hardware,

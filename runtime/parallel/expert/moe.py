@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from quintsched.arguments import FUNCTION, NUMBER, WHOLE, instance, takes
 from quintsched.errors import MisfitError, UsageError
 
 from ...autograd.deferred_weight_grads import linear
@@ -87,6 +88,15 @@ class MoE(nn.Module):
 
     expert_tokens: Tensor
 
+    @takes(
+        "MoE(hidden, experts, lambda: Expert(…))",
+        hidden=WHOLE,
+        experts=WHOLE,
+        make=FUNCTION,
+        top_k=WHOLE,
+        capacity_factor=NUMBER,
+        shared=instance("a module", nn.Module),
+    )
     def __init__(
         self,
         hidden: int,
@@ -238,6 +248,7 @@ class MoE(nn.Module):
         return f"experts={self.num_experts}, top_k={self.top_k}, ep={self.group.size}"
 
 
+@takes("apply_expert_parallel(module, group)", module=instance("a module", nn.Module))
 def apply_expert_parallel(
     module: nn.Module,
     group: Group | dist.ProcessGroup,

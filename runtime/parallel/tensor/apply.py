@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 import torch.distributed as dist
 from torch import nn
 
+from quintsched.arguments import MAPPING, TEXT, instance, takes
 from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group
@@ -45,6 +46,7 @@ __all__ = [
 Way = tuple[Entry, Exit]
 
 
+@takes("apply_tensor_parallel(module, group, rules)", module=instance("a module", nn.Module), rules=MAPPING, path=TEXT)
 def apply_tensor_parallel(
     module: nn.Module,
     group: Group | dist.ProcessGroup,

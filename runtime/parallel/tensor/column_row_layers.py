@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from quintsched.arguments import WHOLE, ours, takes
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear
@@ -96,6 +97,12 @@ class ColumnParallelLinear(ShardedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @takes(
+        "ColumnParallelLinear(in_features, out_features, group)",
+        in_features=WHOLE,
+        out_features=WHOLE,
+        group=ours("Group"),
+    )
     def __init__(
         self,
         in_features: int,
@@ -182,6 +189,12 @@ class RowParallelLinear(ShardedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @takes(
+        "RowParallelLinear(in_features, out_features, group)",
+        in_features=WHOLE,
+        out_features=WHOLE,
+        group=ours("Group"),
+    )
     def __init__(
         self,
         in_features: int,
@@ -293,6 +306,12 @@ class VocabParallelEmbedding(ShardedModule):
     deferrable = ("weight",)
     weight: nn.Parameter
 
+    @takes(
+        "VocabParallelEmbedding(num_embeddings, embedding_dim, group)",
+        num_embeddings=WHOLE,
+        embedding_dim=WHOLE,
+        group=ours("Group"),
+    )
     def __init__(
         self,
         num_embeddings: int,

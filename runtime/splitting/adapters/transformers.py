@@ -32,7 +32,10 @@ IGNORED = -100
 def is_one(model: nn.Module) -> bool:
     """Whether a model is one of transformers."""
     library = sys.modules.get("transformers")
-    return library is not None and isinstance(model, library.PreTrainedModel)
+    try:
+        return library is not None and isinstance(model, library.PreTrainedModel)
+    except ImportError:  # its own import fails, as beside a torchvision of another torch: then no model is one of it
+        return False
 
 
 def settings(model: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_experts_are_shared_out_over_fewer():
     alone = qs.compile("1f1b", mesh="ep=4,pp=2", microbatches=4, zero=2)
     costs = qs.Costs(gradients=16.0, optimizer_state=16.0, experts=0.25)
     assert alone.simulate(costs).peak_state == (12.0 + 3.0 + 4.0 + 3.0 + 4.0,) * 2, "those stand until the step"
-    with pytest.raises(ValueError, match="less than or equal to 1"):
+    with pytest.raises(qs.UsageError, match=r"Costs: /experts: .* 1$"):
         qs.Costs(experts=1.5)
 
 

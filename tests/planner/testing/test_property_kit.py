@@ -278,3 +278,12 @@ def test_a_schedule_that_quits_fails():
         return one_by_one(rank, shape)
 
     assert "SystemExit: 0" in "\n".join(failure(own(quits), pp=1, microbatches=range(1, 5)))
+
+
+def test_the_result_says_what_was_not_compared():
+    free = assert_sound(own(one_by_one), pp=1, microbatches=range(1, 4))
+    assert str(free) == (
+        "mine: 6 shapes proved; not compared: memory (no bound is stated: give memory=lambda rank, shape: …)"
+    )
+    bound = assert_sound(own(one_by_one), pp=1, microbatches=range(1, 4), memory=lambda rank, shape: 1)
+    assert (bound.shapes, bound.not_compared) == (6, ())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.errors import UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import Blocks
@@ -189,5 +190,5 @@ def test_a_job_with_dropout_trains_to_the_same_losses_on_other_meshes(tmp_path: 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0])
 @pytest.mark.parametrize("kind", [GPTOptions, ViTOptions])
 def test_a_share_that_is_none_is_refused(kind: Callable[..., object], dropout: float) -> None:
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(UsageError, match="dropout"):
         kind(dropout=dropout)

@@ -1,0 +1,146 @@
+"""`list_schedule`: sound at all shapes, within its cap, and what it finds is what papers draw."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.instructions import Bwd, Fwd
+from quintsched.schedules import Schedule
+from quintsched.schedules.kit import HALVES, WHOLE, linear, list_schedule, loop, registry, v
+from quintsched.testing import assert_sound
+
+ROOT = Path(__file__).parents[3]
+
+
+def scheduled(placement=linear, chunks=1, searches=False, mode="train", routes=None, **how) -> Schedule:
+    def order(rank, shape):
+        given = {name: value(shape) if name == "memory_cap" else value for name, value in how.items()}
+        return list_schedule(shape, routes=routes and routes(shape), **given)[rank]
+
+    return Schedule(
+        "listed",
+        order,
+        mode=mode,
+        placement=placement,
+        min_chunks=chunks,
+        max_chunks=chunks,
+        max_slices=3,
+        searches=searches,
+        routes=routes,
+    )
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 1), (3, 8), (4, 2), (5, 11)])
+def test_the_memory_of_1f1b_makes_it_1f1b(pp, microbatches):
+    mine = scheduled(memory_cap=lambda shape: lambda rank: shape.pp - rank)
+    found = qs.compile(mine, mesh=f"pp={pp}", microbatches=microbatches)
+    assert found.columns == qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).columns
+
+
+def test_forwards_first_is_gpipe():
+    mine = scheduled(priority=lambda c: (not isinstance(c, Fwd), c.microbatch))
+    found = qs.compile(mine, mesh="pp=3", microbatches=5)
+    assert found.columns == qs.compile("gpipe", mesh="pp=3", microbatches=5).columns
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pp=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    slices=st.integers(1, 3),
+    placed=st.sampled_from([(linear, 1), (v, 2), (loop, 2), (v, 3)]),
+    passes=st.sampled_from([WHOLE, HALVES]),
+    cap=st.floats(1, 6),
+    mixed=st.integers(0, 2**20),
+)
+def test_no_cap_and_no_priority_gets_stuck(pp, microbatches, slices, placed, passes, cap, mixed):
+    """Even a priority at random: the oldest microbatch always has room."""
+    mine = scheduled(
+        *placed,
+        passes=passes,
+        memory_cap=lambda _: cap,
+        priority=lambda c: hash((mixed, type(c).__name__, c.stage, c.microbatch)),
+    )
+    plan = qs.compile(mine, mesh=f"pp={pp}", microbatches=microbatches, slices=slices)
+    verdict = plan.check(memory_cap=cap + 1e-6)
+    assert verdict.sound, verdict.explain()
+
+
+def test_it_passes_the_property_kit():
+    assert_sound(
+        scheduled(v, 2, passes=HALVES, memory_cap=lambda _: 2),
+        pp=range(1, 4),
+        microbatches=range(1, 6),
+        max_examples=15,
+    )
+
+
+def test_costs_are_those_of_the_shape():
+    """A slow first rank: with its costs, the others do not wait in an order that suits equal ranks."""
+    costs = qs.Costs(forward=(3.0, 1.0), backward_input=(3.0, 1.0), backward_weight=(3.0, 1.0), p2p=2.0)
+    plans = {
+        searches: qs.compile(
+            scheduled(searches=searches, passes=HALVES, memory_cap=lambda _: 3),
+            mesh="pp=2",
+            microbatches=6,
+            **({"costs": costs} if searches else {}),
+        )
+        for searches in (False, True)
+    }
+    assert plans[True].columns != plans[False].columns
+    assert plans[True].simulate(costs).makespan <= plans[False].simulate(costs).makespan
+
+
+def test_routes_and_forwards_alone():
+    def routes(shape):
+        half = shape.microbatches // 2
+        return [((0, 1), range(half)), ((2, 3), range(half, shape.microbatches))]
+
+    both_ways = scheduled(lambda pp, chunks: (0, 1, 1, 0), 2, routes=routes, memory_cap=lambda _: 2)
+    assert qs.compile(both_ways, mesh="pp=2", microbatches=6).check().sound
+    forwards = scheduled(mode="forward", passes=(Fwd,), memory_cap=lambda _: 1)
+    assert qs.compile(forwards, mesh="pp=2", microbatches=3).columns == (
+        qs.compile("inference", mesh="pp=2", microbatches=3).columns
+    )
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(qs.UsageError, match=r"memory_cap is 0\.5 on rank 0, where one microbatch holds 1; give at"):
+        qs.compile(scheduled(memory_cap=lambda _: 0.5), mesh="pp=2", microbatches=2)
+    with pytest.raises(qs.UsageError, match="passes is none of WHOLE, HALVES"):
+        qs.compile(scheduled(passes=(Bwd,)), mesh="pp=2", microbatches=2)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+def test_the_ten_lines_of_the_docs(registered):
+    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n# a schedule by priorities\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 10
+    found = SimpleNamespace()
+    exec(code, vars(found))
+    plan = qs.compile(found.half_v, mesh="pp=4", microbatches=8)
+    usual = qs.compile("1f1b", mesh="pp=4", microbatches=8)
+    assert max(plan.check().peak_activations) <= max(usual.check().peak_activations) / 2
+
+
+def test_the_example(registered, capsys):
+    runpy.run_path(str(ROOT / "examples" / "list_schedule.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" on ")[0] for line in lines] == [
+        "Simulation(greedy-1f1b",
+        "Simulation(greedy-v",
+        "Simulation(greedy-gpipe",
+    ]
+    assert "bubble 27.3%, peak activations 4)" in lines[0]

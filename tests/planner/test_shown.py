@@ -1,0 +1,104 @@
+"""Plans, verdicts and simulations at a prompt and in a notebook: one line, and small HTML that is escaped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+import quintsched as qs
+from quintsched.instructions import Bwd, Fwd
+from quintsched.simulation import notebook
+
+VOID = {"rect"}
+
+
+class Tags(HTMLParser):
+    """Counts tags, and requires that each is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.found.append(tag)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def plan() -> qs.Plan:
+    return qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=8)
+
+
+def test_one_line_each(plan):
+    name = "1f1b on dp=2,pp=2,tp=2, 8 microbatches"
+    assert repr(plan) == "Plan(1f1b, dp=2,pp=2,tp=2, 8 microbatches, 72 instructions)"
+    assert repr(plan.mesh) == "Mesh(dp=2, pp=2, tp=2)"
+    assert repr(qs.Mesh()) == "Mesh()"
+    assert repr(plan.simulate()) == f"Simulation({name}: makespan 27 forward, bubble 11.1%, peak activations 2)"
+    profiles = "blocking, single-stream, pair-stream, channel, tagged"
+    assert repr(plan.check()) == f"Verdict(sound: {name}, free of deadlock under {profiles})"
+    found = {schedule.name: schedule for schedule in qs.all_schedules()}
+    assert repr(found["1f1b"]) == f"Schedule(1f1b: {found['1f1b'].summary})"
+    offloading = qs.compile("zbv", mesh="pp=2", microbatches=4, offload=1.5)
+    assert repr(offloading).startswith("Plan(zbv, pp=2, 4 microbatches, 2 chunks, offloading, ")
+
+
+def test_what_is_wrong_is_in_the_line(plan):
+    broken = replace(plan, programs=(plan.programs[0][:-3], plan.programs[1]))
+    shown = repr(broken.check())
+    assert shown.startswith("Verdict(not sound: 1f1b on dp=2,pp=2,tp=2, 8 microbatches, data flow: rank 0 instruction ")
+    assert shown.endswith(" more)")
+    assert "\n" not in shown
+    assert "not sound" in broken._repr_html_()
+
+
+def test_html_has_every_computation_of_a_small_plan(plan):
+    text = plan._repr_html_()
+    found = Tags(text).found
+    assert found.count("rect") == 2 * 16
+    assert "script" not in found
+    assert "bubble</th><td>11.1%" in text
+    assert "Fwd(stage=1, microbatch=7) " in text
+    assert text == plan.simulate()._repr_html_()
+    assert "channel</th><td>free of deadlock" in plan.check()._repr_html_()
+    assert not Tags(plan.check()._repr_html_()).open
+
+
+def test_html_of_a_large_plan_is_a_window():
+    large = qs.compile("zbv", mesh="pp=24", microbatches=48)
+    text = large.simulate()._repr_html_()
+    assert Tags(text).found.count("rect") == notebook.MOST_BOXES
+    assert "pipeline ranks 0 to 15 of 24, until " in text
+    assert len(text) < 100_000
+
+
+def test_html_of_a_plan_that_takes_long_to_time_is_its_line(plan, monkeypatch):
+    monkeypatch.setattr(notebook, "MOST_TIMED", 71)
+    assert plan._repr_html_() == f"<p><b>{plan!r}</b></p>"
+
+
+def test_names_are_escaped():
+    name = "<script>alert('&')</script>"
+
+    def order(rank: int, shape: qs.Shape):
+        yield Fwd(rank, 0)
+        yield Bwd(rank, 0)
+
+    plan = qs.compile(qs.Schedule(name, order), mesh="pp=2", microbatches=1)
+    broken = replace(plan, programs=(plan.programs[0][:-3], plan.programs[1]))
+    for text in (plan._repr_html_(), plan.check()._repr_html_(), broken._repr_html_()):
+        assert "script" not in Tags(text).found
+        assert "&lt;script&gt;" in text
+
+
+def test_long_explanations_are_cut():
+    assert len(notebook.words("<" * 10_000)) < 5 * notebook.MOST_WORDS

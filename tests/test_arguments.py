@@ -1,0 +1,329 @@
+"""Wrong arguments of every public name in docs/api.md: one error of ours that names the argument, and no traceback."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched import runtime
+from quintsched.arguments import FUNCTION, WHOLE, ours, takes
+from quintsched.errors import import_advice
+from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime.comm import SelfGroup
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+PLAN = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+MODEL, HARDWARE = qs.find_model("gpt3-175b"), qs.find_hardware("a100-80gb")
+STRATEGY = qs.Strategy(gpus=8, dp=8, batch=8, seq=128)
+ALONE = SelfGroup(0, torch.device("cpu"))
+
+
+def order(rank: int, shape: qs.Shape) -> list[Any]:
+    return []
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def engine(*changed: Any, **options: Any) -> Engine:
+    usual = (PLAN, [nn.Linear(2, 2)], nn.MSELoss(), sgd)
+    return Engine(*[*changed, *usual[len(changed) :]], **options)
+
+
+def drain(*given: Any, **options: Any) -> None:
+    list(runtime.drained(*given, **options))
+
+
+Calls = dict[str, Callable[[], object]]
+"""Wrong calls, by what their message has to name."""
+
+WRONG: dict[str, Calls] = {
+    "compile": {
+        "compile: missing a required argument: 'schedule'; write compile(": lambda: qs.compile(mesh=4),
+        "mesh": lambda: qs.compile("1f1b", mesh=4, microbatches=8),
+        "microbatches": lambda: qs.compile("1f1b", mesh="pp=2", microbatches="8"),
+        "'chunkz'; did you mean 'chunks'?": lambda: qs.compile("1f1b", mesh="pp=2", microbatches=8, chunkz=1),
+    },
+    "check": {
+        "plan": lambda: qs.check("plan.json"),
+        "profile": lambda: qs.check(PLAN, profile=["channel"]),
+        "memory_cap": lambda: qs.check(PLAN, memory_cap="2"),
+    },
+    "simulate": {
+        "plan": lambda: qs.simulate("1f1b"),
+        "costs": lambda: qs.simulate(PLAN, {"forward": 1}),
+        "plan is a Costs": lambda: qs.simulate(qs.Costs(), PLAN),
+    },
+    "schedule": {
+        "name": lambda: qs.schedule(order),
+        "max_chunks": lambda: qs.schedule("mine", max_chunks="2"),
+        "placement": lambda: qs.schedule("mine", placement=(0, 1)),
+        "order": lambda: qs.schedule("mine")([1, 2]),
+    },
+    "predict": {
+        "model": lambda: qs.predict("gpt3-175b", HARDWARE, STRATEGY),
+        "hardware": lambda: qs.predict(MODEL, "a100-80gb", STRATEGY),
+        "strategy": lambda: qs.predict(MODEL, HARDWARE, {"gpus": 8}),
+    },
+    "tune": {
+        "model": lambda: qs.tune("gpt3-175b", HARDWARE, 8, 8),
+        "gpus": lambda: qs.tune(MODEL, HARDWARE, "8", 8),
+        "fixed": lambda: qs.tune(MODEL, HARDWARE, 8, 8, fixed=["pp"]),
+    },
+    "find_model": {
+        "model": lambda: qs.find_model(4),
+        "gpt9": lambda: qs.find_model("gpt9"),
+        "hiden": lambda: qs.find_model({"like": "gpt3-175b", "hiden": 4}),
+    },
+    "find_hardware": {
+        "hardware": lambda: qs.find_hardware(4),
+        "a200": lambda: qs.find_hardware("a200"),
+        "memry": lambda: qs.find_hardware({"like": "a100-80gb", "memry": 4}),
+    },
+    "Mesh": {
+        "dp": lambda: qs.Mesh(dp="2"),
+        "xp": lambda: qs.Mesh(xp=2),
+        "pp": lambda: qs.Mesh(pp=0),
+    },
+    "Plan": {
+        "path": lambda: qs.Plan.load(4),
+        "path is a dict": lambda: PLAN.save({}),
+        "rank": lambda: PLAN.program("0"),
+    },
+    "Costs": {
+        "forward": lambda: qs.Costs(forward="fast"),
+        "foward": lambda: qs.Costs(foward=1),
+        "p2p": lambda: qs.Costs(p2p=[1]),
+    },
+    "Model": {
+        "hidden": lambda: qs.Model(**{**MODEL.model_dump(), "hidden": "wide"}),
+        "layers": lambda: qs.Model(**{**MODEL.model_dump(), "layers": 0}),
+        "hiden": lambda: qs.Model(**MODEL.model_dump(), hiden=4),
+    },
+    "Hardware": {
+        "memory_gb": lambda: qs.Hardware(**{**HARDWARE.model_dump(), "memory_gb": "much"}),
+        "gpus_per_node": lambda: qs.Hardware(**{**HARDWARE.model_dump(), "gpus_per_node": 0}),
+        "memry": lambda: qs.Hardware(**HARDWARE.model_dump(), memry=4),
+    },
+    "Strategy": {
+        "batch": lambda: qs.Strategy(gpus=8, batch="8", seq=1),
+        "seq": lambda: qs.Strategy(gpus=8, batch=8),
+        "dtype": lambda: qs.Strategy(gpus=8, batch=8, seq=1, dtype=torch.float32),
+    },
+    "Engine": {
+        "plan is a list": lambda: Engine([nn.Linear(2, 2)], PLAN, nn.MSELoss(), sgd),
+        "blocks is a whole Bilinear": lambda: engine(PLAN, nn.Bilinear(2, 2, 2)),
+        "blocks is a function": lambda: engine(PLAN, order),
+        "loss_fn": lambda: engine(PLAN, [nn.Linear(2, 2)], sgd([nn.Parameter(torch.ones(1))]), nn.MSELoss()),
+        "optimizer": lambda: engine(PLAN, [nn.Linear(2, 2)], nn.MSELoss(), nn.MSELoss()),
+        "metrics": lambda: engine(metrics=[order]),
+        "transport": lambda: engine(transport="gloo"),
+        "clipp": lambda: engine(clipp=1.0),
+    },
+    "SumOfMeans": {
+        "SumOfMeans takes pairs": lambda: runtime.SumOfMeans(nn.MSELoss()),
+        "pairs of functions": lambda: runtime.SumOfMeans((nn.MSELoss(), 4)),
+        "targets": lambda: runtime.SumOfMeans(),
+    },
+    "StopRequest": {"under_torchrun": lambda: runtime.StopRequest(under_torchrun="yes")},
+    "drained": {
+        "loader": lambda: drain(4, engine()),
+        "engine": lambda: drain([], "engine"),
+        "loader is an Engine": lambda: drain(engine(), []),
+    },
+    "JobConfig": {
+        "train": lambda: runtime.JobConfig(train=4),
+        "trian": lambda: runtime.JobConfig(trian={}),
+        "epochs": lambda: runtime.JobConfig(train={"epochs": "many"}),
+    },
+    "load_job": {
+        "path": lambda: runtime.load_job({"train": {}}),
+        "overrides": lambda: runtime.load_job("job.yaml", "train.epochs=4"),
+        "nowhere.yaml": lambda: runtime.load_job("nowhere.yaml"),
+    },
+    "plan_of": {
+        "job": lambda: runtime.plan_of("job.yaml"),
+        "plan_path": lambda: runtime.plan_of(runtime.JobConfig(), PLAN),
+        "job is a Plan": lambda: runtime.plan_of(PLAN, runtime.JobConfig()),
+    },
+    "connect": {
+        "backend": lambda: runtime.connect(4),
+        "timeout_s": lambda: runtime.connect("gloo", "60"),
+        "glooo": lambda: runtime.connect("glooo"),
+    },
+    "connect_for": {
+        "plan": lambda: runtime.connect_for("gloo", 60),
+        "timeout_s": lambda: runtime.connect_for(PLAN, "gloo"),
+        "name": lambda: runtime.connect_for(PLAN, 60, 4),
+    },
+    "run_local": {
+        "world_size is a function": lambda: run_local(order, 4),
+        "fn": lambda: run_local(2, PLAN),
+        "timeout_s": lambda: run_local(2, order, "60"),
+    },
+    "build_model": {
+        "blocks is a Linear": lambda: runtime.build_model(nn.Linear(2, 2)),
+        "seed": lambda: runtime.build_model([nn.Linear(2, 2)], seed="0"),
+        "dtype": lambda: runtime.build_model([nn.Linear(2, 2)], dtype="bfloat16"),
+    },
+    "measure_costs": {
+        "blocks": lambda: runtime.measure_costs(torch.ones(2, 2), [nn.Linear(2, 2)]),
+        "example": lambda: runtime.measure_costs([nn.Linear(2, 2)], "text"),
+        "rounds": lambda: runtime.measure_costs([nn.Linear(2, 2)], torch.ones(2, 2), rounds="3"),
+    },
+    "split": {
+        "model is 'gpt2'": lambda: split("gpt2"),
+        "model is a Tensor": lambda: split(torch.ones(2)),
+        "blocks": lambda: split(nn.Linear(2, 2), blocks="layers.*"),
+        "example": lambda: split(nn.Bilinear(2, 2, 2), example="text"),
+    },
+    "Split": {
+        "blocks is a Linear": lambda: runtime.Split(nn.Linear(2, 2)),
+        "blocks is 4": lambda: runtime.Split(4),
+        "tied": lambda: runtime.Split([nn.Linear(2, 2)], tied=[("a", "b")]),
+    },
+    "defer": {
+        "parameter": lambda: runtime.defer("weight", order, ()),
+        "product": lambda: runtime.defer(nn.Parameter(torch.ones(1)), 4, ()),
+        "parameter is a function": lambda: runtime.defer(order, nn.Parameter(torch.ones(1)), ()),
+    },
+    "MoE": {
+        "hidden": lambda: runtime.MoE(nn.Linear(2, 2), 4, 2),
+        "experts": lambda: runtime.MoE(8, "4", order),
+        "make": lambda: runtime.MoE(8, 4, 2),
+    },
+    "apply_expert_parallel": {
+        "module": lambda: runtime.apply_expert_parallel(ALONE, nn.Linear(2, 2)),
+        "group": lambda: runtime.apply_expert_parallel(nn.Linear(2, 2), 4),
+        "group is 'ep'": lambda: runtime.apply_expert_parallel(nn.Linear(2, 2), "ep"),
+    },
+    "apply_tensor_parallel": {
+        "module": lambda: runtime.apply_tensor_parallel(ALONE, nn.Linear(2, 2)),
+        "group": lambda: runtime.apply_tensor_parallel(nn.Linear(2, 2), 2),
+        "rules": lambda: runtime.apply_tensor_parallel(nn.Linear(2, 2), ALONE, "column"),
+    },
+    "ColumnParallelLinear": {
+        "in_features": lambda: runtime.ColumnParallelLinear(nn.Linear(2, 2), ALONE, 2),
+        "out_features": lambda: runtime.ColumnParallelLinear(2, "2", ALONE),
+        "group": lambda: runtime.ColumnParallelLinear(2, 2, 2),
+    },
+    "RowParallelLinear": {
+        "in_features": lambda: runtime.RowParallelLinear(nn.Linear(2, 2), ALONE, 2),
+        "out_features": lambda: runtime.RowParallelLinear(2, "2", ALONE),
+        "group": lambda: runtime.RowParallelLinear(2, 2, 2),
+    },
+    "VocabParallelEmbedding": {
+        "num_embeddings": lambda: runtime.VocabParallelEmbedding(nn.Embedding(2, 2), ALONE, 2),
+        "embedding_dim": lambda: runtime.VocabParallelEmbedding(2, "2", ALONE),
+        "group": lambda: runtime.VocabParallelEmbedding(2, 2, 2),
+    },
+}
+
+GIVEN_BY_US = {"Schedule", "Shape", "Verdict", "Finding", "Simulation", "Prediction", "Tuning", "StepResult"} | {
+    "LoadedWeights",
+    "Transport",
+    "Group",
+}
+"""What functions return or hand over; nobody builds these by hand."""
+
+OTHERS = {
+    "all_schedules": "takes no arguments",
+    "Carry": "takes anything; a block that returns something wrong in it is refused in the first step",
+    "Trainer": "has tests of its own",
+}
+
+
+def public(module: str) -> list[str]:
+    """Return the names that docs/api.md lists of a module."""
+    (section,) = re.findall(rf"^## `{re.escape(module)}`\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    return [name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+
+
+def test_the_table_has_every_public_name() -> None:
+    names = {*public("quintsched"), *public("quintsched.runtime")}
+    errors = {name for name in names if name.endswith("Error")}
+    assert names - errors == {*WRONG, *GIVEN_BY_US, *OTHERS}
+    for name, calls in WRONG.items():
+        assert len(calls) >= 3 or name == "StopRequest", f"{name}: three wrong calls"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name, calls in WRONG.items() for argument in calls]
+)
+def test_wrong_arguments_are_named(name: str, argument: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((qs.QuintschedError, TypeError)) as found:
+        WRONG[name][argument]()
+    assert argument in str(found.value)
+    if not isinstance(found.value, qs.QuintschedError):  # Python's own, for a call that does not fit the signature
+        assert len(traceback.extract_tb(found.value.__traceback__)) <= 4
+
+
+def test_a_schedule_or_plan_that_was_given_is_not_copied_or_changed() -> None:
+    assert qs.check(PLAN).plan is PLAN
+    assert PLAN.simulate(None).makespan == qs.simulate(PLAN).makespan
+
+
+def test_kinds_and_defaults() -> None:
+    @takes("f(4, function)", count=WHOLE, fn=FUNCTION, plan=ours("PlanData"))
+    def f(count: int, fn: Callable[[], int] | None = None, plan: Any = None) -> int:
+        """Count."""
+        return count
+
+    assert f(4) == f(count=4, fn=order, plan=PLAN) == f(torch.tensor(4)) == 4
+    assert (f.__name__, f.__doc__) == ("f", "Count.")
+    for wrong, words in {
+        partial(f, True): "count is True; give a whole number: f(4, function)",
+        partial(f, None): "count is None; give a whole number",
+        partial(f, 4, 5): "fn is 5; give a function",
+        partial(f, 4, order, nn.Linear): "plan is the class Linear; give a PlanData",
+    }.items():
+        with pytest.raises(qs.UsageError, match=re.escape(words)):
+            wrong()
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'count'"):
+        f()
+
+
+def test_advice_on_imports_that_fail() -> None:
+    hidden = ModuleNotFoundError("Could not import module 'LlamaConfig'")
+    hidden.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    assert "--index-url https://download.pytorch.org/whl/cpu" in import_advice(hidden)
+    missing = ModuleNotFoundError("No module named 'peft'", name="peft")
+    assert import_advice(missing) == "; pip install 'quintsched[hf]'"
+    assert import_advice(ImportError("another")) == import_advice(None) == ""
+
+    def build() -> nn.Module:
+        raise hidden
+
+    with pytest.raises(qs.MisfitError, match="torchvision that is installed does not go with this torch"):
+        split(build)
+
+
+def test_public_names_have_docstrings() -> None:
+    for module in (qs, runtime):
+        for name in module.__all__:
+            found = getattr(module, name)
+            assert (found.__doc__ or "").strip(), name
+            assert not found.__doc__.startswith(f"{name}("), f"{name}: a dataclass's own signature is no docstring"
+
+
+def test_a_run_with_swapped_arguments_shows_the_call() -> None:
+    with pytest.raises(
+        qs.UsageError, match=r"^run_local: world_size is a function; give a whole number: run_local\(4, fu"
+    ):
+        run_local(order, 4)  # type: ignore[arg-type]
+    with pytest.raises(
+        qs.UsageError, match=r"^Engine: plan is a list; give a PlanData: Engine\(plan, blocks, loss_fn, op"
+    ):
+        Engine([], PLAN, nn.MSELoss(), sgd)  # type: ignore[arg-type]
