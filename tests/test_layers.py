@@ -95,6 +95,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "graph",
         "instructions",
         "ir",
+        "tokens",
         "files",
         "errors",
     ),

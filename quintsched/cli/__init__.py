@@ -17,6 +17,7 @@ from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
 from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
+from quintsched.cli.data import COMMANDS as DATA
 from quintsched.cli.exchange import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
@@ -48,7 +49,10 @@ COMMANDS = (
     new,
 )
 
-GROUPS = (Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),)
+GROUPS = (
+    Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
+    Group("data", "Token shards that jobs train on: tokenize, show.", DATA),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
