@@ -42,6 +42,11 @@ class Shard:
         self.number, self.entry, self._index = number, index.shards[number], index
         self.tokens_path, self.documents_path = folder / tokens_name(number), folder / documents_name(number)
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids that there may be."""
+        return self._index.vocabulary
+
     @cached_property
     def tokens(self) -> Ids:
         """Ids: (tokens,), a read-only memory map."""
@@ -80,11 +85,11 @@ class Shard:
 
     def require_ids(self, ids: Ids, start: int) -> None:
         """Raise `InputError`, with the place, for an id that is not in the vocabulary; they begin at `start`."""
-        if len(ids) and ids.max() >= self._index.vocabulary:
+        if len(ids) and ids.max() >= self.vocabulary:
             at = int(ids.argmax())
             raise InputError(
-                f"{self.tokens_path}: token {start + at} is {ids[at]}, but the vocabulary has {self._index.vocabulary} "
-                "ids; write the tokens again"
+                f"{self.tokens_path}: token {start + at} is {ids[at]}, but the vocabulary has {self.vocabulary} ids; "
+                " write the tokens again"
             )
 
     def verify(self) -> None:

@@ -1,0 +1,178 @@
+"""Windows of token shards: samples of `sequence` inputs, each with the token that follows as its target.
+
+    shard        │ a b c . d e . f g h i j . │            . ends a document; sequence = 4
+
+    packed       inputs a b c .   d e . f   g h i j       windows side by side, across documents; of a shard, the
+                 targets b c . d   e . f g   h i j .      tokens behind the last whole window are left out
+    unpacked     a b c    d e    f g h i   j              a window begins with each document, and where one before it
+                 b c .    e .    g h i j   .              ended; the rest is padded, and its targets are ignored
+
+With documents kept apart, packed windows come with the number of the document of each input, counted from the window's
+first, and a target that belongs to the next document is ignored.
+
+Windows are found by their number: by division, or by the number of windows before every 1024th document.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quintsched.tokens import Shard, TokenFolder
+
+from .dataset import IGNORED_TARGET, PADDING, Indices
+
+INDEXED = 1024
+"""Documents whose windows are counted together."""
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a batch: inputs, targets and documents, int64 (rows, sequence); None where they are not read."""
+
+    inputs: Numbers | None
+    targets: Numbers | None
+    documents: Numbers | None
+
+    @staticmethod
+    def empty(rows: int, sequence: int, *, ids: bool, documents: bool) -> Rows:
+        """Return rows of padding."""
+        shape = rows, sequence
+        return Rows(
+            np.zeros(shape, np.int64) if ids else None,
+            np.full(shape, IGNORED_TARGET, np.int64) if ids else None,
+            np.zeros(shape, np.int64) if documents else None,
+        )
+
+
+class Windows(ABC):
+    """Windows of a folder of token shards; `len` is their number.
+
+    Args:
+        folder: the shards.
+        sequence: inputs of a window.
+    """
+
+    def __init__(self, folder: TokenFolder, sequence: int) -> None:
+        self.folder, self.sequence = folder, sequence
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, windows: Indices, into: Rows, rows: Indices) -> None:
+        """Read windows, by their numbers, into rows of a batch; raises `InputError` for ids that are none."""
+
+
+class PackedWindows(Windows):
+    """Windows side by side, across documents; with `apart`, documents are numbered, and targets kept within them.
+
+    Raises `InputError`, with `apart`, for ends of documents that are out of order.
+    """
+
+    def __init__(self, folder: TokenFolder, sequence: int, *, apart: bool) -> None:
+        super().__init__(folder, sequence)
+        self._apart = apart
+        counts = [(shard.entry.tokens - 1) // sequence for shard in folder.shards]
+        self._before = np.cumsum([0, *counts])
+        for shard in folder.shards if apart else ():
+            for _ in shard.ends_in_blocks():
+                pass
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def read(self, windows: Indices, into: Rows, rows: Indices) -> None:
+        """Read windows into rows of a batch: those of a shard at once."""
+        shards = np.searchsorted(self._before, windows, side="right") - 1
+        for number in np.unique(shards):
+            mine = shards == number
+            starts = (windows[mine] - self._before[number]) * self.sequence
+            self._read_of(self.folder.shards[number], starts, into, rows[mine])
+
+    def _read_of(self, shard: Shard, starts: Numbers, into: Rows, rows: Indices) -> None:
+        if into.inputs is not None and into.targets is not None:
+            ids = np.lib.stride_tricks.sliding_window_view(shard.tokens, self.sequence + 1)[starts]
+            _require_ids(shard, ids, starts)
+            into.inputs[rows], into.targets[rows] = ids[:, :-1], ids[:, 1:]
+        if not self._apart:
+            return
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+            numbers = _documents(shard, start, self.sequence + 1)
+            if into.documents is not None:
+                into.documents[row] = numbers[:-1]
+            if into.targets is not None:
+                into.targets[row][numbers[1:] != numbers[:-1]] = IGNORED_TARGET
+
+
+class DocumentWindows(Windows):
+    """Windows within documents; a document of n tokens has ⌈(n - 1) / sequence⌉ of them.
+
+    All ends of documents are read once, and 8 bytes kept for each 1024 documents.
+    Raises `InputError` for ends of documents that are out of order.
+    """
+
+    def __init__(self, folder: TokenFolder, sequence: int) -> None:
+        super().__init__(folder, sequence)
+        counts, places = [0], []
+        for shard in folder.shards:
+            begin = np.uint64(0)
+            for number, ends in enumerate(shard.ends_in_blocks(INDEXED)):
+                counts.append(int(self._counts(np.diff(ends, prepend=begin).astype(np.int64)).sum()))
+                places.append((shard.number, number * INDEXED))
+                begin = ends[-1]
+        self._before, self._places = np.cumsum(counts), np.array(places)
+
+    def _counts(self, lengths: Numbers) -> Numbers:
+        return (lengths + self.sequence - 2) // self.sequence
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def read(self, windows: Indices, into: Rows, rows: Indices) -> None:
+        """Read windows into rows of a batch."""
+        if into.inputs is None or into.targets is None:
+            return
+        for row, window in zip(rows.tolist(), windows.tolist(), strict=True):
+            shard, start, stop = self._place(window)
+            ids = shard.tokens[start:stop]
+            shard.require_ids(ids, start)
+            into.inputs[row, : len(ids) - 1], into.targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
+
+    def _place(self, window: int) -> tuple[Shard, int, int]:
+        """Return the shard of a window, and where its inputs begin and its targets end."""
+        block = int(np.searchsorted(self._before, window, side="right")) - 1
+        number, first = self._places[block].tolist()
+        shard = self.folder.shards[number]
+        begin = int(shard.ends[first - 1]) if first else 0
+        ends = shard.ends[first : first + INDEXED].astype(np.int64)
+        lengths = np.diff(ends, prepend=begin)
+        behind = np.cumsum(self._counts(lengths)) + self._before[block]
+        document = int(np.searchsorted(behind, window, side="right"))
+        nth = window - int(behind[document] - self._counts(lengths[document : document + 1])[0])
+        start = int(ends[document] - lengths[document]) + nth * self.sequence
+        return shard, start, min(start + self.sequence + 1, int(ends[document]))
+
+
+def real_rows(numbers: Indices) -> Indices:
+    """Return the rows of a batch that are no padding."""
+    return np.flatnonzero(numbers != PADDING)
+
+
+def _documents(shard: Shard, start: int, count: int) -> Numbers:
+    """Return the documents of `count` tokens, counted from that of the first one."""
+    first, last = np.searchsorted(shard.ends, np.array([start, start + count - 1], np.uint64), side="right").tolist()
+    ends = shard.ends[first:last].astype(np.int64)
+    return np.searchsorted(ends, np.arange(start, start + count), side="right")
+
+
+def _require_ids(shard: Shard, ids: npt.NDArray[Any], starts: Numbers) -> None:
+    if len(ids) and ids.max() >= shard.vocabulary:
+        row = int(ids.max(1).argmax())
+        shard.require_ids(ids[row], int(starts[row]))
