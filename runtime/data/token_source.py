@@ -41,7 +41,7 @@ class TokenOptions(Settings):
     """Samples of an epoch; none: as many as there are in all sources."""
     validation: Annotated[float, Field(gt=0, lt=1)] | str = 0.01
     """Fraction of each source's samples, at its end, that is for validation, at least one; or another folder."""
-    prefetch: int = Field(default=2, ge=0, le=100)
+    prefetch: int = Field(default=4, ge=0, le=100)
     """Batches that a thread reads ahead; 0: each is read when it is due."""
 
     @model_validator(mode="after")

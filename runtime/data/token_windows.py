@@ -103,12 +103,12 @@ class PackedWindows(Windows):
             into.inputs[rows], into.targets[rows] = ids[:, :-1], ids[:, 1:]
         if not self._apart:
             return
-        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
-            numbers = _documents(shard, start, self.sequence + 1)
-            if into.documents is not None:
-                into.documents[row] = numbers[:-1]
-            if into.targets is not None:
-                into.targets[row][numbers[1:] != numbers[:-1]] = IGNORED_TARGET
+        numbers = _documents(shard, starts, self.sequence + 1)
+        if into.documents is not None:
+            into.documents[rows] = numbers[:, :-1]
+        if into.targets is not None:
+            row, place = np.nonzero(numbers[:, 1:] != numbers[:, :-1])
+            into.targets[rows[row], place] = IGNORED_TARGET
 
 
 class DocumentWindows(Windows):
@@ -165,11 +165,17 @@ def real_rows(numbers: Indices) -> Indices:
     return np.flatnonzero(numbers != PADDING)
 
 
-def _documents(shard: Shard, start: int, count: int) -> Numbers:
-    """Return the documents of `count` tokens, counted from that of the first one."""
-    first, last = np.searchsorted(shard.ends, np.array([start, start + count - 1], np.uint64), side="right").tolist()
-    ends = shard.ends[first:last].astype(np.int64)
-    return np.searchsorted(ends, np.arange(start, start + count), side="right")
+def _documents(shard: Shard, starts: Numbers, count: int) -> Numbers:
+    """Return the documents of `count` tokens from each start on, counted from that of the first: (starts, count)."""
+    first, last = (
+        np.searchsorted(shard.ends, at.astype(np.uint64), side="right") for at in (starts, starts + count - 1)
+    )
+    within = last - first  # documents that end in each row, before its last token
+    rows = np.repeat(np.arange(len(starts)), within)
+    ends = np.arange(len(rows)) + np.repeat(first - (np.cumsum(within) - within), within)
+    begins = np.zeros((len(starts), count), np.int64)
+    begins[rows, shard.ends[ends].astype(np.int64) - starts[rows]] = 1
+    return begins.cumsum(1, out=begins)
 
 
 def _require_ids(shard: Shard, ids: npt.NDArray[Any], starts: Numbers) -> None:

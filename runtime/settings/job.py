@@ -88,7 +88,7 @@ class DataConfig(Settings):
     instead of the source of Python's standard library; for "tokens", a folder of token shards, or of such folders."""
     options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
     """Options of "text": {sequence: 128, max_bytes: null}; of "tokens": {sequence: 1024, pack: true, mask_documents:
-    false, mixture: [], samples: null, validation: 0.01, prefetch: 2}; or of a user's function. The others have none."""
+    false, mixture: [], samples: null, validation: 0.01, prefetch: 4}; or of a user's function. The others have none."""
 
 
 class AutoConfig(Settings):
