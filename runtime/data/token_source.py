@@ -39,13 +39,15 @@ class TokenOptions(Settings):
     """Sources and their weights, in place of the one in `data.path`."""
     samples: int | None = Field(default=None, ge=1)
     """Samples of an epoch; none: as many as there are in all sources."""
-    validation: Annotated[float, Field(gt=0, lt=1)] | str = 0.01
+    validation: float | str = 0.01
     """Fraction of each source's samples, at its end, that is for validation, at least one; or another folder."""
     prefetch: int = Field(default=4, ge=0, le=100)
     """Batches that a thread reads ahead; 0: each is read when it is due."""
 
     @model_validator(mode="after")
-    def _documents_are_packed(self) -> TokenOptions:
+    def _options_fit(self) -> TokenOptions:
+        if not isinstance(self.validation, str) and not 0 < self.validation < 1:
+            raise ValueError(f"validation is a fraction between 0 and 1, or another folder, not {self.validation:g}")
         if self.mask_documents and not self.pack:
             raise ValueError("mask_documents is for packed samples; without pack a sample holds one document anyway")
         return self
