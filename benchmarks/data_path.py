@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,12 +49,19 @@ def compute(seconds: float, square: torch.Tensor) -> None:
         torch.mm(square, square)
 
 
-def waits(dataset: TokenDataset, batch: int, steps: int, step_s: float) -> list[float]:
-    """Return how long each step waits for its batch, in seconds; the first is left out."""
+def waits(dataset: TokenDataset, batch: int, steps: int, step_s: float) -> tuple[list[float], list[float]]:
+    """Return how long each step waits for its batch (but the first), and what reading one takes of a core; seconds."""
     sampler = BatchSampler(num_samples=len(dataset.train), batch_size=batch, shuffle=False)
     endless = (indices for epoch in range(steps) for indices in sampler.batches(epoch))
-    found, square = [], torch.rand(256, 256)
-    batches = prefetched((dataset.train.batch(indices) for indices in endless), dataset.prefetch)
+    found, costs, square = [], list[float](), torch.rand(256, 256)
+
+    def read(indices: np.ndarray) -> tuple[Any, ...]:
+        began = time.thread_time()
+        given = dataset.train.batch(indices)
+        costs.append(time.thread_time() - began)
+        return given
+
+    batches = prefetched(map(read, endless), dataset.prefetch)
     for _ in range(steps + 1):
         began = time.perf_counter()
         inputs, _, _ = next(batches)
@@ -61,7 +69,7 @@ def waits(dataset: TokenDataset, batch: int, steps: int, step_s: float) -> list[
         assert inputs is not None
         compute(step_s, square)
     batches.close()
-    return found[1:]
+    return found[1:], costs
 
 
 def main() -> None:
@@ -82,12 +90,15 @@ def main() -> None:
         dataset = load_dataset(DataConfig(name="tokens", path=f"{folder}/tokens", options=options))
         assert isinstance(dataset, TokenDataset)
         batch = round(given.megabytes * 1e6 / 2 / given.sequence)
-        found = np.array(waits(dataset, batch, given.steps, given.step_ms / 1e3)) * 1e3
+        found, costs = (
+            np.array(of) * 1e3 for of in waits(dataset, batch, given.steps, given.step_ms / 1e3, given.nice)
+        )
     print(
         f"{given.steps} steps of {given.step_ms:g} ms, {batch} samples of {given.sequence} tokens "
         f"({batch * given.sequence * 2 / 1e6:.1f} MB) each, prefetch {given.prefetch}\n"
         f"waits under 1 ms: {(found < 1).mean():.1%}; median {np.median(found):.3f} ms, 99 % under "
-        f"{np.quantile(found, 0.99):.3f} ms, longest {found.max():.3f} ms"
+        f"{np.quantile(found, 0.99):.3f} ms, longest {found.max():.3f} ms\n"
+        f"reading a batch takes {np.median(costs):.1f} ms of a core"
     )
 
 

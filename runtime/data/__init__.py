@@ -14,6 +14,7 @@ from .loaders import Loaders
 from .prompts import PromptAnswers, chat, concatenated, pad_batch
 from .sources import has_extras, knows_replica, load_dataset
 from .token_samples import TokenDataset, TokenSamples
+from .token_source import MixturePart, TokenOptions, load_tokens
 from .token_stream import PackedStream
 
 __all__ = [
@@ -23,11 +24,13 @@ __all__ = [
     "DataSpec",
     "Dataset",
     "Loaders",
+    "MixturePart",
     "Normalization",
     "PackedStream",
     "PromptAnswers",
     "Split",
     "TokenDataset",
+    "TokenOptions",
     "TokenSamples",
     "chat",
     "concatenated",
@@ -35,5 +38,6 @@ __all__ = [
     "has_extras",
     "knows_replica",
     "load_dataset",
+    "load_tokens",
     "pad_batch",
 ]

@@ -85,17 +85,16 @@ class TokenSamples:
         targets are None, and only ends of documents are read.
         Raises `InputError`, with the place, for ids that are not in the vocabulary.
         """
-        sequence = self.sources[0].windows.sequence
-        into = Rows.empty(len(indices), sequence, ids=ids, documents=self.documents)
+        shards, sequence = self.sources[0].windows.folder, self.sources[0].windows.sequence
+        dtype = shards.index.numbers if ids else None
+        into = Rows.of_padding(len(indices), sequence, dtype=dtype, apart=self.documents)
         rows = real_rows(indices)
         owners, windows = self.windows(indices[rows] + epoch * self.size if self.shuffled else indices[rows], seed)
         for number in np.unique(owners):
             mine = owners == number
             source = self.sources[number]
             source.windows.read(windows[mine] + source.first, into, rows[mine])
-        inputs, targets, documents = (
-            None if part is None else torch.from_numpy(part) for part in (into.inputs, into.targets, into.documents)
-        )
+        inputs, targets, documents = (None if part is None else torch.from_numpy(part) for part in into.samples())
         return inputs, targets, {} if documents is None else {DOCUMENT_IDS: documents}
 
     def windows(self, samples: Indices, seed: int) -> tuple[Indices, Indices]:

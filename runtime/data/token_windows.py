@@ -34,21 +34,39 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a batch: inputs, targets and documents, int64 (rows, sequence); None where they are not read."""
+    """Rows of a batch as they are read; a row that nothing is read into is padding.
 
-    inputs: Numbers | None
-    targets: Numbers | None
-    documents: Numbers | None
+    Most of the work is done by operations that release Python's lock, so that a thread can do it beside a step.
+
+    Attributes:
+        ids: ids of a row, inputs and last target, (rows, sequence + 1), of the type that files have; None: not read.
+        lengths: number of targets of each row, (rows,).
+        begins: whether a document begins at a token behind the first, (rows, sequence + 1); None: it does not matter.
+    """
+
+    ids: npt.NDArray[Any] | None
+    lengths: Numbers
+    begins: npt.NDArray[np.bool_] | None
 
     @staticmethod
-    def empty(rows: int, sequence: int, *, ids: bool, documents: bool) -> Rows:
-        """Return rows of padding."""
-        shape = rows, sequence
-        return Rows(
-            np.zeros(shape, np.int64) if ids else None,
-            np.full(shape, IGNORED_TARGET, np.int64) if ids else None,
-            np.zeros(shape, np.int64) if documents else None,
-        )
+    def of_padding(rows: int, sequence: int, *, dtype: np.dtype[Any] | None, apart: bool) -> Rows:
+        """Return rows of padding; without a dtype, ids are not read."""
+        shape = rows, sequence + 1
+        ids = None if dtype is None else np.zeros(shape, dtype)
+        return Rows(ids, np.zeros(rows, np.int64), np.zeros(shape, np.bool_) if apart else None)
+
+    def samples(self) -> tuple[Numbers | None, Numbers | None, Numbers | None]:
+        """Return inputs, targets and documents, int64 (rows, sequence) each, or None."""
+        documents = None if self.begins is None else self.begins[:, :-1].cumsum(1, dtype=np.int64)
+        if self.ids is None:
+            return None, None, documents
+        inputs, targets = self.ids[:, :-1].astype(np.int64), self.ids[:, 1:].astype(np.int64)
+        for row in np.flatnonzero(self.lengths < inputs.shape[1]):
+            inputs[row, self.lengths[row] :] = 0
+            targets[row, self.lengths[row] :] = IGNORED_TARGET
+        if self.begins is not None:
+            np.copyto(targets, IGNORED_TARGET, where=self.begins[:, 1:])
+        return inputs, targets, documents
 
 
 class Windows(ABC):
@@ -97,18 +115,13 @@ class PackedWindows(Windows):
             self._read_of(self.folder.shards[number], starts, into, rows[mine])
 
     def _read_of(self, shard: Shard, starts: Numbers, into: Rows, rows: Indices) -> None:
-        if into.inputs is not None and into.targets is not None:
+        if into.ids is not None:
             ids = np.lib.stride_tricks.sliding_window_view(shard.tokens, self.sequence + 1)[starts]
             _require_ids(shard, ids, starts)
-            into.inputs[rows], into.targets[rows] = ids[:, :-1], ids[:, 1:]
-        if not self._apart:
-            return
-        numbers = _documents(shard, starts, self.sequence + 1)
-        if into.documents is not None:
-            into.documents[rows] = numbers[:, :-1]
-        if into.targets is not None:
-            row, place = np.nonzero(numbers[:, 1:] != numbers[:, :-1])
-            into.targets[rows[row], place] = IGNORED_TARGET
+            into.ids[rows], into.lengths[rows] = ids, self.sequence
+        if into.begins is not None:
+            row, place = _begins(shard, starts, self.sequence + 1)
+            into.begins[rows[row], place] = True
 
 
 class DocumentWindows(Windows):
@@ -137,13 +150,13 @@ class DocumentWindows(Windows):
 
     def read(self, windows: Indices, into: Rows, rows: Indices) -> None:
         """Read windows into rows of a batch."""
-        if into.inputs is None or into.targets is None:
+        if into.ids is None:
             return
         for row, window in zip(rows.tolist(), windows.tolist(), strict=True):
             shard, start, stop = self._place(window)
             ids = shard.tokens[start:stop]
             shard.require_ids(ids, start)
-            into.inputs[row, : len(ids) - 1], into.targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
+            into.ids[row, : len(ids)], into.lengths[row] = ids, len(ids) - 1
 
     def _place(self, window: int) -> tuple[Shard, int, int]:
         """Return the shard of a window, and where its inputs begin and its targets end."""
@@ -165,17 +178,15 @@ def real_rows(numbers: Indices) -> Indices:
     return np.flatnonzero(numbers != PADDING)
 
 
-def _documents(shard: Shard, starts: Numbers, count: int) -> Numbers:
-    """Return the documents of `count` tokens from each start on, counted from that of the first: (starts, count)."""
+def _begins(shard: Shard, starts: Numbers, count: int) -> tuple[Numbers, Numbers]:
+    """Return the row and the place in it of each document that begins behind the first of `count` tokens of a row."""
     first, last = (
         np.searchsorted(shard.ends, at.astype(np.uint64), side="right") for at in (starts, starts + count - 1)
     )
-    within = last - first  # documents that end in each row, before its last token
+    within = last - first
     rows = np.repeat(np.arange(len(starts)), within)
     ends = np.arange(len(rows)) + np.repeat(first - (np.cumsum(within) - within), within)
-    begins = np.zeros((len(starts), count), np.int64)
-    begins[rows, shard.ends[ends].astype(np.int64) - starts[rows]] = 1
-    return begins.cumsum(1, out=begins)
+    return rows, shard.ends[ends].astype(np.int64) - starts[rows]
 
 
 def _require_ids(shard: Shard, ids: npt.NDArray[Any], starts: Numbers) -> None:

@@ -152,6 +152,7 @@ def test_an_epoch_has_each_window_once_in_an_order_of_its_own(tmp_path: Path) ->
     assert len({str(epoch) for epoch in epochs}) == 3
     assert len({str(sorted(epoch)) for epoch in epochs}) == 1
     assert len({str(row) for row in epochs[0]}) == len(samples)
+    assert samples.batch(np.arange(len(samples), 2 * len(samples)))[0].tolist() == epochs[1]
     some = samples.batch(np.array([5, PADDING, 2]), 1, 0)
     assert some[0].tolist() == [epochs[1][5], [0] * 4, epochs[1][2]]
     assert some[1][1].tolist() == [IGNORED_TARGET] * 4
