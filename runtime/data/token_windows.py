@@ -96,7 +96,6 @@ class PackedWindows(Windows):
 
     def __init__(self, folder: TokenFolder, sequence: int, *, apart: bool) -> None:
         super().__init__(folder, sequence)
-        self._apart = apart
         counts = [(shard.entry.tokens - 1) // sequence for shard in folder.shards]
         self._before = np.cumsum([0, *counts])
         for shard in folder.shards if apart else ():

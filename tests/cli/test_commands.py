@@ -217,7 +217,19 @@ def test_compare_where_none_takes_the_shape(refused):
 def test_help_names_the_commands_in_order(cli):
     shown = cli("--help").out
     names = ["schedules", "compile", "show", "check", "simulate", "compare", "render", "collective"]
-    names += ["export", "import", "run", "verify", "inspect", "predict", "tune", "calibrate", "new", "checkpoint"]
+    names += [
+        "export",
+        "import",
+        "run",
+        "verify",
+        "inspect",
+        "predict",
+        "tune",
+        "calibrate",
+        "new",
+        "checkpoint",
+        "data",
+    ]
     assert re.findall(r"^  ([a-z]+)  +[A-Z]", shown.split("Commands:")[1], re.MULTILINE) == names
     assert "…" not in shown.split("Commands:")[1]
     assert "..." not in shown.split("Commands:")[1]
