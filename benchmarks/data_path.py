@@ -90,9 +90,7 @@ def main() -> None:
         dataset = load_dataset(DataConfig(name="tokens", path=f"{folder}/tokens", options=options))
         assert isinstance(dataset, TokenDataset)
         batch = round(given.megabytes * 1e6 / 2 / given.sequence)
-        found, costs = (
-            np.array(of) * 1e3 for of in waits(dataset, batch, given.steps, given.step_ms / 1e3, given.nice)
-        )
+        found, costs = (np.array(of) * 1e3 for of in waits(dataset, batch, given.steps, given.step_ms / 1e3))
     print(
         f"{given.steps} steps of {given.step_ms:g} ms, {batch} samples of {given.sequence} tokens "
         f"({batch * given.sequence * 2 / 1e6:.1f} MB) each, prefetch {given.prefetch}\n"

@@ -126,7 +126,7 @@ BUDGET = {
     "steps": 1029,
     "train": 904,
     "verification": 738,
-    "data": 1075,
+    "data": 1105,
     "models": 482,
     "settings": 471,
     "autograd": 472,
