@@ -27,7 +27,7 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument has to be: in words, and as a test."""
+    """Requirement on an argument: in words, and as a test."""
 
     words: str
     holds: Callable[[Any], bool]

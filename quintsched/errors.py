@@ -142,7 +142,7 @@ EXTRAS = {"torch": "runtime", "safetensors": "runtime", "matplotlib": "viz", "hy
     "timm": "timm",
     "torchvision": "timm",
 }
-"""Which extra of the package brings which import."""
+"""Extra of the package that brings each import."""
 
 
 def import_advice(error: BaseException | None) -> str:

@@ -235,7 +235,7 @@ GIVEN_BY_US = {"Schedule", "Shape", "Verdict", "Finding", "Simulation", "Predict
     "Transport",
     "Group",
 }
-"""What functions return or hand over; nobody builds these by hand."""
+"""Types that functions return or hand over; nobody builds these by hand."""
 
 OTHERS = {
     "all_schedules": "takes no arguments",

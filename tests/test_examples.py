@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.cli import main as quintsched
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job import load_job
@@ -34,6 +35,7 @@ JOBS = {
     "mnist": "dp=2,pp=2,tp=2",
     "text_gpt": "pp=2",
     "text_4d": "dp=2,pp=2,cp=2,tp=2",
+    "tokens_gpt": "dp=2,pp=2",
     "offload": "pp=4",
     "moe_overlap": "ep=2,pp=2",
     "finetune": "dp=2,pp=2",
@@ -64,6 +66,17 @@ def train(name: str, log: Path, *settings: str) -> list[float]:
 @pytest.mark.parametrize("name", ["text_gpt", "simple_cp", "simple_ep"])
 def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
     losses = train(name, tmp_path / "log.jsonl", "data.options.max_bytes=30000")
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert losses[-1] < 5
+
+
+def test_the_gpt_learns_to_read_token_shards(tmp_path: Path) -> None:
+    for name, files in (("docs", [ROOT / "README.md"]), ("code", sorted(EXAMPLES.glob("*.py")))):
+        with pytest.raises(SystemExit) as ended:
+            quintsched(["data", "tokenize", *map(str, files), "-o", str(tmp_path / name)])
+        assert not ended.value.code
+    settings = (f"data.path={tmp_path}", "data.options.samples=320", "data.options.sequence=64")
+    losses = train("tokens_gpt", tmp_path / "log.jsonl", *settings)
     assert losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert losses[-1] < 5
 

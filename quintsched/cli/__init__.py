@@ -16,6 +16,7 @@ from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
 from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
+from quintsched.cli.data import COMMANDS as DATA
 from quintsched.cli.exchange import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
@@ -34,6 +35,7 @@ SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
         verify,
         inspect,
         Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
+        Group("data", "Token shards that jobs train on: tokenize, show.", DATA),
     ),
     "Strategies": (predict, tune, calibrate),
     "Tools": (collective, export, import_),

@@ -28,7 +28,7 @@ MOST_TIMED = 2**16
 """The most instructions of a plan that is timed only to be shown."""
 
 MOST_WORDS = 4000
-"""How many letters of an explanation are shown."""
+"""Length of an explanation that is shown, in letters."""
 
 _WIDTH, _ROW, _LABEL, _LETTER = 900, 22, 30, 6.5
 """In pixels: of a timeline, of a row of it, of what stands before it, and of a letter."""

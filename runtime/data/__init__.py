@@ -1,16 +1,21 @@
-"""Training data of a run: data sets in memory, and the samples of each batch.
+"""Training data of a run: data sets in memory or token shards on disk, and the samples of each batch.
 
-    load_dataset(job.data) ─▶ Dataset ─┐
-                                       ├─ gather_batch(dataset.train, indices) ─▶ inputs, targets
-    BatchSampler(…).batches(epoch) ────┘
+    load_dataset(job.data) ─▶ Dataset ─┬─ gather_batch(dataset.train, indices) ─▶ inputs, targets
+    BatchSampler(…).batches(epoch) ────┤
+    load_dataset(job.data) ─▶ TokenDataset ─ dataset.train.batch(indices, epoch, seed)
 
-Every rank computes the same batches from (seed, epoch) alone, so ranks that need data agree without a message. In place
-of a data set, `Loaders` wrap the user's data loaders. Imports `job`.
+Every rank computes the same batches from (seed, epoch) alone; no message is needed. In place of a data set, `Loaders`
+wrap the user's; `PackedStream` packs a stream of texts, `PromptAnswers` are for fine-tuning.
+Imports `objects`, `settings`.
 """
 
 from .dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
 from .loaders import Loaders
-from .sources import knows_replica, load_dataset
+from .prompts import PromptAnswers, chat, concatenated, pad_batch
+from .sources import has_extras, knows_replica, load_dataset
+from .token_samples import TokenDataset, TokenSamples
+from .token_source import MixturePart, TokenOptions, load_tokens
+from .token_stream import PackedStream
 
 __all__ = [
     "IGNORED_TARGET",
@@ -19,9 +24,20 @@ __all__ = [
     "DataSpec",
     "Dataset",
     "Loaders",
+    "MixturePart",
     "Normalization",
+    "PackedStream",
+    "PromptAnswers",
     "Split",
+    "TokenDataset",
+    "TokenOptions",
+    "TokenSamples",
+    "chat",
+    "concatenated",
     "gather_batch",
+    "has_extras",
     "knows_replica",
     "load_dataset",
+    "load_tokens",
+    "pad_batch",
 ]

@@ -150,9 +150,10 @@ class BatchSampler:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Indices]:
         """Yield the batches of `epoch` from number `start` on: int64 (batch_size,), padded with PADDING."""
-        order = self._order(epoch)
+        order = self._order(epoch) if self.shuffle else None
         for batch in range(start, self.num_batches):
-            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            first, behind = batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_samples)
+            indices = np.arange(first, behind) if order is None else order[first:behind]
             yield np.pad(indices, (0, self.batch_size - len(indices)), constant_values=PADDING)
 
     def _order(self, epoch: int) -> Indices:
@@ -161,7 +162,5 @@ class BatchSampler:
         Philox's raw numbers are sorted, rather than numpy's permutation used: numpy promises the former to be the same
         in every release, and ranks and resumed runs may have different ones.
         """
-        if not self.shuffle:
-            return np.arange(self.num_samples)
         key = np.array([self.seed, epoch], dtype=np.uint64)
         return np.argsort(np.random.Philox(key=key).random_raw(self.num_samples), kind="stable")

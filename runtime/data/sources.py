@@ -1,4 +1,4 @@
-"""Sources of data sets: scikit-learn's digits, a directory of IDX files, text, or a user's function.
+"""Sources of data sets: scikit-learn's digits, a directory of IDX files, text, token shards, or a user's function.
 
 The IDX format of MNIST and its siblings, gzipped or not, read strictly.
 
@@ -40,8 +40,10 @@ from ..settings.job import DataConfig
 from ..settings.run_settings import Settings, read_settings
 from .dataset import BatchSampler, Dataset, Normalization, Split
 from .loaders import Loaders
+from .token_samples import TokenDataset
+from .token_source import TokenOptions, load_tokens
 
-BUILT_IN = ("digits", "mnist", "text")
+BUILT_IN = ("digits", "mnist", "text", "tokens")
 
 DIGITS = Normalization(mean=4.884, std=6.017)
 """Normalization of the 0…16 grey values of scikit-learn's digits."""
@@ -50,12 +52,12 @@ MNIST = Normalization(mean=0.1307 * 255, std=0.3081 * 255)
 """Normalization of the 0…255 grey values of MNIST."""
 
 
-def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) -> Dataset | Loaders:
+def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) -> Dataset | TokenDataset | Loaders:
     """Return the data set of a job, or the loaders of one replica.
 
     A user's function is passed the options by name, `path` where one is set, and `replica` and `num_replicas` if it
-    takes them; it returns a Dataset, a loader, or Loaders. "text" is the
-    file at the path. Any other name with a path means the MNIST files in that directory; "digits" without one is
+    takes them; it returns a Dataset, a loader, or Loaders. "text" is the file at the path, "tokens" the folder of token
+    shards there. Any other name with a path means the MNIST files in that directory; "digits" without one is
     scikit-learn's.
     Raises UsageError for an unknown name, for unused options and for files that are missing, InputError for
     broken files.
@@ -65,6 +67,8 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
     path = None if config.path is None else Path(config.path)
     if config.name == "text":
         return load_text(path, read_settings(TextOptions, config.options, "job", prefix="data.options"))
+    if config.name == "tokens":
+        return load_tokens(config.path, token_options(config))
     if config.options:
         raise UsageError(f"data.options: {config.name!r} has no options, but there is: {', '.join(config.options)}")
     if config.name not in BUILT_IN:
@@ -74,6 +78,16 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
     if config.name == "mnist":
         raise UsageError("data.path: 'mnist' needs the directory that holds its IDX files")
     return _load_digits()
+
+
+def token_options(config: DataConfig) -> TokenOptions:
+    """Return the options of token shards; raises UsageError for wrong ones."""
+    return read_settings(TokenOptions, config.options, "job", prefix="data.options")
+
+
+def has_extras(config: DataConfig) -> bool:
+    """Whether a data set comes with extras, which all ranks need: those of other stages too."""
+    return config.name == "tokens" and token_options(config).mask_documents
 
 
 def knows_replica(config: DataConfig) -> bool:

@@ -197,10 +197,18 @@ class Block(nn.Module):
                 nn.init.normal_(layer.weight, std=INITIAL_DEVIATION / sqrt(2 * options.depth))
 
     def forward(
-        self, tokens: Tensor, past: Past | None = None, context: Context | None = None
+        self,
+        tokens: Tensor,
+        past: Past | None = None,
+        context: Context | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Attend to earlier positions, then transform each token; both are residual."""
-        attended: Tensor = tokens + self.dropout1(self.attention(self.norm1(tokens), past, context))
+        """Attend to earlier positions, then transform each token; both are residual.
+
+        With `document_ids`, int64 (B, S), attention is kept within documents.
+        """
+        mixed = self.attention(self.norm1(tokens), past, context, document_ids)
+        attended: Tensor = tokens + self.dropout1(mixed)
         added = self.mlp(self.norm2(attended))
         output, auxiliary = added if isinstance(added, tuple) else (added, None)
         out: Tensor = attended + self.dropout2(output)

@@ -77,13 +77,27 @@ class Attention(nn.Module):
         self.proj = nn.Linear(hidden, hidden)
         self.rotary = rotary
 
-    def forward(self, tokens: Tensor, past: Past | None, context: Context | None = None) -> Tensor:
-        """Attend causally: each token to itself and earlier ones, also in earlier slices and on other ranks."""
+    def forward(
+        self,
+        tokens: Tensor,
+        past: Past | None,
+        context: Context | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Attend causally: each token to itself and earlier ones, also in earlier slices and on other ranks.
+
+        With `document_ids`, int64 (B, S), only to those of its document. Raises MisfitError for them with a past or a
+        context.
+        """
         query, key, value = self._heads(tokens)
         if self.rotary is not None:
             start = 0 if past is None else past.seen
             query, key = self.rotary(query, start, context), self.rotary(key, start, context)
-        if context is not None:
+        if document_ids is not None:
+            require_whole_sequences(past, context)
+            mask = within_documents(document_ids)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.is_grouped)
+        elif context is not None:
             mixed = context.attend(query, key, value)
         elif past is None:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
@@ -138,6 +152,22 @@ class SwiGlu(nn.Module):
         gate, up = self.gate_up(tokens).chunk(2, -1)
         out: Tensor = self.fc2(F.silu(gate) * up)
         return out
+
+
+def within_documents(document_ids: Tensor) -> Tensor:
+    """Return the mask of causal attention within documents: (B, S) → bool (B, 1, query, key)."""
+    causal = torch.ones(2 * document_ids.shape[1:], dtype=torch.bool, device=document_ids.device).tril()
+    return (document_ids[:, None, :, None] == document_ids[:, None, None, :]) & causal
+
+
+def require_whole_sequences(past: Past | None, context: Context | None) -> None:
+    """Raise MisfitError where a rank has only a slice of each sequence."""
+    if past is not None or context is not None:
+        cut = "sequences come in slices" if context is None else "cp cuts sequences"
+        raise MisfitError(
+            f"gpt keeps attention within documents only in whole sequences, but {cut}; set data.options.mask_documents "
+            "to false, or data.options.pack too, and keep documents apart by padding"
+        )
 
 
 def require_room(positions: int, length: int) -> None:

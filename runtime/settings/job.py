@@ -106,13 +106,14 @@ class DataConfig(Settings):
     """Section `data`: the training data."""
 
     name: Annotated[str, Mark.CODE] = "digits"
-    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.sources`), or a user's
-    function: "my_file.py:load"."""
+    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.sources`), "tokens"
+    (token shards; see `data.token_source`), or a user's function: "my_file.py:load"."""
     path: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
     """A directory with MNIST's four IDX files, gzipped or not, used instead of "digits"; for "text", a file, used
-    instead of the source of Python's standard library."""
+    instead of the source of Python's standard library; for "tokens", a folder of token shards, or of such folders."""
     options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
-    """Options of "text": {sequence: 128, max_bytes: null}; or of a user's function. The others have none."""
+    """Options of "text": {sequence: 128, max_bytes: null}; of "tokens": {sequence: 1024, pack: true, mask_documents:
+    false, mixture: [], samples: null, validation: 0.01, prefetch: 4}; or of a user's function. The others have none."""
 
 
 class AutoConfig(Settings):

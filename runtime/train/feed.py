@@ -1,6 +1,7 @@
-"""Batches of a training: from a data set in memory, or from the user's data loaders.
+"""Batches of a training: from a data set in memory or token shards, or from the user's data loaders.
 
-data set    first and last stages read it, each rank its replica's samples of batches that all ranks know
+data set    first and last stages read it, each rank its replica's samples of batches that all ranks know; those of
+            token shards are read ahead, and all stages read where documents end, if attention is kept within them
 loaders     every rank has those of its replica
 
 Loops over loaders of unequal length: a rank without further batches takes part with no samples, until all have ended.
@@ -29,8 +30,19 @@ from ..agreement.sections import Plain, Record, Section, require_same
 from ..blocks.trees import map_tensors
 from ..comm import Group, Transport
 from ..comm.control import ControlGroup, broadcast_bytes
-from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
+from ..data import (
+    BatchSampler,
+    Dataset,
+    DataSpec,
+    TokenDataset,
+    TokenSamples,
+    gather_batch,
+    has_extras,
+    knows_replica,
+    load_dataset,
+)
 from ..data.loaders import Batch, LoaderFeed, Loaders, Say
+from ..data.prefetch import prefetched
 from ..engine_base import EngineBase
 from ..settings.job import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
@@ -40,14 +52,16 @@ from .map_feed import MapFeed
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> DatasetFeed | UserFeed:
     """Return the source of a job's data (collective); raises as loading does, `MisfitError` where replicas differ."""
     replica, world = _replica(plan, transport.rank), transport.world_group()
-    reads = _needs_data(plan, transport.rank)
+    needs = _needs_data(plan, transport.rank)
     together = ControlGroup(world).together
-    found = together(lambda: load_dataset(data, *replica) if reads else None)
+    found = together(lambda: load_dataset(data, *replica) if has_extras(data) or needs else None)
     said = {} if found is None else _described(found, data)
     section = Section.of(said) if said else None
     require_same({"data": section}, world, "the data", "give all ranks the same data set")
-    dataset = found if isinstance(found, Dataset) else None
+    dataset = found if isinstance(found, Dataset | TokenDataset) else None
     sizes = _broadcast_sizes(dataset, plan, transport)
+    if sizes is not None and isinstance(dataset, TokenDataset):
+        return TokenFeed(dataset, *sizes, train, replica, said, needs=needs)
     if sizes is not None:
         return DatasetFeed(dataset, *sizes, train, replica, said)
     loaders = together(lambda: load_dataset(data, *replica) if found is None else found)
@@ -113,7 +127,7 @@ class DatasetFeed:
 
     def __init__(
         self,
-        dataset: Dataset | None,
+        dataset: Dataset | TokenDataset | None,
         spec: DataSpec,
         num_train: int,
         num_validation: int,
@@ -121,22 +135,21 @@ class DatasetFeed:
         replica: tuple[int, int],
         settings: Record,
     ) -> None:
-        self.spec, self.settings, self._replica = spec, settings, replica
-        self._splits = (dataset.train, dataset.validation) if dataset else (None, None)
+        self.spec, self.settings, self._replica, self._seed = spec, settings, replica, train.seed
+        self._splits: tuple[Any, Any] = (dataset.train, dataset.validation) if dataset else (None, None)
+        ordered = isinstance(dataset, Dataset)  # other samples have an order of their own
         size, seed = train.batch_size, train.seed
-        self._train = BatchSampler(num_samples=num_train, batch_size=size, seed=seed)
+        self._train = BatchSampler(num_samples=num_train, batch_size=size, seed=seed, shuffle=ordered)
         self._validation = BatchSampler(num_samples=num_validation, batch_size=size, seed=seed, shuffle=False)
         self.num_batches = self._train.num_batches
 
     def train(self, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
-        for indices in self._train.batches(epoch, start=start):
-            yield self._share(self._splits[0], indices)
+        return self._batches(self._splits[0], self._train, epoch, start)
 
     def validation(self) -> Iterator[Batch]:
         """Yield all batches of validation."""
-        for indices in self._validation.batches(0):
-            yield self._share(self._splits[1], indices)
+        return self._batches(self._splits[1], self._validation, 0, 0)
 
     def once(self, samples: Samples) -> Iterator[Batch]:
         """Yield this replica's part of a split, of which each sample is in one part, in order, batch by batch.
@@ -153,29 +166,45 @@ class DatasetFeed:
         for start in range(0, len(mine), each := max(size // num_replicas, 1)):
             split = self._splits[number]
             indices = mine[start : start + each]
-            yield (None, None, {}) if split is None else (*gather_batch(split, indices), {})
+            yield (None, None, {}) if split is None else self._gather(split, indices, 0)
 
-    def _share(self, split: Split | None, indices: Any) -> Batch:
-        """Return this replica's samples of a batch; (None, None, {}) on a rank that needs none."""
-        if split is None:
-            return None, None, {}
+    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield this replica's samples of each batch; (None, None, {}) on a rank that needs none."""
         replica, num_replicas = self._replica
-        count = len(indices) // num_replicas
-        return *gather_batch(split, indices[replica * count : (replica + 1) * count]), {}
+        for indices in sampler.batches(epoch, start=start):
+            count = len(indices) // num_replicas
+            mine = indices[replica * count : (replica + 1) * count]
+            yield (None, None, {}) if split is None else self._gather(split, mine, epoch)
+
+    def _gather(self, split: Any, indices: Any, epoch: int) -> Batch:
+        return *gather_batch(split, indices), {}
 
     def example(self, samples: int) -> Tensor:
         """Return inputs of so many samples, or zeros of their shape."""
         split = self._splits[0]
-        if split is None:
-            return torch.zeros(samples, *self.spec.input_shape)
-        inputs, _ = gather_batch(split, np.arange(samples) % len(split))
-        return inputs
+        inputs = None if split is None else self._gather(split, np.arange(samples) % len(split), 0)[0]
+        return torch.zeros(samples, *self.spec.input_shape) if inputs is None else inputs
 
     def state(self) -> bytes | None:
         """Return None: batches follow from the epoch."""
 
     def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
         """Do nothing: batches follow from the epoch."""
+
+
+class TokenFeed(DatasetFeed):
+    """Token shards; batches are read ahead by a thread. Without `needs`, only the extras of a batch are read."""
+
+    def __init__(self, dataset: TokenDataset, *arguments: Any, needs: bool) -> None:
+        super().__init__(dataset, *arguments)
+        self._ahead, self._needs = dataset.prefetch, needs
+
+    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[Batch]:
+        return prefetched(super()._batches(split, sampler, epoch, start), self._ahead)
+
+    def _gather(self, split: Any, indices: Any, epoch: int) -> Batch:
+        samples: TokenSamples = split
+        return samples.batch(indices, epoch, self._seed, ids=self._needs)
 
 
 class UserFeed:
@@ -247,7 +276,7 @@ def _needs_data(plan: Plan, rank: int) -> bool:
     return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
 
 
-def _described(found: Dataset | Loaders, config: DataConfig) -> dict[str, Plain]:
+def _described(found: Dataset | TokenDataset | Loaders, config: DataConfig) -> dict[str, Plain]:
     """Return properties of the data, which must be equal on all ranks that read it."""
     if isinstance(found, Loaders):
         return {"data.kind": "loaders"}
@@ -261,7 +290,9 @@ def _described(found: Dataset | Loaders, config: DataConfig) -> dict[str, Plain]
     }
 
 
-def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> tuple[DataSpec, int, int] | None:
+def _broadcast_sizes(
+    dataset: Dataset | TokenDataset | None, plan: Plan, transport: Transport
+) -> tuple[DataSpec, int, int] | None:
     """Broadcast the sizes of a data set from the first rank that reads data to all others; None: there are loaders."""
     source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
     mine: list[Any] = []

@@ -1,0 +1,275 @@
+"""Samples of token shards: windows against a plain reading of all documents, and their order as a function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quintsched.errors import InputError, UsageError
+from quintsched.runtime.data import IGNORED_TARGET, PADDING, TokenDataset, TokenSamples, load_dataset
+from quintsched.runtime.data import token_windows as windows_module
+from quintsched.runtime.data.keyed_order import permuted
+from quintsched.runtime.data.prefetch import prefetched
+from quintsched.runtime.data.token_samples import BLOCK, shares_of
+from quintsched.runtime.settings.job import DataConfig
+from quintsched.tokens import TokenWriter
+
+END = 0
+
+
+def write(folder: Path, lengths: list[int], shard_tokens: int = 40, vocabulary: int = 1000) -> list[list[int]]:
+    """Write documents of these lengths, with ids of their own, and return them."""
+    numbers = iter(range(1, vocabulary))
+    documents = [[next(numbers) for _ in range(length)] for length in lengths]
+    with TokenWriter(folder, vocabulary=vocabulary, tokenizer="t", end=END, shard_tokens=shard_tokens) as writer:
+        for document in documents:
+            writer.add(document)
+    return [[*document, END] for document in documents]
+
+
+def load(path: Path | None, **options: Any) -> TokenDataset:
+    found = load_dataset(DataConfig(name="tokens", path=None if path is None else str(path), options=options))
+    assert isinstance(found, TokenDataset)
+    return found
+
+
+def everything(samples: TokenSamples, **options: Any) -> Any:
+    return samples.batch(np.arange(len(samples)), **options)
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.integers(1, 600), key=st.lists(st.integers(0, 2**64 - 1), max_size=4))
+def test_a_keyed_order_is_a_permutation(size: int, key: list[int]) -> None:
+    found = permuted(np.arange(size), size, *key)
+    assert sorted(found.tolist()) == list(range(size))
+    assert permuted(np.arange(size)[::3], size, *key).tolist() == found[::3].tolist()
+
+
+def test_keyed_orders_are_as_documented_and_differ() -> None:
+    """The same by Python's whole numbers, from the description of the module."""
+    mask = 2**64 - 1
+
+    def mix(word: int) -> int:
+        word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & mask
+        word = ((word ^ word >> 27) * 0x94D049BB133111EB) & mask
+        return word ^ word >> 31
+
+    golden, state, half = 0x9E3779B97F4A7C15, 0, 4  # 4^4 holds 200
+    for word in (5, 2**64 - 1):
+        state = mix(state ^ ((word + golden) & mask))
+
+    def once(number: int) -> int:
+        left, right = number >> half, number & (2**half - 1)
+        for turn in range(8):
+            key = mix((state + turn * golden) & mask)
+            left, right = right, left ^ (mix((right + key) & mask) & (2**half - 1))
+        return left << half | right
+
+    for number in range(200):
+        found = once(number)
+        while found >= 200:
+            found = once(found)
+        assert permuted(np.array([number]), 200, 5, 2**64 - 1).tolist() == [found]
+    large = permuted(np.arange(1000), 2**40, 1)
+    assert len(set(large.tolist())) == 1000
+    assert 0.45 < large.mean() / 2**40 < 0.55
+    assert abs(np.corrcoef(large[:-1], large[1:])[0, 1]) < 0.15
+    assert (large != permuted(np.arange(1000), 2**40, 2)).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=4, max_size=20).filter(lambda found: sum(found) > 60),
+    sequence=st.integers(1, 8),
+    shard_tokens=st.integers(20, 90),
+)
+def test_each_token_of_a_document_is_predicted_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], sequence: int, shard_tokens: int
+) -> None:
+    folder = tmp_path_factory.mktemp("tokens")
+    documents = write(folder, lengths, shard_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows_module, "INDEXED", 3)  # several blocks of documents
+        found = load(folder, sequence=sequence, pack=False, validation=0.2)
+        seen = []
+        for split in (found.train, found.validation):
+            inputs, targets, extras = everything(split)
+            assert not extras
+            assert inputs.shape == targets.shape == (len(split), sequence)
+            for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+                real = sum(target != IGNORED_TARGET for target in wanted)
+                assert row[1:real] == wanted[: real - 1]
+                assert row[real:] == [0] * (sequence - real)
+                assert wanted[real:] == [IGNORED_TARGET] * (sequence - real)
+                seen += list(zip(row[:real], wanted[:real], strict=True))
+    assert Counter(seen) == Counter(pair for ids in documents for pair in pairwise(ids))
+
+
+def test_packed_windows_lie_side_by_side_within_a_shard(tmp_path: Path) -> None:
+    documents = write(tmp_path, [3, 4, 2, 9, 1, 7, 2], shard_tokens=12)
+    found = load(tmp_path, sequence=4, validation=0.01)
+    shards = [[*chain(*part)] for part in (documents[:3], documents[3:5], documents[5:])]
+    expected = [
+        (ids[start : start + 4], ids[start + 1 : start + 5]) for ids in shards for start in range(0, len(ids) - 4, 4)
+    ]
+    inputs, targets, _ = everything(found.validation)
+    assert list(zip(inputs.tolist(), targets.tolist(), strict=True)) == expected[-1:]
+    inputs, targets, _ = everything(found.train, seed=3)
+    assert sorted(zip(inputs.tolist(), targets.tolist(), strict=True)) == sorted(expected[:-1])
+
+
+def test_documents_of_packed_windows(tmp_path: Path) -> None:
+    documents = write(tmp_path, [3, 1, 1, 9, 20], shard_tokens=1000)
+    found = load(tmp_path, sequence=6, mask_documents=True, validation=0.01).train
+    plain = load(tmp_path, sequence=6, validation=0.01).train
+    inputs, targets, extras = everything(found)
+    owner = {token: number for number, ids in enumerate(documents) for token in ids[:-1]}
+    for row, wanted, bare, ids in zip(
+        inputs.tolist(), targets.tolist(), everything(plain)[1].tolist(), extras["document_ids"].tolist(), strict=True
+    ):
+        assert ids == sorted(ids)
+        assert ids[0] == 0
+        known = [(owner[token], number) for token, number in zip(row, ids, strict=True) if token != END]
+        assert len({mine - number for mine, number in known}) <= 1
+        assert wanted == [IGNORED_TARGET if token == END else one for token, one in zip(row, bare, strict=True)]
+    alone = found.batch(np.arange(len(found)), ids=False)
+    assert alone[:2] == (None, None)
+    assert torch.equal(alone[2]["document_ids"], extras["document_ids"])
+
+
+def test_an_epoch_has_each_window_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, [30] * 10)
+    samples = load(tmp_path, sequence=4).train
+    epochs = [everything(samples, epoch=epoch, seed=seed)[0].tolist() for epoch, seed in ((0, 0), (1, 0), (0, 1))]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert len({str(sorted(epoch)) for epoch in epochs}) == 1
+    assert len({str(row) for row in epochs[0]}) == len(samples)
+    assert samples.batch(np.arange(len(samples), 2 * len(samples)))[0].tolist() == epochs[1]
+    some = samples.batch(np.array([5, PADDING, 2]), 1, 0)
+    assert some[0].tolist() == [epochs[1][5], [0] * 4, epochs[1][2]]
+    assert some[1][1].tolist() == [IGNORED_TARGET] * 4
+
+
+def test_shorter_epochs_go_on_where_the_one_before_ended(tmp_path: Path) -> None:
+    write(tmp_path, [30] * 10)
+    whole = load(tmp_path, sequence=4).train
+    count = len(whole) // 3
+    short = load(tmp_path, sequence=4, samples=count).train
+    assert len(short) == count
+    parts = [everything(short, epoch=epoch)[0] for epoch in range(2)]
+    assert torch.cat(parts).tolist() == everything(whole)[0][: 2 * count].tolist()
+
+
+def test_a_mixture_has_its_weights_in_every_block(tmp_path: Path) -> None:
+    for name, lengths in (("few", [6, 9]), ("many", [40] * 12), ("some", [20] * 5)):
+        write(tmp_path / name, lengths)
+    mixture = [{"path": "few", "weight": 1}, {"path": "many", "weight": 6.5}, {"path": "some", "weight": 2.5}]
+    samples = load(tmp_path, sequence=4, mixture=mixture, samples=3 * BLOCK).train
+    owners, windows = samples.windows(np.arange(3 * BLOCK), seed=9)
+    for block in owners.reshape(3, BLOCK):
+        assert np.bincount(block).tolist() == [1000, 6500, 2500]
+    early = np.bincount(owners[:500], minlength=3) / 500
+    assert abs(early - [0.1, 0.65, 0.25]).max() < 0.06
+    for number, source in enumerate(
+        samples.sources
+    ):  # each is passed over evenly, to within the pass that is under way
+        counts = np.bincount(windows[owners == number], minlength=source.count)
+        assert len(counts) == source.count
+        assert counts.max() - counts.min() <= 2
+    again = samples.windows(np.array([29_999, 12_345, 7]), seed=9)
+    assert again[0].tolist() == owners[[29_999, 12_345, 7]].tolist()
+    assert again[1].tolist() == windows[[29_999, 12_345, 7]].tolist()
+    assert (samples.windows(np.arange(BLOCK), seed=8)[0] != owners[:BLOCK]).any()
+    assert shares_of([1, 1, 1]) == [3334, 3333, 3333]
+
+
+def test_digests_tell_data_and_options_apart(tmp_path: Path) -> None:
+    write(tmp_path / "a", [30] * 5)
+    write(tmp_path / "b", [30] * 6)
+    (tmp_path / "copy").mkdir()
+    for path in (tmp_path / "a").iterdir():
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    digests = [
+        load(tmp_path / name, **{"sequence": 4, **options}).train.digest()
+        for name, options in (
+            ("a", {}),
+            ("b", {}),
+            ("a", {"sequence": 5}),
+            ("a", {"pack": False}),
+            ("a", {"mask_documents": True}),
+            ("a", {"validation": 0.3}),
+        )
+    ]
+    assert len(set(digests)) == len(digests)
+    assert load(tmp_path / "copy", sequence=4).train.digest() == digests[0]
+
+
+def test_what_does_not_do(tmp_path: Path) -> None:
+    write(tmp_path / "a", [30, 30])
+    write(tmp_path / "b", [30, 30], vocabulary=2000)
+    for options, error, words in (
+        ({}, UsageError, r"data.path: 'tokens' needs a folder of token shards"),
+        ({"pack": False, "mask_documents": True}, UsageError, "mask_documents is for packed samples"),
+        ({"mixture": [{"path": "a", "weight": 0}]}, UsageError, r"data.options.mixture.0.weight: .*greater than 0"),
+        ({"validation": 1.5}, UsageError, "validation is a fraction between 0 and 1, or another folder, not 1.5"),
+        ({"sequenc": 4}, UsageError, r"data.options.sequenc: unknown key; did you mean 'sequence'"),
+    ):
+        with pytest.raises(error, match=words):
+            load(None, **options)
+    sources = [{"path": name, "weight": 1} for name in "ab"]
+    with pytest.raises(InputError, match="b: its ids are of the tokenizer t with a vocabulary of 2000, but those of"):
+        load(tmp_path, sequence=4, mixture=sources)
+    with pytest.raises(InputError, match="its ids are of the tokenizer"):
+        load(tmp_path, sequence=4, mixture=sources[:1], validation="b")
+    with pytest.raises(UsageError, match="the weight of a is less than half of 1 / 10000 of all"):
+        load(tmp_path, sequence=4, mixture=[{"path": "a", "weight": 1}, {"path": "a", "weight": 1e6}])
+    with pytest.raises(InputError, match=r"its 62 tokens are too few for a sample of 62 \+ 1"):
+        load(tmp_path / "a", sequence=62)
+    with pytest.raises(InputError, match="there is one sample, and none is left for training"):
+        load(tmp_path / "a", sequence=40)
+    assert len(load(tmp_path, sequence=40, mixture=sources[:1], validation="a").validation) == 1
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_an_id_that_is_none_is_refused_as_it_is_read(tmp_path: Path, pack: bool) -> None:
+    write(tmp_path, [30, 30, 30], shard_tokens=200)
+    ids = np.fromfile(tmp_path / "shard-00000.tokens", "<u2")
+    ids[37] = 1000
+    ids.tofile(tmp_path / "shard-00000.tokens")
+    samples = load(tmp_path, sequence=4, pack=pack).train
+    with pytest.raises(InputError, match=r"shard-00000.tokens: token 37 is 1000, but the vocabulary has 1000 ids"):
+        everything(samples)
+    ends = np.fromfile(tmp_path / "shard-00000.documents", "<u8")
+    ends[[0, 1]] = ends[[1, 0]]
+    ends.tofile(tmp_path / "shard-00000.documents")
+    with pytest.raises(InputError, match=r"shard-00000.documents: document 1 ends at 31, not behind the one before"):
+        load(tmp_path, sequence=4, pack=pack, mask_documents=pack)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_prefetched_items_come_in_order_with_errors_in_their_place(ahead: int) -> None:
+    made = []
+
+    def items() -> Any:
+        for number in range(5):
+            made.append(number)
+            yield number
+        raise RuntimeError("the sixth")
+
+    found = prefetched(items(), ahead)
+    assert [next(found) for _ in range(5)] == list(range(5))
+    with pytest.raises(RuntimeError, match="the sixth"):
+        next(found)
+    made.clear()
+    begun = prefetched(items(), ahead)
+    assert next(begun) == 0
+    begun.close()
+    assert len(made) <= ahead + 1
