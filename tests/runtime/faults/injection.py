@@ -98,29 +98,30 @@ class Injection:
     def install(self, folder: Path) -> None:
         """Have this process, a rank of a run, go wrong."""
         from quintsched.runtime.train.trainer import Trainer
+        from quintsched.runtime.train.training_loop import TrainingLoop
 
         if int(os.environ["RANK"]) != self.rank:
             return
         if self.kind == "odd":
             self._install_in_job(folder)
         elif self.phase == "set-up":
-            makes = Trainer.__init__
+            makes = Trainer._begin
 
             def make(trainer: Trainer, *arguments: Any, **settings: Any) -> None:
                 self.fire(folder)
                 makes(trainer, *arguments, **settings)
 
-            Trainer.__init__ = make  # type: ignore[method-assign]
+            Trainer._begin = make  # type: ignore[method-assign]
         elif self.phase == "save":
-            saves = Trainer._save
+            saves = TrainingLoop._save
 
-            def save(trainer: Trainer) -> None:
-                if trainer.progress.step >= self.step:
-                    with trainer._publisher.phase("save"):
+            def save(loop: TrainingLoop, **how: bool) -> None:
+                if loop.progress.step >= self.step:
+                    with loop._publisher.phase("save"):
                         self.fire(folder)
-                saves(trainer)
+                saves(loop, **how)
 
-            Trainer._save = save  # type: ignore[method-assign]
+            TrainingLoop._save = save  # type: ignore[method-assign]
         else:
             self._install_in_program(folder)
 

@@ -1,11 +1,19 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+import quintsched as qs
+from quintsched.errors import UsageError
+from quintsched.runtime import run_local
 from quintsched.runtime.data import IGNORED_TARGET
-from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.train.losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
+from quintsched.runtime.train.trainer import Trainer
 
 
 @settings(deadline=None)
@@ -51,3 +59,38 @@ def test_bf16_still_counts_beyond_256(dtype: torch.dtype, summed: torch.dtype) -
 def test_meta_device() -> None:
     logits, targets = torch.empty(2, 4, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
     assert [value.shape for value in cross_entropy_sum(logits, targets)] == [(), ()]
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_a_z_loss_is_added_for_each_target(mesh: str) -> None:
+    job = JobConfig.model_validate(
+        {
+            "model": {"name": "gpt", "options": {"hidden": 8, "depth": 2, "heads": 2}},
+            "data": {"name": "text", "options": {"sequence": 8, "max_bytes": 600}},
+            "parallel": {"mesh": mesh},
+            "train": {"batch_size": 16, "max_steps": 1, "z_loss": 0.1},
+            "runtime": {"precision": "float64"},
+        }
+    )
+    plan = plan_of(job)
+
+    def run(transport: Any) -> tuple[float, float]:
+        own = plan if transport.world_size > 1 else qs.compile("1f1b", mesh="dp=1", microbatches=1)
+        (record,) = Trainer.of_job(job, own, transport).fit()
+        return record["loss"], record["validation_loss"]
+
+    alone, found = run_local(1, run), run_local(2, run)
+    assert found == [pytest.approx(alone[0], rel=1e-10)] * 2
+
+
+def test_a_z_loss_by_its_formula() -> None:
+    logits, targets = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([[0, 1, IGNORED_TARGET], [3, 2, 1]])
+    total, weight = ZLoss(0.1)(logits, targets)
+    counts = targets != IGNORED_TARGET
+    expected = cross_entropy_sum(logits, targets)[0] + 0.1 * logits.logsumexp(-1)[counts].square().sum()
+    torch.testing.assert_close(total, expected)
+    assert weight == 5
+    causal, _ = CausalZLoss(0.1)(logits, targets)
+    torch.testing.assert_close(causal, ZLoss(0.1)(logits[:, :-1], targets[:, 1:])[0])
+    with pytest.raises(UsageError, match="z_loss is for cross-entropies"):
+        with_z_loss(F.mse_loss, 0.1)

@@ -1,3 +1,5 @@
+import re
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import pytest
@@ -6,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from quintsched.errors import UsageError
 from quintsched.runtime.blocks.blocks import build_model, undecayed_weights
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.models.vit import ViTOptions, vit
-from quintsched.runtime.settings.job import LearningRateConfig, OptimizerConfig
-from quintsched.runtime.train.optimizer import build_optimizer, learning_rate_factor
+from quintsched.runtime.settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig
+from quintsched.runtime.train.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
 
 Shape: TypeAlias = Literal["constant", "linear", "cosine"]
 
@@ -120,3 +123,84 @@ def test_decay_spares_a_shared_embedding_under_whatever_name() -> None:
             self.ids.weight = self.head.weight
 
     assert undecayed_weights([Lookup], {}) == {"0.head.weight", "0.head.bias"}
+
+
+def test_every_class_of_torch_that_needs_no_closure_is_known() -> None:
+    found = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    assert set(OPTIMIZERS) <= found | {"muon"}
+    assert found - set(OPTIMIZERS) == {"optimizer", "lbfgs", "sparseadam"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_of_them_is_built_and_steps(name: str) -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.5), layer.named_parameters())
+    before = layer.weight.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.weight, before)
+
+
+def test_groups_have_options_and_rates_of_their_own() -> None:
+    config = OptimizerConfig.model_validate(
+        {
+            "name": "adamw",
+            "lr": 0.1,
+            "weight_decay": 0.2,
+            "options": {"amsgrad": True},
+            "groups": [
+                {"params": "*.bias", "weight_decay": 0.0, "options": {"amsgrad": False}},
+                {"params": ["0.*"], "lr": 0.01},
+            ],
+        }
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = build_optimizer(config, model.named_parameters())
+    found = [(group["lr"], group["weight_decay"], group["amsgrad"]) for group in optimizer.param_groups]
+    assert found == [(0.1, 0.2, True), (0.1, 0.0, False), (0.01, 0.2, True)]
+    set_learning_rate([optimizer], 0.05)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05, 0.005])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"options": {"amsgrd": True}}, "train.optimizer.options: adam takes no 'amsgrd'; did you mean 'amsgrad'"),
+        ({"groups": [{"params": "*", "options": {"beta": 1}}]}, "groups.0.options: adam takes no 'beta'"),
+        ({"name": "quintsched.nothing:Class"}, "No module named 'quintsched.nothing'"),
+    ],
+)
+def test_what_a_class_does_not_take_is_said(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        build_optimizer(OptimizerConfig.model_validate(settings), nn.Linear(2, 2).named_parameters())
+
+
+def test_a_class_of_a_package_and_one_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\nclass Mine(torch.optim.SGD):\n    pass\n")
+    for name in ("torch.optim:SGD", f"{tmp_path / 'mine.py'}:Mine"):
+        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.5), nn.Linear(2, 2).named_parameters())
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"name": "polynomial", "power": 2.0}, [1.0, 0.81, 0.64, 0.49, 0.36, 0.25, 0.16, 0.09, 0.04, 0.01]),
+        ({"name": "exponential", "min_factor": 0.01}, [0.01 ** (k / 10) for k in range(10)]),
+        ({"name": "inverse_sqrt", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, *(2 / k**0.5 for k in range(5, 11))]),
+        ({"name": "wsd", "decay_steps": 4}, [1.0] * 7 + [0.75, 0.5, 0.25]),
+        ({"name": "wsd", "warmup_steps": 2, "min_factor": 0.5, "decay_steps": 2}, [0.5, *[1.0] * 8, 0.75]),
+    ],
+)
+def test_shapes_of_learning_rates(settings: dict[str, object], expected: list[float]) -> None:
+    schedule = LearningRateConfig.model_validate(settings)
+    assert [learning_rate_factor(schedule, step, 10) for step in range(10)] == pytest.approx(expected)
+
+
+def test_a_factor_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def half(step, total):\n    return 0.5 * step / total\nword = 'x'\n")
+    name = f"{tmp_path / 'mine.py'}:half"
+    assert learning_rate_factor(LearningRateConfig(name=name), 5, 10) == 0.25
+    with pytest.raises(UsageError, match="gives 'x' in step 5, not a number"):
+        learning_rate_factor(LearningRateConfig(name=f"{tmp_path / 'mine.py'}:word"), 5, 10)
