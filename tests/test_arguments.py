@@ -23,6 +23,7 @@ from quintsched.runtime.comm import SelfGroup
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 PLAN = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+FORWARD = qs.compile("inference", mesh="pp=1", microbatches=2)
 MODEL, HARDWARE = qs.find_model("gpt3-175b"), qs.find_hardware("a100-80gb")
 STRATEGY = qs.Strategy(gpus=8, dp=8, batch=8, seq=128)
 ALONE = SelfGroup(0, torch.device("cpu"))
@@ -130,6 +131,11 @@ WRONG: dict[str, Calls] = {
         "metrics": lambda: engine(metrics=[order]),
         "transport": lambda: engine(transport="gloo"),
         "clipp": lambda: engine(clipp=1.0),
+    },
+    "ForwardEngine": {
+        "plan": lambda: runtime.ForwardEngine([nn.Linear(2, 2)], FORWARD),
+        "plan is for train": lambda: runtime.ForwardEngine(PLAN, [nn.Linear(2, 2)]),
+        "clip": lambda: runtime.ForwardEngine(FORWARD, [nn.Linear(2, 2)], clip=1.0),
     },
     "SumOfMeans": {
         "SumOfMeans takes pairs": lambda: runtime.SumOfMeans(nn.MSELoss()),

@@ -12,7 +12,6 @@ from typing import Any
 from typer.main import get_command
 
 from quintsched.cli.app import Group, make_app
-from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
 from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
@@ -20,7 +19,7 @@ from quintsched.cli.data import COMMANDS as DATA
 from quintsched.cli.exchange import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
-from quintsched.cli.plans import compile, show
+from quintsched.cli.plans import compile, schedules, show
 from quintsched.cli.runs import inspect, run, verify
 from quintsched.cli.timing import compare, simulate
 from quintsched.files.terminal import standard_streams

@@ -50,7 +50,7 @@ def reshard(
     zero: Annotated[int | None, typer.Option("--zero", metavar="0-3", min=0, max=3, help="Its ZeRO stage.")] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", "-s", metavar="NAME", help="Its schedule.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", metavar="M", min=1, help="Microbatches of a step there.")
+        int | None, typer.Option("--microbatches", "-m", metavar="M", min=1, help=f"{MICROBATCHES}.")
     ] = None,
     chunks: Annotated[
         int | None, typer.Option("--chunks", metavar="V", min=1, help="Stages per pipeline rank there.")

@@ -65,6 +65,7 @@ COMPILE = ("compile", "--schedule")
         (("compare", "1f1b", "--pp", 0, "-m", 2), "mesh: axis pp has size 0"),
         (("run", "missing.yaml"), "there is no file 'missing.yaml'"),
         (("run", "missing.json", "plan.yaml"), "there is no file 'missing.json'"),
+        (("run",), "give a job file"),
         (("run", "plan.json"), "give a job file"),
         (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
     ],
@@ -82,7 +83,6 @@ def test_wrong_usage(refused, plan_file, arguments, message):
         ("check", "plan.json", "--memory-cap", "much"),
         ("compile", "--schedule", "1f1b", "--mesh", "pp=2", "-m", "two"),
         ("compare", "--pp", 2, "-m", 2),
-        ("run",),
         ("run", "job.yaml", "--nproc", 0),
     ],
 )

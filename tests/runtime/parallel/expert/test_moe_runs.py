@@ -138,7 +138,8 @@ def train_job(
         text = text.replace(word, value)
     (folder / "job.yaml").write_text(text)
     assert main(["--config", str(folder / "job.yaml"), *arguments]) == 0
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [record for record in records if record["event"] != "end"]
 
 
 def test_a_job_trains_on_experts_to_the_same_losses_and_says_how_they_are_loaded(tmp_path: Path) -> None:
