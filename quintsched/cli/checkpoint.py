@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from quintsched.cli.output import MICROBATCHES
 from quintsched.cli.runs import call
 from quintsched.errors import UsageError
 
