@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from quintsched.arguments import ROW, ours, takes
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
@@ -50,6 +51,7 @@ class ForwardEngine(EngineBase):
         StallError: a peer died or does not answer.
     """
 
+    @takes("ForwardEngine(plan, blocks)", plan=ours("PlanData"), block_costs=ROW, transport=ours("Transport"))
     def __init__(
         self,
         plan: Plan,

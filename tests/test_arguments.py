@@ -134,7 +134,7 @@ WRONG: dict[str, Calls] = {
     },
     "ForwardEngine": {
         "plan": lambda: runtime.ForwardEngine([nn.Linear(2, 2)], FORWARD),
-        "plan is for train": lambda: runtime.ForwardEngine(PLAN, [nn.Linear(2, 2)]),
+        "this plan (1f1b) is for train": lambda: runtime.ForwardEngine(PLAN, [nn.Linear(2, 2)]),
         "clip": lambda: runtime.ForwardEngine(FORWARD, [nn.Linear(2, 2)], clip=1.0),
     },
     "SumOfMeans": {

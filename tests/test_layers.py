@@ -137,7 +137,7 @@ BUDGET = {
     "agreement": 346,
     "engine": 110,
     "engine_base": 129,
-    "forward_engine": 34,
+    "forward_engine": 35,
     "requirements": 77,
     "minimal": 120,
 }
