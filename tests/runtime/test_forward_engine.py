@@ -146,6 +146,7 @@ def resident_bytes() -> dict[int, int]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "zero", "dtype"),
     [("pp=1", 0, torch.float32), ("pp=2,tp=2", 0, torch.bfloat16), ("dp=2", 3, torch.bfloat16)],

@@ -37,7 +37,7 @@ def quick() -> list[Injection]:
         Injection("large", 2, "steady", 2, place_of(plan, 2, "steady", "large")),
         Injection("other", 1, "cool-down", 2, place_of(plan, 1, "cool-down", "other")),
     ]
-    return [*chosen, *all_injections(plan, 60, seed=1)[::12]]
+    return [*chosen, *all_injections(plan, 60, seed=1)[::30]]
 
 
 @pytest.mark.processes
