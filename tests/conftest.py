@@ -1,6 +1,6 @@
 """Shared settings of all tests: hypothesis profiles, and the selection of cases that run every day.
 
-`pytest --hypothesis-profile=thorough` tries harder. Of the cases of a test that is `sampled(k)`, every 4k-th runs every
+`pytest --hypothesis-profile=thorough` tries harder. Of the cases of a test that is `sampled(k)`, every 5k-th runs every
 day, and all of them with the slow ones; which of them is another for each test, so that a schedule or a mesh which one
 test leaves out is taken by others. Likewise every day has some of hypothesis' examples, `make test-all` all of them.
 """
@@ -21,7 +21,7 @@ settings.register_profile("quick", max_examples=32, deadline=None, derandomize=T
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")
 
-SAMPLED_EVERY = 4
+SAMPLED_EVERY = 5
 """Factor by which fewer cases of sampled tests run every day than their mark says."""
 EXAMPLES_EVERY = 2
 """Factor by which fewer of hypothesis' examples are tried every day, if there are many."""

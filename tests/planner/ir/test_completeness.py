@@ -136,9 +136,9 @@ def test_passes_are_pure(plan: Plan):
 
 def test_the_name_of_a_schedule_is_taken_once():
     with pytest.raises(qs.UsageError, match=r"'afab' is taken by quintsched.schedules.gpipe.gpipe"):
-        schedule("mine", aliases=("afab",), summary="", bubble="", memory="")(lambda rank, shape: iter(()))
-    with pytest.raises(qs.UsageError, match="unknown schedule 'mine'"):
-        find_schedule("mine")
+        schedule("taken-once", aliases=("afab",), summary="", bubble="", memory="")(lambda rank, shape: iter(()))
+    with pytest.raises(qs.UsageError, match="unknown schedule 'taken-once'"):
+        find_schedule("taken-once")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, name: str) -> N
     assert 0.98 <= min(ratios) <= 1.15, ratios
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_copies_to_the_host_take_as_long_as_simulated(fidelity: ModuleType, name: str) -> None:
     """Copies that take longer than a computation: who waits for one, and who need not, shows."""
@@ -60,7 +60,7 @@ def test_copies_to_the_host_take_as_long_as_simulated(fidelity: ModuleType, name
     assert 0.98 <= min(ratios) <= 1.15, ratios
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_a_step_takes_as_long_as_simulated_where_links_and_microbatches_differ(fidelity: ModuleType, name: str) -> None:
     case = fidelity.Links(SCHEDULES[name], computation_ms=10.0, steps=1)
