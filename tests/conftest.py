@@ -23,7 +23,7 @@ settings.load_profile("quick")
 
 SAMPLED_EVERY = 5
 """Factor by which fewer cases of sampled tests run every day than their mark says."""
-EXAMPLES_EVERY = 2
+EXAMPLES_EVERY = 3
 """Factor by which fewer of hypothesis' examples are tried every day, if there are many."""
 MANY_EXAMPLES = 24
 
