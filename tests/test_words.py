@@ -27,7 +27,9 @@ def first_lines(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_begin_with_a_word_of_the_field(folder: str) -> None:
+    found = 0
     for path in sorted((ROOT / folder).rglob("*.py")):
-        if not any(part.is_symlink() for part in (path, *path.parents)):
-            for line in first_lines(path):
-                assert line.split()[0] not in RELATIVE, f"{path.relative_to(ROOT)}: {line}"
+        for line in first_lines(path):
+            found += 1
+            assert line.split()[0] not in RELATIVE, f"{path.relative_to(ROOT)}: {line}"
+    assert found

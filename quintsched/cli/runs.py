@@ -35,9 +35,7 @@ def run(
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Write down there when each instruction ran.")
     ] = None,

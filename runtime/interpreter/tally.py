@@ -45,7 +45,6 @@ class Figures:
 
     Attributes:
         sums: loss, weight, sums of metrics and their weights, 0-dimensional each, not to be modified; set by `read`.
-            are `read`.
         rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read`.
     """
 
@@ -294,21 +293,24 @@ class StepResult:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Sums to accumulate over batches: "loss", "weight" and each metric."""
+        """Sums to accumulate over batches: "loss", "weight" and each metric; one of weight 0 adds 0."""
         total, weight = (figure * self._unit for figure in self._sums()[:2])
-        return {
-            "loss": total,
-            "weight": weight,
-            **{name: (mean * weight).nan_to_num(0.0) for name, mean in self.metrics.items()},
+        counted = {
+            name: torch.where(own == 0, 0.0, found / own * weight) for name, (found, own) in self._of_metrics().items()
         }
+        return {"loss": total, "weight": weight, **counted}
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Each metric over the whole batch: its sum divided by its weight or, without one, by the loss weight."""
+        return {name: found / own for name, (found, own) in self._of_metrics().items()}
+
+    def _of_metrics(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum of each metric, and its weight."""
         _, weight, *found = self._sums()
         count = len(self._metrics)
         weights = [torch.where(own < 0, weight, own) for own in found[count:]]
-        return dict(zip(self._metrics, map(torch.div, found[:count], weights), strict=True))
+        return dict(zip(self._metrics, zip(found[:count], weights, strict=True), strict=True))
 
 
 def _counted(column: Column, times: Sequence[float], *, here: bool) -> Column:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, UsageError
 from quintsched.files.terminal import StreamBroken, write_error
-from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own
+from quintsched.stalls.own_errors import failed_in_code, headline, is_own
 
 from ..watch.judge import LATE_REFUSAL_S
 from ..watch.rendezvous.parent import end_with_launcher
@@ -186,12 +186,10 @@ def train(
 ) -> None:
     """Train, or run forward, as one rank; rank 0 reports, `notes` first."""
     from ..train.forward_run import ForwardRun
-    from ..train.reporter import Reporter
+    from ..train.reporter import reporter_of
     from ..train.trainer import Trainer
 
-    speaks = transport.rank == 0
-    path, say = (job.log.path, _say) if speaks else (None, lambda line: None)
-    reporter = Reporter(path, say, show_progress=speaks and sys.stderr.isatty())
+    reporter = reporter_of(job.log.path, transport.rank)
     for line in (*notes, plan.title):
         reporter.say(line)
     stop = stop or StopRequest()
@@ -199,14 +197,6 @@ def train(
         ForwardRun(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=tuple(overrides)).run()
         return
     Trainer.of_job(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=overrides).fit(start)
-
-
-def _say(line: str) -> None:
-    """Print a line; where the reader of standard output is gone, as behind `| head -1`, the run goes on."""
-    with Suppressed(OSError, ValueError, StreamBroken):
-        if sys.stdout is not None:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
 
 
 def explain(error: BaseException, rank: int) -> int:

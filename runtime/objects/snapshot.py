@@ -150,6 +150,7 @@ class Snapshot:
         self._empty: list[Callable[[], _Held]] = []
         self._containers: list[Any] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor, Tensor]] = []
+        self._free = set[int]()  # ids of those without a graph
         self._waiting = deque(roots.items())
         modules = (root for root in roots.values() if isinstance(root, nn.Module))
         self._weights = {id(weight) for root in modules for weight in root.parameters()}
@@ -212,7 +213,7 @@ class Snapshot:
                 memory.copy_(was)
                 if tensor.data_ptr() != memory.data_ptr():
                     tensor.data = memory
-                if tensor.grad_fn is not None and not tensor._is_view():
+                if tensor.grad_fn is not None and id(tensor) in self._free and not tensor._is_view():
                     tensor.detach_()  # changed in place by what requires a gradient in a trial
         for _, space, before in self._filled():
             if not _is_same_dict(before, space.read()):
@@ -339,6 +340,8 @@ class Snapshot:
         if tensor.is_meta or (tensor.layout is torch.strided and tensor.untyped_storage().size()):
             was = tensor.detach().clone() if self._numbers else tensor
             self._tensors.append((name, tensor, tensor._version, tensor.data, was))
+            if tensor.grad_fn is None:
+                self._free.add(id(tensor))
 
 
 def _empty_in(space: Space, name: str, key: Any, container: Any) -> _Held:

@@ -13,9 +13,10 @@ lr_schedule: {name: wsd, warmup_steps: 100, decay_steps: 500}
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from quintsched.errors import suggest
 from quintsched.user_code import names_file
@@ -42,6 +43,17 @@ def names_code(name: str) -> bool:
     return names_file(name) or ":" in name
 
 
+def _one_of(known: Collection[str]) -> AfterValidator:
+    """Return a validator of names that are known, or names of code."""
+
+    def check(name: str) -> str:
+        if not names_code(name) and name not in known:
+            raise ValueError(f"there is no {name!r}{suggest(name, known)}")
+        return name
+
+    return AfterValidator(check)
+
+
 class GroupConfig(Settings):
     """Parameters with options of their own."""
 
@@ -59,7 +71,7 @@ class GroupConfig(Settings):
 class OptimizerConfig(Settings):
     """The optimizer."""
 
-    name: Annotated[str, Mark.CODE] = "adam"
+    name: Annotated[str, Mark.CODE, _one_of(OPTIMIZERS)] = "adam"
     """A class of torch.optim in small letters (adamw, sgd, muon, adafactor, …), or another class:
     "my_file.py:Class", "package.module:Class"."""
     lr: float = Field(default=1e-3, ge=0)
@@ -80,13 +92,6 @@ class OptimizerConfig(Settings):
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = ()
     """Parameter groups with options of their own, by patterns on names."""
 
-    @field_validator("name")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        if not names_code(name) and name not in OPTIMIZERS:
-            raise ValueError(f"there is no {name!r}{suggest(name, OPTIMIZERS)}")
-        return name
-
     @model_validator(mode="after")
     def _only_used_settings(self) -> OptimizerConfig:
         for setting, owners in _OWN.items():
@@ -100,7 +105,7 @@ class OptimizerConfig(Settings):
 class LearningRateConfig(Settings):
     """The factor of the learning rate from step to step; `train.optimizer.learning_rate_factor` has the formulas."""
 
-    name: Annotated[str, Mark.CODE] = "constant"
+    name: Annotated[str, Mark.CODE, _one_of(SHAPES)] = "constant"
     """The shape of the decay after the warm-up: constant, linear, cosine, polynomial, exponential, inverse_sqrt, wsd
     (warm-up, stable, decay), or a user's function (step, total steps) → factor: "my_file.py:factor"."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -111,10 +116,3 @@ class LearningRateConfig(Settings):
     """The exponent of polynomial decay."""
     decay_steps: int | None = Field(default=None, ge=1)
     """Steps of the linear decay at the end of wsd; none: a tenth of all steps."""
-
-    @field_validator("name")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        if not names_code(name) and name not in SHAPES:
-            raise ValueError(f"there is no {name!r}{suggest(name, SHAPES)}")
-        return name

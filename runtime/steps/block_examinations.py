@@ -168,7 +168,10 @@ class BlockExaminations:
             return
         for name in sorted(units.cut_extras if units.spec.samples.shape[0] == 1 else ()):
             self._require_two_rows(units, name)
-        arrivals = self._given_of(FEW, repeats=True)
+        try:
+            arrivals = self._given_of(FEW, repeats=True)
+        except MisfitError:  # blocks that take no other number of samples; so on all ranks
+            return
         for stage, held in sorted(self._model.stages.items()):
             for number, block in ((int(n), block) for n, block in held.blocks.items()):
                 names = sorted(filter(accepted_extras(block), units.cut_extras))

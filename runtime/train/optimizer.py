@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -116,17 +116,19 @@ def _groups(config: OptimizerConfig, params: Params, undecayed: Collection[str])
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:
-    """Set the learning rate of all groups, each by its own factor."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get(LR_FACTOR, 1.0)
+    """Set the learning rate of all groups that have one, each by its own factor."""
+    for group in _groups_with_rates(optimizers):
+        group["lr"] = rate * group.get(LR_FACTOR, 1.0)
 
 
 def keep_own_rates(optimizers: Iterable[Optimizer]) -> None:
     """Let the learning rates that groups were built with be those that a schedule multiplies."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.setdefault(LR_FACTOR, group["lr"])
+    for group in _groups_with_rates(optimizers):
+        group.setdefault(LR_FACTOR, group["lr"])
+
+
+def _groups_with_rates(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
+    return (group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group)
 
 
 def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: int) -> float:

@@ -27,7 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from quintsched.errors import UsageError, suggest
 from quintsched.files.atomic import cannot_write
-from quintsched.stalls.own_errors import came_from_handler
+from quintsched.files.terminal import StreamBroken
+from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
 
 from ..settings.job import SinkConfig
@@ -239,6 +240,21 @@ class Reporter:
                 raise  # else the first error says why: closing the log fails again
         finally:
             self.sinks.__exit__(kind, error, trace)
+
+
+def reporter_of(path: str | None, rank: int) -> Reporter:
+    """Return the reporter of a rank: rank 0's prints and writes the log at `path`, all others are silent."""
+    if rank:
+        return Reporter(None, lambda line: None)
+    return Reporter(path, _print, show_progress=sys.stderr is not None and sys.stderr.isatty())
+
+
+def _print(line: str) -> None:
+    """Print a line; where the reader of standard output is gone, as behind `| head -1`, the run goes on."""
+    with Suppressed(OSError, ValueError, StreamBroken):
+        if sys.stdout is not None:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
 
 
 def _is_locked(file: TextIO) -> bool:

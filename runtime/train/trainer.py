@@ -8,7 +8,6 @@ Both build an engine and a feed; `training_loop` is the loop.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ from ..verification.recording import Recording
 from .feed import Feed, feed_of, open_feed
 from .losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .optimizer import build_optimizer, keep_own_rates
-from .reporter import Record, Reporter, Sink, Sinks, require_sinks
+from .reporter import Record, Reporter, Sink, Sinks, reporter_of, require_sinks
 from .resuming import Progress, StepSamples, go_on_from, load_pretrained_of
 from .stage_costs import block_costs
 from .trace_window import traced_steps
@@ -120,7 +119,9 @@ class Trainer:
         job = _config_of(config)
         plan = plan or compile_request(job.parallel.request())
         transport = transport or _connect(job, plan)
-        self._begin(job, plan, transport, reporter or _reporter(job, transport), sinks, wants_stop, overrides)
+        self._begin(
+            job, plan, transport, reporter or reporter_of(job.log.path, transport.rank), sinks, wants_stop, overrides
+        )
         self.settings = {n: v for n, v in self.settings.items() if not n.startswith(("model.", "data."))}
         blocks = split(model) if isinstance(model, nn.Module) else model
         loss = loss_fn or loss_of(job.train.loss, blocks)
@@ -335,17 +336,3 @@ def _connect(job: JobConfig, plan: Plan) -> Transport:
             "run_local(plan.mesh.size, lambda transport: Trainer(…, transport=transport).fit())"
         )
     return connect_for(plan, watch.timeout_s, name, job.runtime.rules, watch)
-
-
-def _reporter(job: JobConfig, transport: Transport) -> Reporter:
-    """Return what reports on standard output and in the log, on rank 0."""
-    if transport.rank:
-        return Reporter(None, lambda line: None)
-    return Reporter(job.log.path, _say, show_progress=sys.stderr.isatty())
-
-
-def _say(line: str) -> None:
-    """Write a line to standard output, where that is open."""
-    if sys.stdout is not None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()

@@ -176,7 +176,7 @@ class TrainingLoop:
             "epoch": progress.epoch + 1,
             **self._means(sums),
             "grad_norm": math.nan if norm is None else norm.item(),
-            "lr": groups[0]["lr"] if groups else math.nan,
+            "lr": groups[0].get("lr", math.nan) if groups else math.nan,
             "skipped": result.skipped,
             "step_s": seconds / steps,
             "bubble": 1 - self._engine.busy_share(seconds),

@@ -94,8 +94,11 @@ class StatedMetricExamination(MetricExamination):
         for some in self._tried(parts):
             halves = some.halves()
             tried = [self.try_once(*given) for given in ((some.outputs, some.targets), *halves)]
-            whole, *each = [(float(one.value), float(one.weight or 0)) for one in tried if one is not None]
-            total, weight = map(sum, zip(*each, strict=True)) if len(each) == len(halves) else (0.0, 0.0)
+            known = [(float(one.value), float(one.weight or 0)) for one in tried if one is not None]
+            if len(known) < len(tried):
+                continue  # not finite, which decides nothing
+            whole, *each = known
+            total, weight = map(sum, zip(*each, strict=True))
             if weight and whole[1] and abs(whole[0] / whole[1] - total / weight) > _NEAR * abs(whole[0] / whole[1]):
                 return Finding(None, "of two batches together it is not the sums of both by their weights")
         return Finding(None, OF_SLICES) if self.is_sliced and mixes_values(self) else Finding(stated)

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import pytest
+import torch
 
 from quintsched.runtime.objects.snapshot import Snapshot
 from quintsched.runtime.parallel.proof.kinds import content_of
@@ -100,6 +101,19 @@ def test_a_context_variable_is_its_default_again() -> None:
     assert [change.name for change in before.changes()] == ["it"]
     before.put_back()
     assert VARIABLE.get() == 1
+
+
+def test_a_trial_leaves_graphs_as_they_were() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    buffer, made_of_it = torch.zeros(2), weight * 2
+    before = Snapshot({"buffer": buffer, "made of it": made_of_it})
+    buffer.add_(weight)
+    made_of_it.add_(weight.detach())
+    before.put_back()
+    assert not buffer.requires_grad
+    assert buffer.tolist() == [0, 0]
+    assert made_of_it.grad_fn is not None
+    assert made_of_it.tolist() == [2, 2]
 
 
 def test_private_slots_tell_kinds_apart() -> None:

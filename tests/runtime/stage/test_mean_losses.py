@@ -309,11 +309,16 @@ def test_a_metric_of_no_weight_is_not_a_number_and_adds_nothing():
             [nn.Linear(2, 2), nn.Linear(2, 2)],
             nn.functional.mse_loss,
             lambda weights: torch.optim.SGD(weights, lr=0.1),
-            metrics={"precision": lambda output, y: (torch.zeros(()), torch.zeros(()))},
+            metrics={
+                "precision": lambda output, y: (torch.zeros(()), torch.zeros(())),
+                "diverged": lambda output, y: (torch.tensor(torch.nan), torch.ones(())),
+            },
             transport=transport,
         )
         return engine.step(torch.ones(4, 2), torch.ones(4, 2))
 
     for result in run_local(2, run):
         assert result.metrics["precision"].isnan()
+        assert result.metrics["diverged"].isnan()
         assert result.sums["precision"] == 0
+        assert result.sums["diverged"].isnan()

@@ -14,7 +14,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig
-from quintsched.runtime.train.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
+from quintsched.runtime.train.optimizer import build_optimizer, keep_own_rates, learning_rate_factor, set_learning_rate
 
 Shape: TypeAlias = Literal["constant", "linear", "cosine"]
 
@@ -160,6 +160,14 @@ def test_groups_have_options_and_rates_of_their_own() -> None:
     assert found == [(0.1, 0.2, True), (0.1, 0.0, False), (0.01, 0.2, True)]
     set_learning_rate([optimizer], 0.05)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05, 0.005])
+
+
+def test_an_optimizer_without_learning_rates_has_none_set() -> None:
+    optimizer = build_optimizer(OptimizerConfig(), nn.Linear(2, 2).parameters())
+    del optimizer.param_groups[0]["lr"]
+    keep_own_rates([optimizer])
+    set_learning_rate([optimizer], 0.05)
+    assert "lr" not in optimizer.param_groups[0]
 
 
 @pytest.mark.parametrize(
