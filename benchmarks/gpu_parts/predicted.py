@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from paired import Target, median_s, sample_warm
 from quintsched.runtime import Engine
 from quintsched.runtime.calibrate.machine import calibrate
 from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
@@ -35,7 +38,7 @@ CHOICES = ((1, "none"), (4, "none"), (1, "full"))
 def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
     """Print and return predicted and measured seconds of a step."""
     size = sized(MEDIUM, device)
-    hardware = calibrate(device) if device.type == "cuda" else find_hardware(STAND_IN)
+    hardware = calibrated(device) if device.type == "cuda" else find_hardware(STAND_IN)
     torch.set_num_threads(1)
     rivals: dict[str, Callable[[], None]] = {}
     seconds: dict[str, float] = {}
@@ -57,6 +60,12 @@ def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
         Target("strategies that are ranked otherwise", sum(a != b for a, b in zip(*orders, strict=True)), 0), flush=True
     )
     return {"strategies": found, "hardware": hardware.model_dump(mode="json", exclude_none=True)}
+
+
+def calibrated(device: torch.device) -> Hardware:
+    """Return the description of this device that `quintsched calibrate` measures."""
+    with TemporaryDirectory() as folder:
+        return calibrate(device, Path(folder) / "measured.json")
 
 
 def strategy_of(size: Size, device: torch.device, microbatch: int, recompute: str) -> Strategy:

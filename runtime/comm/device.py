@@ -274,6 +274,7 @@ class _CudaGraph:
                     problem = error
                     raise
         except Exception as error:
+            _leave_capture(torch.cuda.default_generators[stream.device_index])
             if problem is None or error is problem:
                 raise
             raise problem from None  # a failed capture cannot be ended either
@@ -284,6 +285,11 @@ class _CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _leave_capture(generator: torch.Generator) -> None:
+    """Have a generator draw again: it does not learn that a capture has failed, and would wait for its end."""
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _may_share() -> bool:

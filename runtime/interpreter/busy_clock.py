@@ -41,7 +41,7 @@ class Clock:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context in which no time counts, and no event is created."""
+        """Return a context in which no time counts, and no event is created or asked: a capture allows neither."""
         noted, self._is_off = len(self._moments), True
         try:
             yield
@@ -51,6 +51,8 @@ class Clock:
 
     def add_up(self) -> None:
         """Add up the noted stretches; one that ended in an error has only a beginning, which is dropped."""
+        if self._is_off:
+            return
         moments = self._moments
         if self._is_on_host:
             self._seconds += sum(moments[1::2]) - sum(moments[: len(moments) // 2 * 2 : 2])

@@ -59,6 +59,7 @@ class StepGraphs:
     ) -> None:
         self._new_graph = graphs_of(device)
         self._state, self._clock, self._device, self._functions = state, clock, device, functions
+        self._look = model.late_state.look
         self._blocks = {f"block {key}": block for s in model.stages.values() for key, block in s.blocks.items()}
         self._modules = [module for stage in model.stages.values() for module in stage.modules()]
         self._shapes = Latest[_Shape](MOST_GRAPHS)
@@ -111,6 +112,7 @@ class StepGraphs:
             f"the host keeps {host.unseen}, of which nobody can tell what is in it": host.unseen,
             "there is more on the host than can be watched": not host.is_whole,
         }
+        step.interpreter.state.step_end.settle_loss(accumulates=False)
         step.interpreter.conclude(figures)
         changing += {id(tensor): tensor for tensor in (*buffers, *host.tensors(), *moved)}.values()
         return next((words for words, is_so in excuses.items() if is_so), "")
@@ -118,7 +120,7 @@ class StepGraphs:
     def _capture(self, step: PreparedStep, number: int, shape: _Shape) -> CapturedStep:
         shape.host, shape.held = HostState(self._blocks, self._functions), self._held()
         assert self._new_graph is not None
-        return CapturedStep(step, self._state, self._clock, self._new_graph(), shape.changing, number)
+        return CapturedStep(step, self._state, self._clock, self._new_graph(), shape.changing, number, self._look)
 
     def _changed(self, shape: _Shape) -> str | None:
         """Return the state that a graph relies on and that has changed, in words; None: none has."""
@@ -147,16 +149,24 @@ class StepGraphs:
 class CapturedStep:
     """One step in a CUDA `graph`, captured from a batch; raises `UsageError` where it cannot be captured.
 
-    `changing` are the tensors that its forwards change in place, `number` is the step's.
+    `changing` are the tensors that its forwards change in place, `number` is the step's; `look` is called before an
+    optimizer writes to weights.
     """
 
     def __init__(
-        self, step: PreparedStep, state: TrainingState, clock: Clock, graph: Any, changing: list[Tensor], number: int
+        self,
+        step: PreparedStep,
+        state: TrainingState,
+        clock: Clock,
+        graph: Any,
+        changing: list[Tensor],
+        number: int,
+        look: Callable[[], None],
     ) -> None:
         self._interpreter, self._tally = step.interpreter, step.interpreter.state.compute.tally
         self._gradients, self._reducer = state.gradients, state.gradients.reducer
         self._clock, self._graph, self._changing = clock, graph, changing
-        self._replays, self._batch = 0, step.batch.copy()
+        self._replays, self._batch, self._look = 0, step.batch.copy(), look
         self._inputs = self._batch.tensors()
         try:
             with clock.off(), self._tally.unasked(), graph.capturing():
@@ -202,6 +212,7 @@ class CapturedStep:
         self._replays += 1
         self._tally.note_stop()
         figures[2:3] = self._tally.figures.read().rest[-2]
+        self._look()
         self._interpreter.conclude(figures)
         return "" if is_right else "its graph has other numbers"
 

@@ -123,6 +123,14 @@ def first_unfinished(issued: Sequence[tuple[int, Posted]], limit_s: float) -> in
     return waiting[0][0] if waiting else -1
 
 
+def end_what_hangs(backend: str) -> None:
+    """Abort the communicators: a process that ends under a hanging kernel ends others of a multi-process service too."""
+    if backend == "nccl":
+        aborting = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
+        aborting.start()
+        aborting.join(timeout=20)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -139,6 +147,7 @@ def main(backend: str, folder: Path, plan: qs.Plan, profile: str, size: int, lim
     (folder / f"{dist.get_rank()}.txt").write_text(str(standing))
     while not all((folder / f"{rank}.txt").exists() for rank in range(dist.get_world_size())):
         time.sleep(0.1)
+    end_what_hangs(backend)
     os._exit(0)  # what hangs would hold up an orderly end
 
 

@@ -109,6 +109,7 @@ def _cuda_efficient(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
 
 def _cuda_efficient_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
     padded = F.pad(weight, (0, -weight.shape[-1] % ALIGNED), value=torch.inf)
+    mean = mean.transpose(1, 2).contiguous().transpose(1, 2)  # in half precision it is read by the forward's strides
     drawn = torch.empty((), dtype=torch.int64, device=gradient.device)  # dropout's generator state: unused
     of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         gradient, *block, None, mean, padded, drawn, drawn, 0.0, [True, True, True, False], is_diagonal
