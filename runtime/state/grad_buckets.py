@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..autograd.deferred_weight_grads import queue_of
-from ..blocks.dtensor import comes_summed, local_of
+from ..blocks.dtensor import comes_summed, local_gradient, local_of
 from ..blocks.number_types import is_low
 from ..comm import Group, Work
 from ..parallel.expert.moe import expert_weights
@@ -62,6 +62,12 @@ class PlanBucket(NamedTuple):
     number: int
 
 
+class Arrivals(list[Tensor]):
+    """Parameters that backwards have come to; as a hook on a parameter, adds it, without a call of Python."""
+
+    __call__ = list.append
+
+
 class GradBucket:
     """Gradients of some parameters of a stage, as views of one flat buffer, in float32 for shorter dtypes.
 
@@ -83,6 +89,7 @@ class GradBucket:
             which saves a large bucket one read and write.
         blank: parameters without a gradient so far in this step, whose views are uninitialized. Not maintained where
             the bucket begins at zero; there version counters of views tell, when the gradients are read.
+        arrived: parameters that a backward has come to, whose gradients are still to be taken in.
         missing: parameters whose gradient from the last backward has not come yet.
         notes_arrivals: whether complete gradients are recorded: from a stage's last backward on.
         ready: whether the bucket may be launched.
@@ -111,6 +118,7 @@ class GradBucket:
     ) -> None:
         self.plan_bucket, self.stage, self.parameters = plan_bucket, plan_bucket.stage, tuple(parameters)
         self._all, self.comes_summed = frozenset(parameters), comes_summed(parameters[0])
+        self.arrived = Arrivals()
         local = [local_of(parameter) for parameter in parameters]
         dtype, device = torch.float32 if is_low(local[0].dtype) else local[0].dtype, local[0].device
         self._is_sharded, self._layout = layout is not None, layout or FlatLayout.sharded(local, multiple=1)
@@ -121,6 +129,7 @@ class GradBucket:
         self.room = Room(self._sent[size:]) if len(self._sent) > size else None
         # `data` gives each view a version counter of its own, which shows whether anything was added
         self.views = [view.data for view in self._layout.views(self.flat)]
+        self._own = frozenset(map(id, self.views))
         self._addresses = [*map(Tensor.data_ptr, self.views)]
         self._reduced = self._layout.shard(self.flat)
         self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
@@ -132,8 +141,8 @@ class GradBucket:
         pairs = zip(map(masters.of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self.clear()
-        can_all = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
-        self.begins_at_zero = can_all and not self.reshards and size <= IN_CACHE
+        self._takes_views = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
+        self.begins_at_zero = not self.reshards and (size <= IN_CACHE if self._takes_views else is_low(local[0].dtype))
         for parameter in parameters:
             parameter.grad = None
         if self.reshards:
@@ -145,18 +154,39 @@ class GradBucket:
         `Module.to`, for example, moves gradients to other memory.
         """
         self.is_open = True
+        self.arrived.clear()
         if not self.reshards and [*map(Tensor.data_ptr, self.views)] != self._addresses:
             for view, own in zip(self.views, self._layout.views(self.flat), strict=True):
                 view.data = own.data
-        if not self.begins_at_zero:
-            for parameter in self.parameters:
-                parameter.grad = None
-            return
-        if self._versions is None:
+        if self.begins_at_zero and self._versions is None:
             self.flat.zero_()
             self._versions = list(map(_VERSION, self.views))
+        takes_views = self.begins_at_zero and self._takes_views
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+            parameter.grad = view if takes_views else None
+
+    def take_in(self) -> list[Tensor]:
+        """Add what has arrived and is not in its view yet; return the parameters that it came for.
+
+        A view may belong to a closed engine, while another one trains the same weights: then nothing is added.
+        """
+        arrived, views, gradients = self.arrived[:], list[Tensor](), list[Tensor]()
+        self.arrived.clear()
+        for parameter in arrived if self.is_open else ():
+            gradient, view = parameter.grad, parameter._quintsched_sum  # type: ignore[attr-defined]
+            if gradient is None or gradient is view or id(view) not in self._own:  # None: deferred, or taken in before
+                continue
+            if not self.begins_at_zero or type(gradient) is not Tensor or gradient.layout is not torch.strided:
+                gradient = local_gradient(parameter)
+                self.allocate_full()
+                self.add(parameter, view, gradient)
+            else:
+                views.append(view)
+                gradients.append(gradient)
+            parameter.grad = view if can_be_grad(view, parameter) else None
+        if views:
+            torch._foreach_add_(views, gradients)
+        return arrived
 
     def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is this view; the first of a step is copied where there are no zeros."""

@@ -1,15 +1,18 @@
 """Hooks that move gradients from backwards into their buckets, and detect when a bucket is full.
 
-    first backward ──▶ parameter.grad, new      a hook copies it to its view in the bucket, which becomes .grad
+    first backward ──▶ parameter.grad, new      is copied to its view in the bucket, which becomes .grad
     next ones      ──▶ parameter.grad, a view   autograd adds in place; in small buckets, which start at zero, always
-                   ──▶ another dtype, or DTensor   never becomes the view, and the hook adds it
+                   ──▶ another dtype, or DTensor   never becomes the view, and is added to it
     weight half of a split backward ──▶ `drain`                         adds to the view
 
-In a stage's last backward each arrival is recorded; a bucket with all of its gradients is ready to be launched.
+A hook costs each parameter and microbatch, so it only lists what has arrived; a bucket takes in what is listed when the
+last of its parameters arrives, by one call for all, and when the backward ends. In a stage's last backward a bucket with
+all of its gradients is ready to be launched.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 from torch import Tensor, nn
@@ -17,8 +20,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..autograd.deferred_weight_grads import Products
-from ..blocks.dtensor import local_gradient
-from .grad_buckets import GradBucket, GradBuckets, can_be_grad
+from .grad_buckets import GradBucket, GradBuckets
 from .grad_reducer import GradReducer
 
 
@@ -28,21 +30,36 @@ class GradHooks:
     def __init__(self, buckets: GradBuckets, reducer: GradReducer) -> None:
         self._home, self._reducer = buckets.home, reducer
         self._filled = {bucket.stage: reducer.filled_by_backward(bucket.stage) for bucket in buckets.all}
-        for parameter, (bucket, view) in buckets.home.items():
+        self._open = {bucket.stage: buckets.of_stages([bucket.stage]) for bucket in buckets.all}
+        for parameter, (_, view) in buckets.home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, view))
+        for bucket in buckets.all:
+            *others, last = bucket.parameters
+            last.register_post_accumulate_grad_hook(partial(self._arrived_last, bucket))
+            for parameter in others:
+                parameter.register_post_accumulate_grad_hook(bucket.arrived)
 
-    def _arrived(self, bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
-        """Add a gradient from a backward to its bucket (post-accumulate-grad hook); see the picture above."""
-        if parameter.grad is not view:
-            _take_in(bucket, view, parameter)
-        if bucket.notes_arrivals:
-            if parameter not in bucket.missing:
+    def _arrived_last(self, bucket: GradBucket, parameter: Tensor) -> None:
+        """Take in a bucket's gradients: this parameter is the last that a backward usually comes to."""
+        bucket.arrived.append(parameter)
+        self._settle(bucket)
+
+    def settle(self, stage: int) -> None:
+        """Take in the gradients of a backward of `stage` that has ended."""
+        for bucket in self._open.get(stage, ()):
+            if bucket.arrived:
+                self._settle(bucket)
+
+    def _settle(self, bucket: GradBucket) -> None:
+        arrived = bucket.take_in()
+        if bucket.notes_arrivals and arrived:
+            twice = next((p for p, times in Counter(arrived).items() if times > 1 or p not in bucket.missing), None)
+            if twice is not None:
                 raise MisfitError(
-                    f"a weight of stage {bucket.stage}, {tuple(parameter.shape)}, got gradients twice in one "
+                    f"a weight of stage {bucket.stage}, {tuple(twice.shape)}, got gradients twice in one "
                     "backward, as one does that checkpointed parts of a block share; let the plan recompute instead"
                 )
-            bucket.missing.discard(parameter)
+            bucket.missing.difference_update(arrived)
             if not bucket.missing:
                 self._launch(bucket)
 
@@ -83,17 +100,3 @@ class GradHooks:
         """Add to a parameter's gradient in its bucket."""
         bucket, view = self._home[parameter]
         bucket.add(parameter, view, gradient)
-
-
-def _take_in(bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient, which is not the view of its sum, to it; None for a deferred gradient.
-
-    The view may belong to a closed engine, while another one trains the same weights: then nothing is added.
-    """
-    is_ours = bucket.is_open and getattr(parameter, "_quintsched_sum", None) is view
-    if parameter.grad is None or not is_ours:
-        return
-    gradient = local_gradient(parameter)
-    bucket.allocate_full()
-    bucket.add(parameter, view, gradient)
-    parameter.grad = view if can_be_grad(view, parameter) else None
