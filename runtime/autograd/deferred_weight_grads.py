@@ -127,6 +127,7 @@ class WeightQueue:
 
     def __init__(self, *, compiled: bool = False) -> None:
         self.collecting: Products | None = None
+        self._nodes: dict[int, Any] = {}
         aside = torch.compiler.disable if compiled else _as_it_is
         self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = aside(_linear)
         self.embedding: Callable[[Tensor, Tensor, int | None], Tensor] = aside(_embedding)
@@ -134,6 +135,16 @@ class WeightQueue:
     def deferring(self) -> Products:
         """Return a new `Products`, to be entered as a context around the backward whose products it collects."""
         return Products(self)
+
+    def will_accumulate(self, parameter: nn.Parameter) -> bool:
+        """Whether the running backward accumulates into a parameter's `.grad`; `autograd.grad` in a hook does not."""
+        node = self._nodes.get(id(parameter))
+        try:
+            if node is None or node.variable is not parameter:
+                node = self._nodes[id(parameter)] = get_gradient_edge(parameter).node
+            return torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # autograd.grad returns its gradient instead
+            return False
 
     def __reduce__(self) -> tuple[type[WeightQueue], tuple[()]]:
         """Give a copied or pickled parameter a new queue, which is never filled or drained."""
@@ -176,18 +187,10 @@ def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[T
     queue = None if owner is None else queue_of(owner)
     if owner is None or queue is None or queue.collecting is None or owner._backward_hooks or torch.is_grad_enabled():
         return False
-    if not _is_accumulated(owner):
+    if not queue.will_accumulate(owner):
         return False
     queue.collecting.add(owner, product, held)
     return True
-
-
-def _is_accumulated(parameter: nn.Parameter) -> bool:
-    """Whether the running backward accumulates into a parameter's `.grad`; `autograd.grad` within a hook does not."""
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # autograd.grad returns its gradient instead
-        return False
 
 
 def _owner(tensor: Tensor) -> nn.Parameter | None:
