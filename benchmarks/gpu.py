@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--only steps …] [--rounds 40] [--json] [--device cuda]
 
-    steps        one rank, a GPT of 350 M in bf16: the engine's step beside a plain loop that does the same job
+    steps        one rank, a GPT of 350 M and a Llama of 1 B in bf16: the engine's step beside a plain loop's, tokens/s, MFU
     numbers      one rank: chunks and split backwards against that loop, the largest difference of any weight
     beside       two and four ranks beside torch.distributed.pipelining: 1F1B, interleaved, zero bubble
     bubbles      two ranks: bubbles of traces, and the step that a trace's costs predict
@@ -11,7 +11,7 @@
     host         the host's time for an instruction
     ring         ring attention's computation beside one fused call
     experts      number of device synchronizations, per mixture and microbatch
-    predicted    steps predicted from measurements of `calibrate` here, and their order
+    predicted    12 steps and peaks of memory predicted from measurements of `calibrate` here, and their order
 
 The same job: gradients accumulated over the microbatches in float32, divided by the batch's weight, their norm and the
 finite check, AdamW on float32 masters, rounding to bf16. Ratios are paired round by round (see paired.py). Where a part

@@ -18,6 +18,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_sizes
 from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.prediction.step import model_flops
 
 AdamW = partial(torch.optim.AdamW, lr=1e-4)
 
@@ -37,11 +38,13 @@ class Size:
     microbatches: int
     steps: int
     """Steps of one sample of the measurement."""
+    variant: tuple[tuple[str, Any], ...] = ()
+    """Further options of the model, such as a Llama's."""
 
     @property
     def _made_of(self) -> tuple[DataSpec, GPTOptions]:
         data = DataSpec(input_shape=(self.length,), num_classes=self.tokens)
-        return data, GPTOptions(hidden=self.hidden, depth=self.depth, heads=self.heads)
+        return data, GPTOptions(hidden=self.hidden, depth=self.depth, heads=self.heads, **dict(self.variant))
 
     def blocks(self) -> Sequence[Callable[[], nn.Module]]:
         return gpt(*self._made_of)
@@ -49,6 +52,15 @@ class Size:
     def model(self) -> Model:
         """Return its sizes, for predictions."""
         return gpt_sizes(*self._made_of)
+
+    @property
+    def tokens_in_step(self) -> int:
+        return self.microbatches * self.samples * self.length
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a step: those of the model, without recomputation, attention counted without its causal mask."""
+        return model_flops(self.model(), self.length) * self.microbatches * self.samples
 
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return token ids and the next ids."""
@@ -61,8 +73,14 @@ class Size:
         return qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=self.microbatches, chunks=chunks, **more)
 
 
-GPT_350M = Size("GPT of 350 M", 1024, 24, 16, 50304, 1024, samples=4, microbatches=4, steps=1)
-MEDIUM = Size("GPT of 100 M", 1024, 8, 16, 4096, 1024, samples=2, microbatches=8, steps=1)
+LLAMA = (("kv_heads", 8), ("norm", "rmsnorm"), ("positions", "rope"), ("activation", "swiglu"))
+
+GPT_350M = Size("GPT of 350 M", 1024, 24, 16, 50304, 1024, samples=16, microbatches=4, steps=1)
+LLAMA_1B = Size("Llama of 1 B", 2048, 16, 32, 32000, 2048, samples=4, microbatches=4, steps=1, variant=LLAMA)
+LLAMA_300M = Size("Llama of 300 M", 1024, 20, 16, 8192, 2048, samples=4, microbatches=2, steps=1, variant=LLAMA)
+MEDIUM = Size("GPT of 100 M", 1024, 8, 16, 4096, 1024, samples=16, microbatches=4, steps=1)
+SHARED = Size("GPT of 100 M", 1024, 8, 16, 4096, 1024, samples=2, microbatches=8, steps=1)
+"""For ranks that share a GPU."""
 SMALL = Size("small microbatches", 512, 4, 8, 4096, 128, samples=1, microbatches=8, steps=4)
 TINY = Size("tiny", 32, 6, 4, 64, 16, samples=1, microbatches=4, steps=1)
 

@@ -1,19 +1,22 @@
-"""Predictions on one rank from measurements by `calibrate` here, beside measured steps.
+"""Predictions on one rank from measurements by `calibrate` here, beside measured steps and peaks of memory.
 
-calibrate ──▶ description of this GPU ──▶ predicted seconds of a few strategies ─┬▶ ratio of each, and their order
-                                          measured seconds of the same ──────────┘
+calibrate ──▶ description of this GPU ──▶ predicted seconds and bytes of 12 strategies ─┬▶ ratios, and their order
+                                          measured seconds and bytes of the same ───────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import gc
+import time
+from collections.abc import Mapping
+from itertools import combinations, product
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from paired import Target, median_s, sample_warm
+from paired import Target
 
 from quintsched.runtime import Engine
 from quintsched.runtime.calibrate.machine import calibrate
@@ -26,40 +29,56 @@ from quintsched.strategies.descriptions.wording import strategy_name
 from quintsched.strategies.prediction.plans import plan_of
 from quintsched.strategies.prediction.step import predict
 
-from .model import MEDIUM, AdamW, Size, alone, sized, synchronize, whole
+from .model import GPT_350M, LLAMA_300M, MEDIUM, TINY, AdamW, Size, alone, synchronize, whole
 
-WARM_UP, MOST_APART = 3, 0.05
+WARM_UP, STEPS = 3, 8
+MOST_APART, MOST_MEMORY_APART, LEAST_TAU = 0.05, 0.03, 0.8
 STAND_IN = "a100-80gb"
 """Hardware assumed for a CPU, to try the script itself."""
-CHOICES = ((1, "none"), (4, "none"), (1, "full"))
-"""Samples of a microbatch, and recomputation: as different as possible on one rank."""
+MODELS: Mapping[Size, tuple[int, tuple[int, int]]] = {
+    MEDIUM: (32, (4, 16)),
+    GPT_350M: (16, (2, 8)),
+    LLAMA_300M: (8, (1, 4)),
+}
+"""Samples of a step, and of a microbatch, by model."""
+RECOMPUTED = ("none", "full")
 
 
 def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
-    """Print and return predicted and measured seconds of a step."""
-    size = sized(MEDIUM, device)
-    hardware = calibrated(device) if device.type == "cuda" else find_hardware(STAND_IN)
+    """Print and return predicted and measured seconds and peaks of a step."""
+    on_gpu = device.type == "cuda"
+    hardware = calibrated(device) if on_gpu else find_hardware(STAND_IN)
     torch.set_num_threads(1)
-    rivals: dict[str, Callable[[], None]] = {}
-    seconds: dict[str, float] = {}
-    for microbatch, recompute in CHOICES:
-        strategy = strategy_of(size, device, microbatch, recompute)
-        name = strategy_name(resolved(strategy))
-        seconds[name] = predict(size.model(), hardware, strategy).step_s
-        rivals[name] = step_of(size, strategy, device)
-    samples = sample_warm(rivals, rounds, 1, partial(synchronize, device), WARM_UP)
-    print(f"\n{size.title}, {size.samples * size.microbatches} samples a step: predicted and measured, ms")
-    found = {}
-    for name, guess in seconds.items():
-        took = median_s(samples, name)
-        print(f"  {name:<48}{guess * 1e3:10.2f}{took * 1e3:10.2f}")
-        print(Target("distance of the predicted from the measured", abs(guess / took - 1), MOST_APART))
-        found[name] = {"predicted_s": guess, "measured_s": took}
-    orders = [sorted(found, key=lambda name: found[name][which]) for which in ("predicted_s", "measured_s")]
-    print(
-        Target("strategies that are ranked otherwise", sum(a != b for a, b in zip(*orders, strict=True)), 0), flush=True
-    )
+    print("\npredicted and measured: ms, MiB")
+    found: dict[str, dict[str, float]] = {}
+    for size, (samples, microbatches) in (MODELS if on_gpu else {TINY: (4, (1, 4))}).items():
+        for microbatch, recompute in product(microbatches, RECOMPUTED):
+            dtype = "bf16" if on_gpu else "fp32"
+            strategy = Strategy(
+                gpus=1, microbatch=microbatch, recompute=recompute, batch=samples, seq=size.length, dtype=dtype
+            )
+            guess = predict(size.model(), hardware, strategy)
+            seconds, peak = measured(size, strategy, device)
+            name = f"{size.title}, {strategy_name(resolved(strategy))}"
+            figures = {"s": guess.step_s, "measured_s": seconds, "bytes": guess.memory_bytes, "measured_bytes": peak}
+            found[name] = figures | {f"{term}_s": value for term, value in guess.breakdown_s.items()}
+            memory = f"{guess.memory_bytes / 2**20:10.0f}{peak / 2**20:10.0f}" if on_gpu else ""
+            print(f"  {name:<64}{guess.step_s * 1e3:10.2f}{seconds * 1e3:10.2f}{memory}", flush=True)
+    apart = [abs(figures["s"] / figures["measured_s"] - 1) for figures in found.values()]
+    print(Target("largest distance of a predicted step", max(apart), MOST_APART))
+    print(Target("median distance of a predicted step", median(apart), MOST_APART))
+    if on_gpu:
+        apart = [abs(figures["bytes"] / figures["measured_bytes"] - 1) for figures in found.values()]
+        print(Target("largest distance of a predicted peak", max(apart), MOST_MEMORY_APART))
+    print(Target("pairs ranked otherwise, of all", (1 - tau(found)) / 2, (1 - LEAST_TAU) / 2), flush=True)
     return {"strategies": found, "hardware": hardware.model_dump(mode="json", exclude_none=True)}
+
+
+def tau(found: Mapping[str, Mapping[str, float]]) -> float:
+    """Return Kendall's tau of predicted and measured seconds."""
+    pairs = [*combinations(found.values(), 2)]
+    agree = sum((a["s"] < b["s"]) == (a["measured_s"] < b["measured_s"]) for a, b in pairs)
+    return 2 * agree / len(pairs) - 1
 
 
 def calibrated(device: torch.device) -> Hardware:
@@ -68,14 +87,28 @@ def calibrated(device: torch.device) -> Hardware:
         return calibrate(device, Path(folder) / "measured.json")
 
 
-def strategy_of(size: Size, device: torch.device, microbatch: int, recompute: str) -> Strategy:
-    samples = size.samples * size.microbatches
-    dtype = "bf16" if device.type == "cuda" else "fp32"
-    return Strategy(gpus=1, microbatch=microbatch, recompute=recompute, batch=samples, seq=size.length, dtype=dtype)
-
-
-def step_of(size: Size, strategy: Strategy, device: torch.device) -> Callable[[], None]:
-    """Return a step of a strategy, on the common batch."""
+def measured(size: Size, strategy: Strategy, device: torch.device) -> tuple[float, float]:
+    """Return the median seconds of a step, and the peak bytes of the allocator (0 on a CPU)."""
+    before = _allocated(device)
     plan, dtype = plan_of(size.model(), strategy), torch.bfloat16 if strategy.dtype == "bf16" else torch.float32
     engine = Engine(plan, size.blocks(), cross_entropy_sum, AdamW, dtype=dtype, transport=alone(device))
-    return whole(engine.step, size.batch(device), device)
+    inputs, targets = size.batch(device)
+    step = whole(engine.step, (inputs[: strategy.batch], targets[: strategy.batch]), device)
+    for _ in range(WARM_UP):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(STEPS):
+        since = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - since)
+    peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+    engine.close()
+    return median(seconds), float(peak)
+
+
+def _allocated(device: torch.device) -> int:
+    gc.collect()
+    synchronize(device)
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,7 +12,9 @@ from paired import Target, ratios, report, sample_warm
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .model import GPT_350M, SMALL, PlainLoop, Size, alone, make_engine, masters_of, sized, synchronize, whole
+from quintsched.strategies.descriptions.library import find_hardware, hardware_names
+
+from .model import GPT_350M, LLAMA_1B, SMALL, PlainLoop, Size, alone, make_engine, masters_of, sized, synchronize, whole
 
 PLAIN, AGAIN = "plain loop", "plain loop again"
 GRAPH = ", CUDA graph"
@@ -21,16 +24,18 @@ SPLIT = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("interleaved-zb", 
 
 def steps(device: torch.device, rounds: int) -> dict[str, Any]:
     """Print and return step times: of large microbatches, which keep a GPU busy, and of small ones."""
-    sizes = (GPT_350M, SMALL) if device.type == "cuda" else (sized(SMALL, device),)
+    sizes = (GPT_350M, LLAMA_1B, SMALL) if device.type == "cuda" else (sized(SMALL, device),)
     return {size.title: compare_steps(size, device, rounds) for size in sizes}
 
 
 def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, Any]:
     """Print and return the engine's step times beside the plain loop's; a CPU has no graphs."""
     batch = size.batch(device)
-    rivals = {name: whole(PlainLoop(size, device).step, batch, device) for name in (PLAIN, AGAIN)}
+    plain = PlainLoop(size, device)
+    rivals = {name: whole(plain.step, batch, device) for name in (PLAIN, AGAIN)}
     captured = [False, True] if size is SMALL else [False]
-    for (schedule, chunks), cuda_graph in product((("1f1b", 1), ("interleaved-zb", 2)), captured):
+    schedules = (("1f1b", 1), ("interleaved-zb", 2)) if size is not LLAMA_1B else (("1f1b", 1),)
+    for (schedule, chunks), cuda_graph in product(schedules, captured):
         engine = make_engine(size, size.plan(schedule, chunks), alone(device), cuda_graph=cuda_graph)
         rivals[f"quintsched, {schedule}{GRAPH if cuda_graph else ''}"] = whole(engine.step, batch, device)
     samples = sample_warm(rivals, rounds, size.steps, partial(synchronize, device), WARM_UP)
@@ -39,7 +44,20 @@ def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, An
         for rival, most in (("quintsched, 1f1b", MOST), *((r, MOST_FROM_GRAPH) for r in rivals if r.endswith(GRAPH)))
         for ratio in [ratios(samples, rival, PLAIN, 0)]
     ]
-    return report(f"{size.title}, {size.microbatches} of them", samples, size.steps, PLAIN, targets)
+    title = f"{size.title}, {size.microbatches} microbatches of {size.samples} x {size.length} tokens"
+    found = report(title, samples, size.steps, PLAIN, targets)
+    for rival, figures in found["rivals"].items():
+        figures |= rates(size, figures["ms"] / 1e3, device)
+        print(f"  {rival:<26}{figures['tokens_per_s']:12,.0f} tokens/s   MFU {figures['mfu']:.1%}", flush=True)
+    return found
+
+
+def rates(size: Size, seconds: float, device: torch.device) -> dict[str, float]:
+    """Return tokens per second, and the fraction of the datasheet's bf16 peak; not a number where that is unknown."""
+    words = torch.cuda.get_device_name().lower().split() if device.type == "cuda" else []
+    known = [name for name in hardware_names() if name.partition("-")[0] in words]
+    peak = find_hardware(known[0]).tflops["bf16"] * 1e12 if known else math.nan
+    return {"tokens_per_s": size.tokens_in_step / seconds, "mfu": size.flops / seconds / peak}
 
 
 def numbers(device: torch.device, rounds: int) -> dict[str, float]:
