@@ -67,7 +67,7 @@ gpu-tests gpu-bench: export MAKE := $(MAKE)
 gpu-tests gpu-bench: WITH_NCCL = $(if $(NCCL),env LD_PRELOAD=$(abspath $(NCCL)))
 
 gpu-tests:
-	@source benchmarks/gpu_parts/python.sh; $(WITH_NCCL) "$$python" -m pytest tests/gpu -rs --durations 10 $(GPU_TESTS)
+	@source benchmarks/gpu_parts/python.sh; $(WITH_NCCL) "$$python" -m pytest tests/gpu -p no:benchmark -rs --durations 10 $(GPU_TESTS)
 
 gpu-bench:
 	@source benchmarks/gpu_parts/python.sh; $(WITH_NCCL) "$$python" benchmarks/gpu.py $(GPU_BENCH)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--only steps …] [--rounds 40] [--json] [--device cuda]
 
-    steps        one rank, a GPT of 350 M and a Llama of 1 B in bf16: the engine's step beside a plain loop's, tokens/s, MFU
+    steps        one rank, GPT of 350 M and Llama of 1 B in bf16: the step beside a plain loop's; tokens/s, MFU
     numbers      one rank: chunks and split backwards against that loop, the largest difference of any weight
     beside       two and four ranks beside torch.distributed.pipelining: 1F1B, interleaved, zero bubble
     bubbles      two ranks: bubbles of traces, and the step that a trace's costs predict

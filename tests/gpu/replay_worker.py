@@ -124,7 +124,7 @@ def first_unfinished(issued: Sequence[tuple[int, Posted]], limit_s: float) -> in
 
 
 def end_what_hangs(backend: str) -> None:
-    """Abort the communicators: a process that ends under a hanging kernel ends others of a multi-process service too."""
+    """Abort the communicators: a process that ends under a hanging kernel ends others of a multi-process service."""
     if backend == "nccl":
         aborting = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
         aborting.start()
