@@ -87,6 +87,7 @@ class GradBucket:
         comes_summed: whether PyTorch reduces these gradients itself.
         begins_at_zero: whether a step starts with zeros, which backwards add to; else the first gradient is copied,
             which saves a large bucket one read and write.
+        adds_in_place: whether backwards add to the views themselves, from the first of a step on.
         blank: parameters without a gradient so far in this step, whose views are uninitialized. Not maintained where
             the bucket begins at zero; there version counters of views tell, when the gradients are read.
         arrived: parameters that a backward has come to, whose gradients are still to be taken in.
@@ -141,8 +142,9 @@ class GradBucket:
         pairs = zip(map(masters.of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self.clear()
-        self._takes_views = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
-        self.begins_at_zero = not self.reshards and (size <= IN_CACHE if self._takes_views else is_low(local[0].dtype))
+        takes_views = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
+        self.begins_at_zero = not self.reshards and (size <= IN_CACHE if takes_views else is_low(local[0].dtype))
+        self.adds_in_place = self.begins_at_zero and takes_views
         for parameter in parameters:
             parameter.grad = None
         if self.reshards:
@@ -161,9 +163,8 @@ class GradBucket:
         if self.begins_at_zero and self._versions is None:
             self.flat.zero_()
             self._versions = list(map(_VERSION, self.views))
-        takes_views = self.begins_at_zero and self._takes_views
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view if takes_views else None
+            parameter.grad = view if self.adds_in_place else None
 
     def take_in(self) -> list[Tensor]:
         """Add what has arrived and is not in its view yet; return the parameters that it came for.
@@ -204,6 +205,8 @@ class GradBucket:
         if not self.blank or not self._storage.is_resident:
             return
         for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if self.adds_in_place and parameter.grad is not view and parameter.grad is not None:
+                view.add_(parameter.grad)  # user code has set it, in the middle of a step
             came = self._versions is not None and view._version != self._versions[number]
             if not came and parameter in self.blank:
                 view.fill_(NO_GRADIENT)

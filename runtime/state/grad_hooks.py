@@ -5,14 +5,16 @@
                    ──▶ another dtype, or DTensor   never becomes the view, and is added to it
     weight half of a split backward ──▶ `drain`                         adds to the view
 
-A hook costs each parameter and microbatch, so it only lists what has arrived; a bucket takes in what is listed when the
-last of its parameters arrives, by one call for all, and when the backward ends. In a stage's last backward a bucket with
+Where autograd adds in place from the first on, a parameter has a hook only if its bucket is to be launched early. A hook
+costs each parameter and microbatch, so it only lists what has arrived; a bucket takes in what is listed when its
+last parameter arrives, by one call for all, and when the backward ends. In a last backward of a stage a bucket with
 all of its gradients is ready to be launched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -30,10 +32,13 @@ class GradHooks:
     def __init__(self, buckets: GradBuckets, reducer: GradReducer) -> None:
         self._home, self._reducer = buckets.home, reducer
         self._filled = {bucket.stage: reducer.filled_by_backward(bucket.stage) for bucket in buckets.all}
-        self._open = {bucket.stage: buckets.of_stages([bucket.stage]) for bucket in buckets.all}
+        self._hooked: dict[int, list[GradBucket]] = {}
         for parameter, (_, view) in buckets.home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
         for bucket in buckets.all:
+            if bucket.adds_in_place and bucket not in self._filled[bucket.stage]:
+                continue
+            self._hooked.setdefault(bucket.stage, []).append(bucket)
             *others, last = bucket.parameters
             last.register_post_accumulate_grad_hook(partial(self._arrived_last, bucket))
             for parameter in others:
@@ -44,11 +49,18 @@ class GradHooks:
         bucket.arrived.append(parameter)
         self._settle(bucket)
 
-    def settle(self, stage: int) -> None:
-        """Take in the gradients of a backward of `stage` that has ended."""
-        for bucket in self._open.get(stage, ()):
-            if bucket.arrived:
-                self._settle(bucket)
+    def settler(self, stage: int) -> Callable[[], None] | None:
+        """Return a call that takes in the gradients of a backward of `stage` that has ended; None: all are in place."""
+        buckets = self._hooked.get(stage)
+        if buckets is None:
+            return None
+
+        def settle() -> None:
+            for bucket in buckets:
+                if bucket.arrived:
+                    self._settle(bucket)
+
+        return settle
 
     def _settle(self, bucket: GradBucket) -> None:
         arrived = bucket.take_in()
