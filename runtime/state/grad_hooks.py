@@ -14,8 +14,9 @@ all of its gradients is ready to be launched.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NoReturn
 
 from torch import Tensor, nn
 
@@ -65,13 +66,10 @@ class GradHooks:
     def _settle(self, bucket: GradBucket) -> None:
         arrived = bucket.take_in()
         if bucket.notes_arrivals and arrived:
-            twice = next((p for p, times in Counter(arrived).items() if times > 1 or p not in bucket.missing), None)
-            if twice is not None:
-                raise MisfitError(
-                    f"a weight of stage {bucket.stage}, {tuple(twice.shape)}, got gradients twice in one "
-                    "backward, as one does that checkpointed parts of a block share; let the plan recompute instead"
-                )
+            left = len(bucket.missing)
             bucket.missing.difference_update(arrived)
+            if left - len(bucket.missing) != len(arrived):
+                _refuse_twice(bucket, arrived)
             if not bucket.missing:
                 self._launch(bucket)
 
@@ -112,3 +110,11 @@ class GradHooks:
         """Add to a parameter's gradient in its bucket."""
         bucket, view = self._home[parameter]
         bucket.add(parameter, view, gradient)
+
+
+def _refuse_twice(bucket: GradBucket, arrived: Sequence[Tensor]) -> NoReturn:
+    shapes = [tuple(parameter.shape) for parameter, times in Counter(arrived).items() if times > 1]
+    raise MisfitError(
+        f"a weight of stage {bucket.stage}, {(shapes or [tuple(arrived[0].shape)])[0]}, got gradients twice in one "
+        "backward, as one does that checkpointed parts of a block share; let the plan recompute instead"
+    )
