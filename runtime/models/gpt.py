@@ -11,6 +11,7 @@ tensor parallelism cuts a block are as in `vit`. The options choose the layers o
     positions    learned             rope
     activation   gelu, gelu_tanh     swiglu
     kv_heads     as many as heads    fewer
+    biases       true                false
 
 A sequence may come in slices (`seq-1f1b`). Blocks are then passed `past`, with the number of earlier positions, which
 concatenates the keys and values of an attention to those of the slices before:
@@ -52,10 +53,9 @@ from ..data import DataSpec
 from ..parallel.context.context import Context
 from ..parallel.expert.moe import MoE
 from ..settings.run_settings import Settings
-from .layers import Attention, Mlp, Rotary, SwiGlu, require_room
+from .layers import NORM_EPSILON, ROTARY_BASE, Attention, Mlp, Rotary, SwiGlu, require_room
 
 INITIAL_DEVIATION = 0.02
-NORM_EPSILON = 1e-5
 LAST_PRODUCTS = (".proj", ".fc2")
 """Suffixes of the layers whose output is added to the residual stream."""
 _MLPS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
@@ -71,15 +71,25 @@ class GPTOptions(Settings):
     depth: int = Field(default=4, ge=1)
     """Number of transformer blocks; the embedding and the head are one block more each."""
     heads: int = Field(default=4, ge=1)
-    """Attention heads; must divide `hidden`."""
+    """Attention heads; must divide `hidden`, unless `head_size` is given."""
     kv_heads: int | None = Field(default=None, ge=1)
     """Heads of keys and values, one per group of attention heads; must divide `heads`; none: as many as `heads`."""
-    mlp_ratio: int = Field(default=4, ge=1)
-    """Width between the two linear layers of the MLP, as a multiple of `hidden`."""
+    head_size: int | None = Field(default=None, ge=1)
+    """Features of a head; none: hidden / heads."""
+    mlp_ratio: int | None = Field(default=None, ge=1)
+    """Width between the two linear layers of the MLP, as a multiple of `hidden`; none: 4, unless `ffn` is given."""
+    ffn: int | None = Field(default=None, ge=1)
+    """Width between the two linear layers of the MLP; none: mlp_ratio · hidden. Experts have it, too."""
+    biases: bool = True
+    """Whether linear layers have biases; routers, experts and the head never have."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation of tokens; rmsnorm neither centres them nor has a bias."""
     positions: Literal["learned", "rope"] = "learned"
     """Positions as vectors that are learned and added to the tokens, or as rotations of queries and keys."""
+    rope_base: float = Field(default=ROTARY_BASE, gt=1)
+    """Base of the frequencies of these rotations."""
+    qk_norm: bool = False
+    """Whether an RMSNorm is applied to each head's queries and keys (Qwen3)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """Activation between the two linear layers of the MLP: a GELU, its approximation by tanh as in GPT-2's weights, or
     swiglu, which needs gates, and so a first layer twice as wide."""
@@ -90,16 +100,28 @@ class GPTOptions(Settings):
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> GPTOptions:
-        if self.hidden % self.heads:
-            raise UsageError(f"gpt: hidden={self.hidden} does not divide into heads={self.heads}")
+        if self.ffn is not None and self.mlp_ratio is not None:
+            raise UsageError(f"gpt: ffn={self.ffn} and mlp_ratio={self.mlp_ratio} both give the MLP's width; omit one")
+        if self.head_size is None and self.hidden % self.heads:
+            raise UsageError(f"gpt: hidden={self.hidden} does not divide into heads={self.heads}; or give head_size")
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise UsageError(f"gpt: heads={self.heads} does not divide into groups for kv_heads={self.kv_heads}")
-        if self.positions == "rope" and self.hidden // self.heads % 2:
+        if self.positions == "rope" and self.head_width % 2:
             raise UsageError(
-                f"gpt: rope turns pairs of features, but a head has {self.hidden // self.heads} "
+                f"gpt: rope turns pairs of features, but a head has {self.head_width} "
                 f"(hidden={self.hidden}, heads={self.heads})"
             )
         return self
+
+    @property
+    def mlp_width(self) -> int:
+        """Width between the two linear layers of the MLP."""
+        return (self.mlp_ratio or 4) * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def head_width(self) -> int:
+        """Features of a head."""
+        return self.hidden // self.heads if self.head_size is None else self.head_size
 
 
 def gpt(data: DataSpec, options: GPTOptions) -> list[Callable[[], nn.Module]]:
@@ -132,7 +154,10 @@ def gpt_sizes(data: DataSpec, options: GPTOptions) -> Model:
         hidden=options.hidden,
         heads=options.heads,
         kv_heads=options.kv_heads,
-        ffn=options.hidden * options.mlp_ratio,
+        head_size=options.head_size,
+        ffn=options.mlp_width,
+        biases=options.biases,
+        qk_norm=options.qk_norm,
         activation="swiglu" if options.activation == "swiglu" else "gelu",
         vocab=data.num_classes,
         positions=options.positions,
@@ -184,12 +209,10 @@ class Block(nn.Module):
 
     def __init__(self, options: GPTOptions, length: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        hidden, heads = options.hidden, options.heads
-        rotary = Rotary(hidden // heads, length) if options.positions == "rope" else None
         self.norm1 = _norm(options)
-        self.attention = Attention(hidden, heads, options.kv_heads, rotary)
+        self.attention = _attention(options, length)
         self.norm2 = _norm(options)
-        self.mlp = feed_forward(options) if mlp is None else mlp
+        self.mlp = feed_forward(options, options.mlp_width, bias=options.biases) if mlp is None else mlp
         self.dropout1, self.dropout2 = nn.Dropout(options.dropout), nn.Dropout(options.dropout)
         _initialise(self)
         for name, layer in self.named_modules():
@@ -215,9 +238,9 @@ class Block(nn.Module):
         return out if auxiliary is None else (out, auxiliary)
 
 
-def feed_forward(options: GPTOptions, ratio: int | None = None, *, bias: bool = True) -> nn.Module:
-    """Return the MLP of the options, `ratio` (none: that of the options) times as wide in the middle."""
-    return _MLPS[options.activation](options.hidden, options.hidden * (ratio or options.mlp_ratio), bias=bias)
+def feed_forward(options: GPTOptions, width: int, *, bias: bool) -> nn.Module:
+    """Return the MLP of the options, `width` features wide in the middle."""
+    return _MLPS[options.activation](options.hidden, width, bias=bias)
 
 
 class Head(nn.Module):
@@ -235,6 +258,19 @@ class Head(nn.Module):
         """Normalise, and project to the token ids."""
         out: Tensor = self.head(self.norm(tokens))
         return out
+
+
+def _attention(options: GPTOptions, length: int) -> Attention:
+    has_rope = options.positions == "rope"
+    return Attention(
+        options.hidden,
+        options.heads,
+        options.kv_heads,
+        Rotary(options.head_width, length, options.rope_base) if has_rope else None,
+        head_dim=options.head_width,
+        bias=options.biases,
+        qk_norm=options.qk_norm,
+    )
 
 
 def _norm(options: GPTOptions) -> nn.Module:
@@ -303,7 +339,7 @@ def moe_gpt_sizes(data: DataSpec, options: MoEGPTOptions) -> Model:
     experts = Experts(
         count=options.experts,
         top_k=options.top_k,
-        ffn=options.hidden * options.mlp_ratio,
+        ffn=options.mlp_width,
         shared=options.shared_experts,
         every=options.every,
         padded_to=options.capacity_factor if options.pad_to_capacity else None,
@@ -312,11 +348,11 @@ def moe_gpt_sizes(data: DataSpec, options: MoEGPTOptions) -> Model:
 
 
 def _block(options: MoEGPTOptions, length: int) -> Block:
-    width = options.mlp_ratio * options.shared_experts
+    width = options.mlp_width * options.shared_experts
     mixture = MoE(
         options.hidden,
         options.experts,
-        partial(feed_forward, options, bias=False),
+        partial(feed_forward, options, options.mlp_width, bias=False),
         top_k=options.top_k,
         renormalise=options.renormalise,
         capacity_factor=options.capacity_factor,

@@ -7,13 +7,18 @@
     rotary positions                a pair of features (x, y) at position p is rotated by p · angle, so that the product
                                     of a query and a key depends on their distance alone
 
+    norms of heads                  queries and keys of each head are normalised by themselves, before they are rotated
+
 Tensor parallelism relies on the names and order of the projections (see `split_rules`).
 
 Sources: Ainslie et al. 2023, "GQA" (grouped queries); Su et al. 2021, "RoFormer" (rotary positions, here with the
-features x in the first half of a head and y in the second, as in LLaMA); Shazeer 2020, "GLU Variants" (SwiGLU).
+features x in the first half of a head and y in the second, as in LLaMA); Shazeer 2020, "GLU Variants" (SwiGLU);
+Henry et al. 2020, "Query-Key Normalization" (norms of heads, here RMSNorm, as in Qwen3).
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +31,7 @@ from ..parallel.context.context import Context
 
 ROTARY_BASE = 10_000.0
 """Base of rotary frequencies: the slowest pair of features turns about once in 2π times so many positions."""
+NORM_EPSILON = 1e-5
 
 
 class Rotary(nn.Module):
@@ -34,9 +40,9 @@ class Rotary(nn.Module):
     cosines: Tensor
     sines: Tensor
 
-    def __init__(self, head_dim: int, length: int) -> None:
+    def __init__(self, head_dim: int, length: int, base: float = ROTARY_BASE) -> None:
         super().__init__()
-        speeds = ROTARY_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        speeds = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.arange(length, dtype=torch.float64).outer(speeds)
         for name, table in (("cosines", angles.cos()), ("sines", angles.sin())):
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
@@ -60,21 +66,37 @@ class Attention(nn.Module):
     With as many key and value heads as query heads one linear layer computes all three; its rows are those of q, of k
     and of v, three equal blocks, each ordered by head. With fewer (`num_kv_heads`), queries, keys and values have a
     layer each. The number of local heads follows from the width of their outputs: a tensor-parallel rank holds a slice.
+    A head has `head_dim` features (None: hidden / heads). With `qk_norm`, queries and keys are normalised by head.
     """
 
-    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int | None = None, rotary: Rotary | None = None):
+    tensor_partial: ClassVar = ("q_norm.weight", "k_norm.weight")
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        rotary: Rotary | None = None,
+        *,
+        head_dim: int | None = None,
+        bias: bool = True,
+        qk_norm: bool = False,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = hidden // num_heads
+        self.head_dim = hidden // num_heads if head_dim is None else head_dim
         self.is_grouped = self.num_kv_heads != num_heads
+        width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if self.is_grouped:
-            self.q_proj = nn.Linear(hidden, hidden)
-            self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim)
-            self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim)
+            self.q_proj = nn.Linear(hidden, width, bias)
+            self.k_proj = nn.Linear(hidden, kv_width, bias)
+            self.v_proj = nn.Linear(hidden, kv_width, bias)
         else:
-            self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.proj = nn.Linear(hidden, hidden)
+            self.qkv = nn.Linear(hidden, 3 * width, bias)
+        self.proj = nn.Linear(width, hidden, bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=NORM_EPSILON) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=NORM_EPSILON) if qk_norm else None
         self.rotary = rotary
 
     def forward(
@@ -90,6 +112,8 @@ class Attention(nn.Module):
         context.
         """
         query, key, value = self._heads(tokens)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary is not None:
             start = 0 if past is None else past.seen
             query, key = self.rotary(query, start, context), self.rotary(key, start, context)

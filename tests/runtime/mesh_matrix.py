@@ -37,6 +37,7 @@ from .toys import Task, difference, ids_task, share
 DEPTH, CLIP, MICROBATCHES = 2, 0.5, 2
 AXES = ("dp", "pp", "tp", "cp", "ep")
 LLAMA = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "heads": 8, "kv_heads": 4}
+QWEN = {"head_size": 4, "ffn": 24, "mlp_ratio": None, "biases": False, "qk_norm": True, "rope_base": 500.0}
 PADDED = {"capacity_factor": 8.0, "pad_to_capacity": True}
 """Every expert is given a row of each token; in one process, which does without that, none is dropped either."""
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -45,7 +46,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama": LLAMA | {"dropout": 0.2, "shared_experts": 1, "renormalise": True},
         "tied": {"dropout": 0.3, "tied": True, "every": 2},
         "switch": PADDED | {"dropout": 0.1, "top_k": 1, "experts": 8, "positions": "rope", "activation": "swiglu"},
-        "tied llama": LLAMA | {"dropout": 0.1, "tied": True, "top_k": 3},
+        "tied qwen": LLAMA | QWEN | {"dropout": 0.1, "tied": True, "top_k": 3},
     }
 )
 MORE_SIZES = (

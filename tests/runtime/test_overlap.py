@@ -16,13 +16,13 @@ STEPS = 4
 
 CASES = [
     Case("dualpipe-v", "ep=2", "gpt", False, microbatches=4),
-    Case("dualpipe-v", "tp=2", "tied llama", True, microbatches=4),
+    Case("dualpipe-v", "tp=2", "tied qwen", True, microbatches=4),
     Case("dualpipe-v", "cp=2", "switch", False, microbatches=4),
     Case("dualpipe-v", "pp=2,ep=2", "llama", False, microbatches=4),
     Case("dualpipe-v", "pp=2,tp=2", "gpt", False, microbatches=4),
     Case("dualpipe-v", "pp=2,tp=2", "llama", True, microbatches=4),
     Case("dualpipe-v", "pp=2,cp=2", "tied", False, microbatches=4),
-    Case("dualpipe-v", "pp=2,cp=2,tp=2", "tied llama", True, microbatches=4),
+    Case("dualpipe-v", "pp=2,cp=2,tp=2", "tied qwen", True, microbatches=4),
     Case("dualpipe-v", "dp=2,pp=2,ep=2", "tied", False, microbatches=4, zero=1),
     Case("dualpipe-v", "dp=2,pp=2,tp=2", "switch", True, microbatches=4, zero=3),
     Case("dualpipe-v", "ep=2,tp=2,pp=2", "llama", True, microbatches=4),
@@ -32,7 +32,7 @@ CASES = [
     Case("dualpipe", "pp=2,cp=2", "switch", False, microbatches=4),
     Case("interleaved-1f1b", "pp=2,ep=2", "llama", False, microbatches=4),
     Case("interleaved-1f1b", "pp=2,tp=2", "tied", True, microbatches=4),
-    Case("interleaved-1f1b", "pp=2,cp=2", "tied llama", False, microbatches=4),
+    Case("interleaved-1f1b", "pp=2,cp=2", "tied qwen", False, microbatches=4),
     Case("interleaved-1f1b", "dp=2,ep=2,pp=2", "gpt", False, microbatches=4, zero=2),
     Case("interleaved-1f1b", "cp=2,ep=2,pp=2,tp=2", "switch", True, microbatches=4),
 ]

@@ -3,8 +3,9 @@
     strategy ──▶ DIR/plan.json      compiled and proved
              └─▶ DIR/job.yaml       model, data, parallel, train, runtime; quintsched run DIR/plan.json DIR/job.yaml
 
-One of the runtime's built-in models (gpt, moe-gpt, vit) runs without changes, on the runtime's example data; for other
-models the job file has placeholders. Where the runtime deviates from the strategy, a comment in the job file says so.
+One of the runtime's built-in models (gpt, moe-gpt, vit) runs without changes, on the runtime's example data, or on
+token shards of its vocabulary; for other models the job file has placeholders. Where the runtime deviates from the
+strategy, a comment in the job file says so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from quintsched.strategies.prediction.plans import parallel, plan_of
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 OWN_MODEL = "my_model.py:build"
 OWN_DATA = "my_data.py:load"
+TOKENS = "tokens"
+"""Folder of token shards in a job file."""
+BYTES = 256
+"""Vocabulary of text read as bytes."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,18 @@ def built_in(model: Model) -> tuple[str, dict[str, Any] | None]:
         return name, None
     wide = model.experts.ffn if model.experts else model.ffn_width
     options: dict[str, Any] = {"hidden": model.hidden, "depth": model.layers, "heads": model.heads}
-    options |= {"mlp_ratio": wide // model.hidden, "dropout": 0.1 if model.dropout else 0.0}
+    options |= {"ffn": wide} if wide % model.hidden else {"mlp_ratio": wide // model.hidden}
+    options |= {"dropout": 0.1 if model.dropout else 0.0}
     if model.images:
         return name, options | {"patch": model.images.patch}
     options |= {"norm": model.norm, "positions": model.positions, "activation": model.activation, "tied": model.tied}
-    if model.kv_heads:
-        options["kv_heads"] = model.kv_heads
+    unusual = {
+        "kv_heads": model.kv_heads,
+        "head_size": model.head_size if model.head_width * model.heads != model.hidden else None,
+        "biases": None if model.biases else False,
+        "qk_norm": model.qk_norm or None,
+    }
+    options |= {option: value for option, value in unusual.items() if value is not None}
     if experts := model.experts:
         options |= {"experts": experts.count, "top_k": experts.top_k, "every": experts.every}
         options["shared_experts"] = experts.shared
@@ -104,21 +115,30 @@ def differences(model: Model) -> Iterator[str]:
     """Yield the properties of a model that the runtime's built-in models lack."""
     if model.latent:
         yield "latent attention"
-    if model.hidden % model.heads or model.head_width * model.heads != model.hidden:
-        yield f"heads of {model.head_width}"
-    wide = model.experts.ffn if model.experts else model.ffn_width
-    if wide % model.hidden:
-        yield f"a feed-forward network of {wide}, which is no multiple of {model.hidden}"
+    if model.images:
+        yield from _differences_of_images(model)
     if model.activation not in ("gelu", "swiglu") or (model.images and model.activation != "gelu"):
         yield f"the activation {model.activation}"
     if not model.images and model.positions not in ("learned", "rope"):
         yield f"positions: {model.positions}"
-    if not model.biases or model.qkv_biases is False:
+    if model.qkv_biases not in (None, model.biases):
+        yield f"queries, keys and values {'with' if model.qkv_biases else 'without'} biases, unlike other projections"
+    if model.experts and model.experts.first_dense:
+        yield f"{model.experts.first_dense} dense layers before those with experts"
+    if model.experts and not all(model.has_experts) and model.experts.ffn != model.ffn_width:
+        yield f"experts of {model.experts.ffn} beside layers of {model.ffn_width}"
+
+
+def _differences_of_images(model: Model) -> Iterator[str]:
+    """Yield the properties that a GPT may have, but a ViT lacks."""
+    if model.head_width * model.heads != model.hidden:
+        yield f"heads of {model.head_width}"
+    if model.ffn_width % model.hidden:
+        yield f"a feed-forward network of {model.ffn_width}, which is no multiple of {model.hidden}"
+    if not model.biases:
         yield "projections without biases"
     if model.qk_norm:
         yield "norms over heads"
-    if model.experts and model.experts.first_dense:
-        yield f"{model.experts.first_dense} dense layers before those with experts"
 
 
 def notes(model: Model, strategy: Strategy) -> Iterator[str]:
@@ -130,8 +150,8 @@ def notes(model: Model, strategy: Strategy) -> Iterator[str]:
         yield f"data.name: your function that loads samples, {strategy.seq} tokens each"
     elif model.images:
         yield f"data: images of {model.images.size} x {model.images.size} pixels, {model.images.channels} channels"
-    elif model.vocab != 256:
-        yield f"data: text is bytes; a function of yours, {OWN_DATA}, brings tokens of {model.vocab} kinds"
+    elif model.vocab != BYTES:
+        yield f"data.path: token shards of {model.vocab} token ids, which quintsched data tokenize writes"
     if strategy.recompute == "selective":
         yield "recompute: the runtime recomputes blocks, not attention alone; nothing is recomputed here"
     if isinstance(strategy.recompute, (int, tuple)) and not isinstance(strategy.recompute, bool):
@@ -143,4 +163,7 @@ def notes(model: Model, strategy: Strategy) -> Iterator[str]:
 def _data(model: Model, strategy: Strategy, *, own: bool) -> dict[str, Any]:
     if own:
         return {"name": OWN_DATA}
-    return {"name": "digits"} if model.images else {"name": "text", "options": {"sequence": strategy.seq}}
+    if model.images:
+        return {"name": "digits"}
+    source = {"name": "text"} if model.vocab == BYTES else {"name": "tokens", "path": TOKENS}
+    return {**source, "options": {"sequence": strategy.seq}}

@@ -17,7 +17,16 @@ from ...comm.autograd_collectives import gather_from_group
 from ...settings.tensor_rules import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
 from .cuts import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, own_forward, sizes_of
-from .rules import Choice, Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
+from .rules import (
+    Choice,
+    Rules,
+    can_be_sliced,
+    declared_partial,
+    find_cuts,
+    is_built_in,
+    matches,
+    require_rules_to_match,
+)
 from .sequence import SequenceParallel, partial_weights, run_on_slices
 
 
@@ -133,7 +142,8 @@ class TensorCuts:
         """Cut block `number` by a choice, unless PyTorch has sharded it (collective over tp)."""
         if is_sharded(block):
             return block
-        self._choices[number] = choice
+        declared = declared_partial(self._outlines[number], self.cuts[number])
+        self._choices[number] = choice = replace(choice, partial=choice.partial | declared)
         return apply_tensor_parallel(
             block,
             self._group,

@@ -9,6 +9,9 @@ ranks does not divide then stay whole:
     class Head(nn.Module):
         tensor_parallel = {"head": "vocabulary"}
 
+It names weights that work on the features between a column and a row, such as norms of heads, in `tensor_partial`. They
+stay whole, and where the pair is cut, their gradients are partial sums on the ranks.
+
 User rules take precedence. If rules name both columns and rows in one parent, these form a pair. A column alone gathers
 its output and a row alone takes the full input, so that surrounding code is unaffected. "vocabulary" cuts an embedding
 by ids, and a linear layer by outputs; at the end of the model these stay sharded for a loss that supports it.
@@ -96,6 +99,18 @@ def can_be_sliced(root: nn.Module, cuts: Sequence[Cut], path: str) -> bool:
 def is_built_in(block: nn.Module) -> bool:
     """Whether a block is one of our own models, whose cuts are proved by this project's tests."""
     return type(block).__module__.startswith(_OWN)
+
+
+def declared_partial(block: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
+    """Return the names of weights that owners of pairs among `cuts` declare in `tensor_partial`."""
+    owners = {owner for cut in cuts if cut.is_paired for owner in cut.owners}
+    inside = {
+        join(path, name)
+        for path, module in block.named_modules()
+        if module in owners
+        for name in getattr(module, "tensor_partial", ())
+    }
+    return frozenset(name for name, _ in block.named_parameters() if name in inside)
 
 
 def _attends(module: nn.Module) -> bool:

@@ -153,7 +153,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:MOST_NAMED])) + more
 
 
-NEEDS = "norm: layernorm, positions: learned, activation: gelu_tanh, and no kv_heads"
+NEEDS = "norm: layernorm, positions: learned, activation: gelu_tanh, biases, and no kv_heads, head_size or qk_norm"
 HEAD = "lm_head.weight"
 TOKENS = "transformer.wte.weight"
 _LAYER = re.compile(r"(?:transformer\.)?h\.(\d+)\.")
@@ -207,6 +207,8 @@ def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, Origin]:
                 f"the model is no gpt2: only {where} has {odd[0]!r} in block {number}; gpt2 checkpoints need a gpt "
                 f"with {NEEDS}"
             )
+        if isinstance(block, Block) and block.attention.proj.in_features != block.attention.proj.out_features:
+            raise MisfitError(f"the model is no gpt2: its heads are not as wide as hidden; it needs a gpt with {NEEDS}")
         origins.update({f"{number}.{name}": origin.at(number - 1) for name, origin in table.items()})
     return origins
 

@@ -19,11 +19,12 @@ from quintsched.runtime.autograd.kv_store import Past, Store
 from quintsched.runtime.blocks.blocks import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
 from quintsched.runtime.parallel.tensor.apply import apply_tensor_parallel, shard_of
+from quintsched.strategies.descriptions.parameters import total
 
-from ..toys import CLASSES, ids_task, train_on, train_plainly, worst_difference
+from ..toys import CLASSES, ids_task, train_on, train_plainly, train_rank, worst_difference
 
 small = partial(GPTOptions, hidden=16, heads=4, depth=3)
 CHOICES = {
@@ -31,6 +32,19 @@ CHOICES = {
     "grouped": small(kv_heads=2),
     "rope": small(positions="rope"),
     "gated": small(norm="rmsnorm", activation="swiglu"),
+    "wide heads": small(head_size=6, ffn=40, biases=False),
+    "qwen": small(
+        kv_heads=2,
+        head_size=6,
+        ffn=24,
+        norm="rmsnorm",
+        positions="rope",
+        activation="swiglu",
+        biases=False,
+        qk_norm=True,
+        rope_base=1e6,
+        tied=True,
+    ),
 }
 
 
@@ -54,6 +68,7 @@ def lively_gpt(options: GPTOptions, length: int = 8) -> Blocks:
     ("schedule", "mesh", "slices", "recompute"),
     [
         ("1f1b", "tp=2", 1, 0),
+        ("zb-h1", "pp=2,tp=2", 1, 0),
         ("zb-h1", "pp=2", 1, 0),
         ("seq-1f1b", "pp=2", 4, 0),
         ("1f1b", "dp=2", 1, 0),
@@ -79,6 +94,51 @@ def test_every_choice_equals_one_process(choice: str, schedule: str, mesh: str, 
     assert worst_difference(outcomes, expected) <= 1e-10
 
 
+@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"rules": {"*.attention.*": "replicate"}}])
+def test_norms_of_heads_have_the_gradients_of_all_heads(more: dict[str, Any]) -> None:
+    options = CHOICES["qwen"]
+    task, blocks = ids_task(3, 8, length=8), lively_gpt(options)
+    plan = qs.compile("1f1b", mesh="tp=2", microbatches=4)
+    settings: dict[str, Any] = {"clip": 1.0, "dtype": torch.float64, "tied": gpt_tied(options)}
+    outcomes = run_local(2, lambda transport: train_rank(transport, plan, task, blocks, **settings, **more))
+    expected = train_plainly(task, blocks, 4, **settings)
+    for first, *others in gpt_tied(options).values():
+        expected.weights.update(dict.fromkeys(others, expected.weights[first]))
+    assert worst_difference(outcomes, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_predictions_count_the_weights_of_the_built_model(choice: str) -> None:
+    data, options = DataSpec(input_shape=(8,), num_classes=CLASSES), CHOICES[choice]
+    weights = dict(build_model(gpt(data, options)).named_parameters())
+    held = {others[-1] for others in gpt_tied(options).values()}
+    assert total(gpt_sizes(data, options)) == sum(w.numel() for name, w in weights.items() if name not in held)
+
+
+def test_predictions_count_the_weights_of_experts() -> None:
+    data = DataSpec(input_shape=(8,), num_classes=CLASSES)
+    options = MoEGPTOptions(hidden=16, heads=4, depth=2, head_size=6, ffn=20, biases=False, shared_experts=2)
+    assert total(moe_gpt_sizes(data, options)) == sum(
+        w.numel() for w in build_model(moe_gpt(data, options)).parameters()
+    )
+
+
+def test_a_wider_mlp_is_a_multiple_or_a_number() -> None:
+    data = DataSpec(input_shape=(8,), num_classes=CLASSES)
+    given, multiple = (build_model(gpt(data, options)).state_dict() for options in (small(ffn=48), small(mlp_ratio=3)))
+    assert all(torch.equal(weight, multiple[name]) for name, weight in given.items())
+
+
+def test_queries_and_keys_are_normalised_by_head() -> None:
+    torch.manual_seed(0)
+    plain, normed = Attention(16, 4, 2), Attention(16, 4, 2, qk_norm=True)
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    query, key, value = plain._heads(tokens := torch.randn(2, 5, 16))
+    query, key = (heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() for heads in (query, key))
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(normed(tokens, None), plain.proj(mixed.transpose(1, 2).flatten(2)))
+
+
 @pytest.mark.parametrize(
     ("options", "absent", "present"),
     [
@@ -86,6 +146,7 @@ def test_every_choice_equals_one_process(choice: str, schedule: str, mesh: str, 
         ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
         ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
         ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
+        ({"biases": False, "kv_heads": 2}, "1.mlp.fc1.bias", "1.attention.q_proj.weight"),
     ],
 )
 def test_each_option_changes_its_part(options: dict[str, Any], absent: str, present: str) -> None:
@@ -136,6 +197,8 @@ def test_rotary_is_a_complex_rotation() -> None:
     turned = torch.complex(heads[..., :4], heads[..., 4:]) * turns
     expected = torch.cat([turned.real, turned.imag], -1)
     torch.testing.assert_close(Rotary(8, 9)(heads, 4), expected)
+    torch.testing.assert_close(Rotary(8, 9, 500.0)(heads, 4)[..., 0], expected[..., 0])  # the fastest pair: any base
+    assert (Rotary(8, 9, 500.0)(heads, 4) - expected).abs().max() > 0.1
 
 
 def test_rotary_products_depend_on_the_distance_alone() -> None:
@@ -202,6 +265,9 @@ def test_tensor_parallelism_cuts_every_product() -> None:
         ({"kv_heads": 3}, r"heads=4 does not divide into groups for kv_heads=3"),
         ({"kv_heads": 8}, r"heads=4 does not divide into groups for kv_heads=8"),
         ({"positions": "rope", "hidden": 12}, r"a head has 3 \(hidden=12, heads=4\)"),
+        ({"positions": "rope", "head_size": 5}, r"a head has 5 \(hidden=16, heads=4\)"),
+        ({"heads": 3}, r"hidden=16 does not divide into heads=3; or give head_size"),
+        ({"ffn": 40, "mlp_ratio": 2}, r"ffn=40 and mlp_ratio=2 both give the MLP's width; omit one"),
     ],
 )
 def test_sizes_that_do_not_divide(options: dict[str, Any], words: str) -> None:

@@ -100,9 +100,37 @@ def test_experts_and_images_have_models_of_their_own():
     assert job["data"] == {"name": "digits"}
 
 
+def test_models_of_published_sizes_are_built_in():
+    assert built_in(find_model("llama-3.1-8b")) == (
+        "gpt",
+        {
+            "hidden": 4096,
+            "depth": 32,
+            "heads": 32,
+            "ffn": 14336,
+            "dropout": 0.0,
+            "norm": "rmsnorm",
+            "positions": "rope",
+            "activation": "swiglu",
+            "tied": False,
+            "kv_heads": 8,
+            "biases": False,
+        },
+    )
+    _, qwen = built_in(find_model("qwen3-0.6b"))
+    assert qwen is not None
+    assert (qwen["head_size"], qwen["qk_norm"], qwen["mlp_ratio"]) == (128, True, 3)
+    assert built_in(find_model("mixtral-8x7b"))[0] == "moe-gpt"
+    assert built_in(GPT.model_copy(update={"qkv_biases": False}))[1] is None
+
+
 def test_what_the_runtime_cannot_do_is_said():
     text = job_file(GPT.model_copy(update={"vocab": 5000}), strategy(recompute="selective", dtype="fp16"))
-    for said in ("# recompute: the runtime", "# runtime.precision: the runtime has no fp16", "# data: text is bytes"):
+    for said in (
+        "# recompute: the runtime",
+        "# runtime.precision: the runtime has no fp16",
+        "# data.path: token shards of 5000 token ids",
+    ):
         assert said in text
 
 
