@@ -5,10 +5,10 @@
                    ──▶ another dtype, or DTensor   never becomes the view, and is added to it
     weight half of a split backward ──▶ `drain`                         adds to the view
 
-Where autograd adds in place from the first on, a parameter has a hook only if its bucket is launched early. A hook costs
-each parameter and microbatch, so it only lists what has arrived. A bucket takes in what is listed when its last parameter
-arrives, by one call for all, and when the backward ends. In a stage's last backward a bucket with all of its gradients is
-ready to be launched.
+Where autograd adds in place from the first on, a parameter has a hook only if its bucket is launched early. A hook
+costs each parameter and microbatch, so it only lists what has arrived. A bucket takes in what is listed when its last
+parameter arrives, by one call for all, and when the backward ends. In a stage's last backward a bucket with all of
+its gradients is ready to be launched.
 """
 
 from __future__ import annotations
