@@ -48,7 +48,8 @@ class Exchange:
     backward_s: float
     """Gradients only, the other direction."""
     both_s: float
-    """Both at once: they share the path through the host."""
+    """Both at once: between nodes, where links are full duplex, one message; inside a node the time of two, as they
+    share the path through the host's memory."""
 
 
 def stage_time(rates: Rates, layout: Layout, stage: Stage) -> StageTime:
@@ -92,7 +93,7 @@ def exchange(rates: Rates, layout: Layout, left: int) -> Exchange:
     size = handed * ends[0].dp / (max(degrees) if network else min(degrees))
     message = rates.message_s(size, network=network)
     gathers = [rates.collective_s("all_gather", p.tp, whole * ends[0].dp / p.dp / p.tp) for p in reversed(ends)]
-    return Exchange(message + gathers[0], message + gathers[1], 2 * message + max(gathers))
+    return Exchange(message + gathers[0], message + gathers[1], message * (1 if network else 2) + max(gathers))
 
 
 def tied_s(rates: Rates, layout: Layout) -> float:
