@@ -55,7 +55,7 @@ class Measured(Description):
     all_reduce_work: dict[Ranks, Curve] = Field(default_factory=dict)
     """The same for an all-reduce over that many ranks: bytes of the tensor per second of a core."""
     kernel_s: Amount | None = None
-    """Seconds of one operation of negligible size (launch overhead)."""
+    """Seconds of one operation of negligible size (launch overhead); 0 for steps captured as graphs, or compiled."""
     cores: Size | None = None
     """On a CPU: number of cores that the processes share."""
     sharing: dict[Ranks, Figure] = Field(default_factory=dict)

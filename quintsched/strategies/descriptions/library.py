@@ -6,8 +6,8 @@
     {"like": "gpt3-175b", …}       ─┘
 
 Names of presets are compared without case and punctuation. A mapping, or a file, may name another one by `like`, and
-give only the differences. A mapping with only a GPT's sizes gets unfused attention, as Megatron-LM had until 2022;
-`attention: flash` overrides that. `cpu` is this machine, as measured by `quintsched calibrate`.
+give only the differences. `attention: unfused` is for runs that materialise scores, as Megatron-LM's did until 2022;
+the default is fused. `cpu` is this machine, as measured by `quintsched calibrate`.
 """
 
 from __future__ import annotations
@@ -103,18 +103,7 @@ def _model(values: Mapping[str, Any], source: str) -> Model:
             raise InputError(f"{source}: {error}") from None
     else:
         values = other_words.of_model(values)
-        if _is_plain_gpt(values):
-            values = {"attention": "unfused", **values}
     return _checked(Model, values, source, find_model)
-
-
-def _is_plain_gpt(values: Mapping[str, Any]) -> bool:
-    """Return whether a mapping has only a GPT's sizes and no newer options, as in the papers on Megatron-LM."""
-    newer = ("like", "kv_heads", "num_key_value_heads", "num_query_groups", "experts", "latent", "images", "attention")
-    plain_gpt = {"positions": "learned", "dropout": True, "activation": "gelu", "norm": "layernorm", "causal": True}
-    return not any(name in values for name in newer) and all(
-        values.get(name, value) == value for name, value in plain_gpt.items()
-    )
 
 
 def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callable[[Source], D]) -> D:

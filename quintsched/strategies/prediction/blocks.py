@@ -2,6 +2,9 @@
 
     configurations ──▶ distinct keys (tp, cp, ep, sp, microbatch, seq, dtype) ──▶ times of a block ──▶ lookup by key
 
+    host     ▕ launches ▏▕ launches ▏▕ launches ▏         a layer takes the longer of the two, forward and backward
+    device     ▕ layer ▏   ▕ layer ▏   ▕ layer ▏          each by itself: the host runs ahead of the device
+
 A search has millions of strategies and only hundreds of keys.
 """
 
@@ -18,7 +21,14 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.collectives import all_reduce_s, all_to_all_s, message_s, overlap
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, Times, operator_times
+from quintsched.strategies.prediction.efficiency import (
+    CONSTANTS,
+    Constants,
+    Times,
+    launch_s,
+    launches,
+    operator_times,
+)
 from quintsched.strategies.prediction.operators import Array, Operator, Product, Sizes
 
 WIDTHS = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
@@ -43,7 +53,8 @@ class Rows:
 class Layer(Rows):
     """Times of one layer, or of the embedding or the head: seconds of a microbatch on one GPU.
 
-    Communication is the exposed part; `hidden` is the part that overlaps with computation.
+    Communication is the exposed part; `hidden` is the part that overlaps with computation. Times of computation include
+    what the device waits for the host's launches.
     """
 
     forward: Array
@@ -121,12 +132,15 @@ class _LayerTimes:
         cp_forward, cp_backward, cp_hidden = self._context(times, found) if attends else (zero, zero, zero)
         exchange = self._exchange() if mixes else zero
         tp_backward, tp_hidden = self._tensor_backward(times, found, reduces_backward)
+        tp_forward = reduces_forward * self._reduce()
+        waits = tp_forward + cp_forward + 2 * exchange, tp_backward + cp_backward + 2 * exchange
+        total = _launched(total, sum(map(launches, found), Times(zero, zero, zero, zero)), waits, self.hardware)
         return Layer(
             forward=total.forward,
             backward_input=total.backward_input,
             backward_weight=total.backward_weight,
             selective=total.selective,
-            tp_forward=reduces_forward * self._reduce(),
+            tp_forward=tp_forward,
             tp_backward=tp_backward,
             tp_hidden=tp_hidden,
             cp_forward=cp_forward,
@@ -184,6 +198,28 @@ class _LayerTimes:
         waits, hidden = overlap(hop, forward, self.constants)
         waits_back, hidden_back = overlap(2 * hop, backward, self.constants)
         return hops * waits, hops * waits_back, hops * (hidden + hidden_back)
+
+
+def _launched(device: Times, number: Times, waits: tuple[Array, Array], hardware: Hardware) -> Times:
+    """Return the times of a layer whose host needs time for each of a `number` of launches.
+
+    Args:
+        device: seconds of the device.
+        number: launches.
+        waits: exposed communication, forward and backward, during which the host launches too.
+        hardware: for the time of a launch.
+    """
+    each = launch_s(hardware)
+    forward = np.maximum(device.forward, each * number.forward - waits[0])
+    lacking = np.maximum(0.0, each * number.backward - waits[1] - device.backward)
+    share = lacking / np.maximum(number.backward, 1.0)
+    again = np.maximum(0.0, each * (number.backward + number.selective) - waits[1] - device.backward - device.selective)
+    return Times(
+        forward,
+        device.backward_input + share * number.backward_input,
+        device.backward_weight + share * number.backward_weight,
+        device.selective + again - lacking,
+    )
 
 
 def _looked_up(model: Model, sizes: Sizes) -> Array:

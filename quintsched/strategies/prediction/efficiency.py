@@ -1,9 +1,12 @@
 """Time of one operator on one GPU; all efficiency factors are in this module.
 
-    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))
+    product:    max(flops / (peak · e(m, n, k)), bytes / (memory · e'))
                 e = E · fraction of processors that full waves of tiles keep busy · k / (k + H)
-    attention:  kernel + flops / (peak · published fraction for the kernel)
-    pass:       kernel + bytes / (memory · e')
+    attention:  flops / (peak · published fraction for the kernel)
+    pass:       bytes / (memory · e')
+
+These are times of the device. The host launches operators ahead of it, so launches cost time only where a whole layer
+has too little work to cover them: see `launches`, and `blocks`.
 
 The constants of `CONSTANTS` are fitted by `benchmarks/fit_cost_model.py` to one published table and then frozen. Curves
 in `Hardware.measured` take precedence.
@@ -37,7 +40,7 @@ class Constants:
     """Slowdown of computation: extra seconds for each second that a collective overlaps with it."""
 
 
-CONSTANTS = Constants(product=0.8403, half=239.26, memory=0.8128, link=0.7811, network=0.26, contention=0.2333)
+CONSTANTS = Constants(product=0.8377, half=249.0, memory=0.8033, link=0.7709, network=0.2626, contention=0.2389)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Fractions of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the centres
@@ -50,8 +53,10 @@ keys."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
 """Tiles that one processor computes at a time, with their fraction of the largest ones' rate: the smaller a tile, the
 more often each operand is read."""
-KERNEL_S = 5e-6
-"""Seconds of a kernel of negligible size, when launched back to back; not measured here."""
+LAUNCH_S = 50e-6
+"""Seconds of the host for each operator that it launches, with autograd's part and the accumulation of gradients: an
+eager GPT layer in bf16, forward and backward, took 1.2 ms of the host beside an H200 (docs/gpu.md), and is 24
+operators."""
 BACKWARD_FLOPS = 2.5
 """FLOP of fused attention's backward per FLOP of the forward: five products to two."""
 
@@ -63,8 +68,8 @@ many float32 numbers as its queries have, and kernels."""
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Seconds of one operator, or of a sum of several: forward, both halves of the backward, and the part that
-    selective recomputation runs again."""
+    """Seconds (or launches) of one operator, or of a sum of several: forward, both halves of the backward, and the part
+    that selective recomputation runs again."""
 
     forward: Array
     backward_input: Array
@@ -103,6 +108,34 @@ def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants
     return Times(forward, backward, zero, forward if operator.selective else zero)
 
 
+def launches(operator: Operator) -> Times:
+    """Return the number of launches of an operator: one forward, and backward two for a product, else one.
+
+    These are the operations that `calibrate` divides the time of a small block by. What an operator without a forward
+    of its own adds, such as the gradient of a bias, belongs to the product before it.
+    """
+    if isinstance(operator, Product):
+        one = np.ones_like(operator.m)
+        halves = (one, one) if operator.weighted else (2 * one, 0 * one)
+        return Times(one, *halves, one * operator.selective)
+    if isinstance(operator, Attention):
+        calls = np.maximum(operator.ring, 1.0)
+        return Times(calls, calls, 0 * calls, calls * operator.selective)
+    one = np.where(operator.forward > 0, 1.0, 0.0)
+    return Times(one, one, 0 * one, one * operator.selective)
+
+
+def launch_s(hardware: Hardware) -> float:
+    """Return the seconds of the host for each launch; 0 on a CPU, which runs what it launches.
+
+    A `measured.kernel_s` of 0 is for steps that are captured as graphs or compiled.
+    """
+    if _runs_at_once(hardware):
+        return 0.0
+    measured = hardware.measured
+    return LAUNCH_S if measured is None or measured.kernel_s is None else measured.kernel_s
+
+
 def product_s(
     product: Product,
     m: Array,
@@ -120,7 +153,7 @@ def product_s(
     shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + constants.half)
     rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
     moved = product.batch * (m * k + k * n + m * n) * product.width
-    return kernel_s(hardware) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+    return np.maximum(kernel_s(hardware), np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants)))
 
 
 def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Array:
@@ -140,10 +173,8 @@ def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
     """Return the seconds of a memory pass that reads and writes `moved` bytes in all."""
-    if hardware.measured is not None and hardware.measured.memory is not None:
-        seconds = np.maximum(kernel_s(hardware), moved / curve_rate(hardware.measured.memory, moved))
-        return np.where(moved > 0, seconds, 0.0)
-    return np.where(moved > 0, kernel_s(hardware) + moved / memory_rate(moved, hardware, constants), 0.0)
+    seconds = np.maximum(kernel_s(hardware), moved / memory_rate(moved, hardware, constants))
+    return np.where(moved > 0, seconds, 0.0)
 
 
 def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array | float:
@@ -154,10 +185,14 @@ def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTAN
 
 
 def kernel_s(hardware: Hardware) -> float:
-    """Return the seconds of an operator of negligible size."""
-    if hardware.measured is not None and hardware.measured.kernel_s is not None:
-        return hardware.measured.kernel_s
-    return KERNEL_S
+    """Return the least seconds of an operator: on a CPU, those of its call; on a GPU 0, as calls run ahead."""
+    measured = hardware.measured
+    return measured.kernel_s or 0.0 if measured is not None and _runs_at_once(hardware) else 0.0
+
+
+def _runs_at_once(hardware: Hardware) -> bool:
+    """Return whether operators run in the thread that calls them, as on a CPU."""
+    return hardware.measured is not None and hardware.measured.cores is not None
 
 
 def peak(hardware: Hardware, dtype: str) -> float:
@@ -193,9 +228,8 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
     forward_share, backward_share = FUSED[attention.kernel]
     most = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
     rate = most * attention.length / (attention.length + FUSED_HALF)
-    kernel = kernel_s(hardware)
-    forward = kernel + attention.flops / (rate * forward_share)
-    backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
+    forward = np.maximum(kernel_s(hardware), attention.flops / (rate * forward_share))
+    backward = np.maximum(kernel_s(hardware), BACKWARD_FLOPS * attention.flops / (rate * backward_share))
     zero = np.zeros_like(forward)
     return Times(forward, backward, zero, forward if attention.selective else zero)
 

@@ -158,9 +158,10 @@ def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
 
 
 def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
-    """Return the wait of a rank for its neighbours' messages: one in and one out per chunk, in both directions.
+    """Return the wait of a rank for its neighbours' messages: two exchanges per chunk, each one in and one out at once.
 
-    The tp ranks hold the same activation and send a slice each.
+    Links are full duplex, so an exchange takes as long as one message. The tp ranks hold the same activation and send a
+    slice each.
     """
     width = _widths(table)
     moved = table.microbatch * table.seq / table.cp * model.hidden * width / table.tp

@@ -32,6 +32,7 @@ class StageTime:
     backward_s: float
     """Whole backward: with recomputation and gradient accumulation."""
     recompute_s: float
+    """Recomputed forwards, without the collectives inside them."""
     accumulate_s: float
     communication_s: float
     """Collectives of tensor parallelism in forward and backward, recomputed ones included."""
@@ -48,28 +49,33 @@ class Exchange:
     backward_s: float
     """Gradients only, the other direction."""
     both_s: float
-    """Both at once: they share the path through the host."""
+    """Both at once: between nodes, where links are full duplex, one message; inside a node the time of two, as they
+    share the path through the host's memory."""
 
 
 def stage_time(rates: Rates, layout: Layout, stage: Stage) -> StageTime:
     """Return the times of a stage for one microbatch."""
-    forward = backward = again = communication = weights = 0.0
+    forward = backward = rerun = again = communication = weights = 0.0
     for placed in stage.operators:
         operator, timed = found(rates, layout, placed), rates.timed(*_key(layout, placed))
         summed = [
-            rates.collective_s("all_reduce", placed.tp, size)
-            for size in (operator.all_reduce_forward, operator.all_reduce_backward)
+            min(took, rates.collective_s("all_reduce", placed.tp, size))  # it may be faster inside than by itself
+            for took, size in (
+                (timed.forward_s, operator.all_reduce_forward),
+                (timed.backward_s, operator.all_reduce_backward),
+            )
         ]
         forward += timed.forward_s
         backward += timed.backward_s
-        again += timed.forward_s * placed.recompute
+        rerun += timed.forward_s * placed.recompute
         communication += summed[0] * (1 + placed.recompute) + summed[1]
+        again += (timed.forward_s - summed[0]) * placed.recompute
         weights += operator.weights
     to_forward, to_backward = _reshard_s(rates, layout, stage)
     accumulate = _accumulate_s(rates, layout, stage)
     return StageTime(
         forward + to_forward,
-        backward + to_backward + again + accumulate,
+        backward + to_backward + rerun + accumulate,
         again,
         accumulate,
         communication + to_forward + to_backward,
@@ -92,7 +98,7 @@ def exchange(rates: Rates, layout: Layout, left: int) -> Exchange:
     size = handed * ends[0].dp / (max(degrees) if network else min(degrees))
     message = rates.message_s(size, network=network)
     gathers = [rates.collective_s("all_gather", p.tp, whole * ends[0].dp / p.dp / p.tp) for p in reversed(ends)]
-    return Exchange(message + gathers[0], message + gathers[1], 2 * message + max(gathers))
+    return Exchange(message + gathers[0], message + gathers[1], message * (1 if network else 2) + max(gathers))
 
 
 def tied_s(rates: Rates, layout: Layout) -> float:

@@ -93,7 +93,7 @@ def test_what_is_like_a_preset_gives_what_differs() -> None:
 def test_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"mine{suffix}"
     path.write_text(json.dumps(SIZES) if suffix == ".json" else yaml.safe_dump(SIZES), encoding="utf-8")
-    assert find_model(path) == find_model(str(path)) == Model(**SIZES, attention="unfused")
+    assert find_model(path) == find_model(str(path)) == Model(**SIZES)
 
 
 def test_a_folder_with_a_config(tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_presets_are_records() -> None:
     assert isinstance(find_model("vit-b"), Model)
 
 
-def test_a_gpt_by_its_sizes_alone_is_megatrons() -> None:
-    assert find_model(SIZES).attention == "unfused"
-    for newer in ({"positions": "rope"}, {"dropout": False}, {"kv_heads": 1}, {"attention": "flash"}):
-        assert find_model({**SIZES, **newer}).attention == "flash"
+@pytest.mark.parametrize("newer", [{}, {"positions": "rope"}, {"dropout": False}, {"kv_heads": 1}])
+def test_attention_is_fused_unless_a_model_says_otherwise(newer: dict[str, object]) -> None:
+    assert find_model({**SIZES, **newer}).attention == Model(**SIZES).attention == "flash"
+    assert find_model({**SIZES, **newer, "attention": "unfused"}).attention == "unfused"
 
 
 def test_a_name_of_a_hub_is_no_file():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.prediction.collectives import all_reduce_s, all_to_all_s, message_s, overlap, ring_s
-from quintsched.strategies.prediction.efficiency import CONSTANTS, full_waves, kernel_s, operator_times
+from quintsched.strategies.prediction.efficiency import CONSTANTS, full_waves, launch_s, operator_times
 from quintsched.strategies.prediction.operators import Attention, Pass, Product
 
 A100 = find_hardware("a100-80gb")
@@ -66,7 +66,7 @@ def test_what_is_measured_comes_first():
     curve = Curve(sizes=(1e6, 1e12), rates=(1e9, 1e11))
     measured = Measured(matmul={"fp32": curve}, memory=Curve(sizes=(1.0,), rates=(1e9,)), link=curve, kernel_s=1e-3)
     hardware = A100.model_copy(update={"measured": measured})
-    assert kernel_s(hardware) == 1e-3
+    assert launch_s(hardware) == 1e-3
     assert forward_s(product(10**4, 10**4, 5000), hardware, "fp32") == pytest.approx(10.0)
     assert forward_s(product(10**4, 10**4, 5000), hardware, "bf16") < 1.0
     assert forward_s(Pass("pass", array(1e9), array(0)), hardware) == pytest.approx(1.0)

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.aceso import predicted_runs
 from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.profiles.aceso import read_folder, read_layout
 from quintsched.strategies.profiles.compose import compose
 from quintsched.strategies.profiles.layout import Layout, Placed, Stage
@@ -167,7 +168,8 @@ def test_messages_between_nodes_take_longer(profile):
     near = exchange(Rates(profile), layout, 0)
     far = exchange(Rates(profile), replace(layout, gpus_per_node=1), 0)
     assert far.forward_s > 2 * near.forward_s
-    assert near.both_s == pytest.approx(near.forward_s + near.backward_s)
+    assert near.both_s == pytest.approx(near.forward_s + near.backward_s)  # both pass the host's memory
+    assert far.both_s == pytest.approx(max(far.forward_s, far.backward_s))  # links of a network are full duplex
 
 
 def test_a_whole_tensor_is_sent_in_parts_and_gathered(profile):
@@ -195,6 +197,19 @@ def test_terms_of_a_step_add_up(profile):
     found = compose(profile, read_layout(config()))
     assert sum(found.breakdown_s().values()) == pytest.approx(found.step_s)
     assert all(seconds >= 0 for seconds in found.breakdown_s().values())
+
+
+@pytest.mark.parametrize("slower", [1, 100])
+def test_terms_are_not_negative_where_collectives_are_most_of_a_recomputed_stage(profile, slower):
+    curves = {
+        kind: {n: Curve(sizes=c.sizes, rates=tuple(rate / slower for rate in c.rates)) for n, c in known.items()}
+        for kind, known in profile.collectives.items()
+    }
+    placed = tuple(Placed(name, tp=2, recompute=True) for name in profile.layer)
+    layout = Layout((Stage(placed), Stage(placed)), batch=8)
+    found = compose(profile.model_copy(update={"collectives": curves}), layout).breakdown_s()
+    assert found["tp"] > 0
+    assert all(seconds >= -1e-12 for seconds in found.values())
 
 
 def test_profiles_survive_their_file(profile, tmp_path):
