@@ -127,7 +127,6 @@ class WeightQueue:
 
     def __init__(self, *, compiled: bool = False) -> None:
         self.collecting: Products | None = None
-        self._nodes: dict[int, Any] = {}
         aside = torch.compiler.disable if compiled else _as_it_is
         self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = aside(_linear)
         self.embedding: Callable[[Tensor, Tensor, int | None], Tensor] = aside(_embedding)
@@ -135,16 +134,6 @@ class WeightQueue:
     def deferring(self) -> Products:
         """Return a new `Products`, to be entered as a context around the backward whose products it collects."""
         return Products(self)
-
-    def will_accumulate(self, parameter: nn.Parameter) -> bool:
-        """Whether the running backward accumulates into a parameter's `.grad`; `autograd.grad` in a hook does not."""
-        node = self._nodes.get(id(parameter))
-        try:
-            if node is None or node.variable is not parameter:
-                node = self._nodes[id(parameter)] = get_gradient_edge(parameter).node
-            return torch._C._will_engine_execute_node(node)
-        except RuntimeError:  # autograd.grad returns its gradient instead
-            return False
 
     def __reduce__(self) -> tuple[type[WeightQueue], tuple[()]]:
         """Give a copied or pickled parameter a new queue, which is never filled or drained."""
@@ -183,14 +172,29 @@ def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[T
             raise UsageError(
                 f"defer: {name} is {shown(value)}; write defer(weight, gradient_of_weight, held=(grad, x))"
             )
+    return _defer(parameter, product, held)
+
+
+def _defer(
+    parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[Tensor, ...], accumulator: Any = None
+) -> bool:
+    """`defer`, without a check of types; `accumulator` is the parameter's node, where it is known."""
     owner = _owner(parameter)
     queue = None if owner is None else queue_of(owner)
     if owner is None or queue is None or queue.collecting is None or owner._backward_hooks or torch.is_grad_enabled():
         return False
-    if not queue.will_accumulate(owner):
+    if not _is_accumulated(accumulator or get_gradient_edge(owner).node):
         return False
     queue.collecting.add(owner, product, held)
     return True
+
+
+def _is_accumulated(node: Any) -> bool:
+    """Whether the running backward accumulates at a parameter's node; `autograd.grad` within a hook does not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad returns its gradient instead
+        return False
 
 
 def _owner(tensor: Tensor) -> nn.Parameter | None:
@@ -330,9 +334,10 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             used = ctx.multiplied if _was_swapped(weight, ctx.multiplied) else weight
             of_x = _input_gradient(grad, _as_type(used, x.dtype), x)
-        if needs_weight and not defer(weight, weight_gradient, (grad, x)):
+        (_, *nodes) = ctx.next_functions
+        if needs_weight and not _defer(weight, weight_gradient, (grad, x), nodes[0][0]):
             of_weight = _as_type(weight_gradient(grad, x), weight.dtype)
-        if needs_bias and not defer(bias, bias_gradient, (grad,)):
+        if needs_bias and not _defer(bias, bias_gradient, (grad,), nodes[1][0]):
             of_bias = _as_type(bias_gradient(grad), bias.dtype)
         return of_x, of_weight, of_bias
 

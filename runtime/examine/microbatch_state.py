@@ -138,15 +138,16 @@ class LateState:
 
     Attributes:
         known, known_apart: names already logged as state of microbatches, and of replicas.
-        is_empty: whether only frozen weights may change: there is no user code, in the blocks or in hooks on them.
+        is_empty: whether only frozen weights may change: blocks are torch's own throughout.
+        is_plain: whether all code is of known libraries: then only due steps are compared.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, are_whole: bool, may_hook: bool = False) -> None:
         self.known, self.known_apart = list[str](), list[str]()
         self._are_whole, self._frozen_in = are_whole, blocks if are_whole else {}
-        self._all, self._hooks = blocks, Shape(blocks.values())
-        self._blocks = {number: block for number, block in blocks.items() if not Code(block).is_plain}
+        self._blocks = {number: block for number, block in blocks.items() if not is_of_torch(block)}
         self.is_empty = not self._blocks
+        self.is_plain = all(Code(block).is_plain for block in self._blocks.values())
         self._frozen, self._is_first = dict[str, _Numbers](), True
         self._holders: list[Holder] = []
         self._before: list[Marks] = []
@@ -163,8 +164,6 @@ class LateState:
     def begin(self, *, is_due: bool) -> None:
         """Record all state before a step, or an evaluation; if it is due, the costly part too."""
         self._is_due = is_due
-        if is_due and not self._hooks.is_same():  # a hook may be user code in blocks that had none
-            self._blocks, self.is_empty = {n: block for n, block in self._all.items() if not is_of_torch(block)}, False
         self._frozen = dict(self._frozen_now()) if is_due else {}
         if self.is_empty:
             return

@@ -301,7 +301,7 @@ class RankModel:
         is_one_of_all = not (self.replica or self._groups.tensor.index or self._groups.context.index)
         is_first = self._num_steps == 1 and not evaluates and not self.late_state.is_empty
         shares = is_first and self.num_replicas > 1 and not self._groups.tensor.index
-        tells = (is_due or not self.late_state.is_empty) and (is_one_of_all or shares)
+        tells = (is_due or not self.late_state.is_plain) and (is_one_of_all or shares)
         if tells:
             self.late_state.begin(is_due=is_due)
         try:

@@ -24,12 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from quintsched.errors import MisfitError
 
 from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import comes_summed, local_gradient, local_of
@@ -46,7 +48,7 @@ from .passengers import Room, room_for
 Wait = Callable[[Iterable[Work]], None]
 """Waits for works with other ranks."""
 
-_VERSION = attrgetter("_version")
+_VERSION, _GRAD = attrgetter("_version"), attrgetter("grad")
 
 IN_CACHE = 2**16
 """Count of numbers that fit into a core's cache."""
@@ -170,14 +172,20 @@ class GradBucket:
         """Add what has arrived and is not in its view yet; return the parameters that it came for.
 
         A view may belong to a closed engine, while another one trains the same weights: then nothing is added.
+        Raises `MisfitError` where a gradient is gone before it was added.
         """
         arrived, views, gradients = self.arrived[:], list[Tensor](), list[Tensor]()
         self.arrived.clear()
+        blank = not self.begins_at_zero
         for parameter in arrived if self.is_open else ():
             gradient, view = parameter.grad, parameter._quintsched_sum  # type: ignore[attr-defined]
-            if gradient is None or gradient is view or id(view) not in self._own:  # None: deferred, or taken in before
+            if gradient is view or id(view) not in self._own:
                 continue
-            if not self.begins_at_zero or type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            if gradient is not None and can_be_grad(view, parameter) and not (blank and parameter in self.blank):
+                self._require_not_replaced(parameter, own_hooks=1)
+            if gradient is None:
+                self._require_taken(parameter, arrived)
+            elif not self.begins_at_zero or type(gradient) is not Tensor or gradient.layout is not torch.strided:
                 gradient = local_gradient(parameter)
                 self.allocate_full()
                 self.add(parameter, view, gradient)
@@ -188,6 +196,34 @@ class GradBucket:
         if views:
             torch._foreach_add_(views, gradients)
         return arrived
+
+    def _require_taken(self, parameter: Tensor, arrived: Sequence[Tensor]) -> None:
+        """Raise unless a parameter without a gradient has come twice, and was taken in at first, or its is deferred."""
+        if queue_of(parameter) is None and sum(one is parameter for one in arrived) < 2:
+            raise MisfitError(
+                f"a weight of stage {self.stage}, {tuple(parameter.shape)}, has lost its gradient in the backward that "
+                "made it, as by a hook that sets .grad to None; the engine adds gradients up until its optimizer "
+                "steps: remove that hook (register_post_accumulate_grad_hook), or change gradients by register_hook"
+            )
+
+    def _require_not_replaced(self, parameter: Tensor, own_hooks: int) -> None:
+        """Raise where a user's hook may have put another tensor in place of the sum of a parameter's gradients."""
+        if len(parameter._post_accumulate_grad_hooks or ()) > own_hooks:
+            raise MisfitError(
+                f"a hook on a weight of stage {self.stage}, {tuple(parameter.shape)}, replaces its .grad, which is the sum "
+                "over the microbatches so far: change it in place, or use register_hook, which gets each gradient alone"
+            )
+
+    def keep_in_place(self) -> None:
+        """Put back views that user code has taken from `.grad` since the last backward, and add what came instead."""
+        if not self.is_open or all(map(is_, map(_GRAD, self.parameters), self.views)):
+            return
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view and id(getattr(parameter, "_quintsched_sum", None)) in self._own:
+                if parameter.grad is not None:
+                    self._require_not_replaced(parameter, own_hooks=0)
+                    view.add_(parameter.grad)
+                parameter.grad = view
 
     def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is this view; the first of a step is copied where there are no zeros."""
@@ -205,8 +241,6 @@ class GradBucket:
         if not self.blank or not self._storage.is_resident:
             return
         for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            if self.adds_in_place and parameter.grad is not view and parameter.grad is not None:
-                view.add_(parameter.grad)  # user code has set it, in the middle of a step
             came = self._versions is not None and view._version != self._versions[number]
             if not came and parameter in self.blank:
                 view.fill_(NO_GRADIENT)

@@ -14,11 +14,12 @@ its gradients is ready to be launched.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quintsched.errors import MisfitError
 
@@ -33,35 +34,39 @@ class GradHooks:
     def __init__(self, buckets: GradBuckets, reducer: GradReducer) -> None:
         self._home, self._reducer = buckets.home, reducer
         self._filled = {bucket.stage: reducer.filled_by_backward(bucket.stage) for bucket in buckets.all}
-        self._hooked: dict[int, list[GradBucket]] = {}
+        self._hooked, self._in_place = list[GradBucket](), list[GradBucket]()
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._lasts: dict[GradBucket, Tensor] = {}
         for parameter, (_, view) in buckets.home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
         for bucket in buckets.all:
             if bucket.adds_in_place and bucket not in self._filled[bucket.stage]:
+                self._in_place.append(bucket)
                 continue
-            self._hooked.setdefault(bucket.stage, []).append(bucket)
-            *others, last = bucket.parameters
-            last.register_post_accumulate_grad_hook(partial(self._arrived_last, bucket))
-            for parameter in others:
-                parameter.register_post_accumulate_grad_hook(bucket.arrived)
+            self._hooked.append(bucket)
+            for parameter in bucket.parameters:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(bucket.arrived)
+            self._expect_as_last(bucket, bucket.parameters[-1])
+
+    def _expect_as_last(self, bucket: GradBucket, parameter: Tensor) -> None:
+        """Have a bucket take in its gradients when this parameter arrives: the last of a backward, usually."""
+        for one, hook in ((self._lasts.get(bucket), bucket.arrived), (parameter, partial(self._arrived_last, bucket))):
+            if one is not None:
+                one._post_accumulate_grad_hooks[self._hooks[one].id] = hook
+        self._lasts[bucket] = parameter
 
     def _arrived_last(self, bucket: GradBucket, parameter: Tensor) -> None:
-        """Take in a bucket's gradients: this parameter is the last that a backward usually comes to."""
         bucket.arrived.append(parameter)
         self._settle(bucket)
 
-    def settler(self, stage: int) -> Callable[[], None] | None:
-        """Return a call that takes in the gradients of a backward of `stage` that has ended; None: all are in place."""
-        buckets = self._hooked.get(stage)
-        if buckets is None:
-            return None
-
-        def settle() -> None:
-            for bucket in buckets:
-                if bucket.arrived:
-                    self._settle(bucket)
-
-        return settle
+    def settle(self) -> None:
+        """Take in the gradients of a backward that has ended; it may have come to weights of other stages too."""
+        for bucket in self._hooked:
+            if bucket.arrived:
+                self._expect_as_last(bucket, bucket.arrived[-1])
+                self._settle(bucket)
+        for bucket in self._in_place:
+            bucket.keep_in_place()
 
     def _settle(self, bucket: GradBucket) -> None:
         arrived = bucket.take_in()

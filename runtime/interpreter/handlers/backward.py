@@ -155,7 +155,7 @@ def _backward(
         conclude = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
     note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
     comes = all(cells.of(value).receive is not None for value in taken)
-    settle = state.gradients.hooks.settler(instruction.stage)
+    settle = state.gradients.hooks.settle
     known, spans = None, spans_of(())
 
     def run(around: AbstractContextManager[object] | None) -> None:
@@ -173,8 +173,7 @@ def _backward(
             beside = draws.beside if unit is None else draws.again(unit)
             with around or NO_CONTEXT, beside or NO_CONTEXT:
                 run_backward(start.roots, start.gradients(gradients))
-        if settle is not None:
-            settle()
+        settle()
         if give is not None:
             if stage not in reached and start.roots:
                 if len(given) == 1 and given[0].grad is not None:
