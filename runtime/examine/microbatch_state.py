@@ -147,7 +147,7 @@ class LateState:
         self._are_whole, self._frozen_in = are_whole, blocks if are_whole else {}
         self._blocks = {number: block for number, block in blocks.items() if not is_of_torch(block)}
         self.is_empty = not self._blocks
-        self.is_plain = all(Code(block).is_plain for block in self._blocks.values())
+        self.is_plain = self.is_empty or all(Code(block).is_plain for block in self._blocks.values())
         self._frozen, self._is_first = dict[str, _Numbers](), True
         self._holders: list[Holder] = []
         self._before: list[Marks] = []

@@ -24,17 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quintsched.errors import MisfitError
-
 from ..autograd.deferred_weight_grads import queue_of
-from ..blocks.dtensor import comes_summed, local_gradient, local_of
+from ..blocks.dtensor import comes_summed, local_of
 from ..blocks.number_types import is_low
 from ..comm import Group, Work
 from ..parallel.expert.moe import expert_weights
@@ -48,7 +46,7 @@ from .passengers import Room, room_for
 Wait = Callable[[Iterable[Work]], None]
 """Waits for works with other ranks."""
 
-_VERSION, _GRAD = attrgetter("_version"), attrgetter("grad")
+_VERSION = attrgetter("_version")
 
 IN_CACHE = 2**16
 """Count of numbers that fit into a core's cache."""
@@ -92,7 +90,8 @@ class GradBucket:
         adds_in_place: whether backwards add to the views themselves, from the first of a step on.
         blank: parameters without a gradient so far in this step, whose views are uninitialized. Not maintained where
             the bucket begins at zero; there version counters of views tell, when the gradients are read.
-        arrived: parameters that a backward has come to, whose gradients are still to be taken in.
+        arrived: parameters that a backward has come to, whose gradients are still to be taken in (`gradient_intake`).
+        own: ids of the views.
         missing: parameters whose gradient from the last backward has not come yet.
         notes_arrivals: whether complete gradients are recorded: from a stage's last backward on.
         ready: whether the bucket may be launched.
@@ -132,7 +131,7 @@ class GradBucket:
         self.room = Room(self._sent[size:]) if len(self._sent) > size else None
         # `data` gives each view a version counter of its own, which shows whether anything was added
         self.views = [view.data for view in self._layout.views(self.flat)]
-        self._own = frozenset(map(id, self.views))
+        self.own = frozenset(map(id, self.views))
         self._addresses = [*map(Tensor.data_ptr, self.views)]
         self._reduced = self._layout.shard(self.flat)
         self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
@@ -144,9 +143,9 @@ class GradBucket:
         pairs = zip(map(masters.of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self.clear()
-        takes_views = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
-        self.begins_at_zero = not self.reshards and (size <= IN_CACHE if takes_views else is_low(local[0].dtype))
-        self.adds_in_place = self.begins_at_zero and takes_views
+        keeps_views = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
+        self.begins_at_zero = not self.reshards and (size <= IN_CACHE if keeps_views else is_low(local[0].dtype))
+        self.adds_in_place = self.begins_at_zero and keeps_views
         for parameter in parameters:
             parameter.grad = None
         if self.reshards:
@@ -167,63 +166,6 @@ class GradBucket:
             self._versions = list(map(_VERSION, self.views))
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view if self.adds_in_place else None
-
-    def take_in(self) -> list[Tensor]:
-        """Add what has arrived and is not in its view yet; return the parameters that it came for.
-
-        A view may belong to a closed engine, while another one trains the same weights: then nothing is added.
-        Raises `MisfitError` where a gradient is gone before it was added.
-        """
-        arrived, views, gradients = self.arrived[:], list[Tensor](), list[Tensor]()
-        self.arrived.clear()
-        blank = not self.begins_at_zero
-        for parameter in arrived if self.is_open else ():
-            gradient, view = parameter.grad, parameter._quintsched_sum  # type: ignore[attr-defined]
-            if gradient is view or id(view) not in self._own:
-                continue
-            if gradient is not None and can_be_grad(view, parameter) and not (blank and parameter in self.blank):
-                self._require_not_replaced(parameter, own_hooks=1)
-            if gradient is None:
-                self._require_taken(parameter, arrived)
-            elif not self.begins_at_zero or type(gradient) is not Tensor or gradient.layout is not torch.strided:
-                gradient = local_gradient(parameter)
-                self.allocate_full()
-                self.add(parameter, view, gradient)
-            else:
-                views.append(view)
-                gradients.append(gradient)
-            parameter.grad = view if can_be_grad(view, parameter) else None
-        if views:
-            torch._foreach_add_(views, gradients)
-        return arrived
-
-    def _require_taken(self, parameter: Tensor, arrived: Sequence[Tensor]) -> None:
-        """Raise unless a parameter without a gradient has come twice, and was taken in at first, or its is deferred."""
-        if queue_of(parameter) is None and sum(one is parameter for one in arrived) < 2:
-            raise MisfitError(
-                f"a weight of stage {self.stage}, {tuple(parameter.shape)}, has lost its gradient in the backward that "
-                "made it, as by a hook that sets .grad to None; the engine adds gradients up until its optimizer "
-                "steps: remove that hook (register_post_accumulate_grad_hook), or change gradients by register_hook"
-            )
-
-    def _require_not_replaced(self, parameter: Tensor, own_hooks: int) -> None:
-        """Raise where a user's hook may have put another tensor in place of the sum of a parameter's gradients."""
-        if len(parameter._post_accumulate_grad_hooks or ()) > own_hooks:
-            raise MisfitError(
-                f"a hook on a weight of stage {self.stage}, {tuple(parameter.shape)}, replaces its .grad, which is the sum "
-                "over the microbatches so far: change it in place, or use register_hook, which gets each gradient alone"
-            )
-
-    def keep_in_place(self) -> None:
-        """Put back views that user code has taken from `.grad` since the last backward, and add what came instead."""
-        if not self.is_open or all(map(is_, map(_GRAD, self.parameters), self.views)):
-            return
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is not view and id(getattr(parameter, "_quintsched_sum", None)) in self._own:
-                if parameter.grad is not None:
-                    self._require_not_replaced(parameter, own_hooks=0)
-                    view.add_(parameter.grad)
-                parameter.grad = view
 
     def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is this view; the first of a step is copied where there are no zeros."""

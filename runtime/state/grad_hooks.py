@@ -26,6 +26,7 @@ from quintsched.errors import MisfitError
 from ..autograd.deferred_weight_grads import Products
 from .grad_buckets import GradBucket, GradBuckets
 from .grad_reducer import GradReducer
+from .gradient_intake import keep_in_place, take_in
 
 
 class GradHooks:
@@ -44,16 +45,17 @@ class GradHooks:
                 self._in_place.append(bucket)
                 continue
             self._hooked.append(bucket)
+            self._lasts[bucket] = last = bucket.parameters[-1]
+            at_last = partial(self._arrived_last, bucket)
             for parameter in bucket.parameters:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(bucket.arrived)
-            self._expect_as_last(bucket, bucket.parameters[-1])
+                hook = at_last if parameter is last else bucket.arrived
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
 
     def _expect_as_last(self, bucket: GradBucket, parameter: Tensor) -> None:
         """Have a bucket take in its gradients when this parameter arrives: the last of a backward, usually."""
-        for one, hook in ((self._lasts.get(bucket), bucket.arrived), (parameter, partial(self._arrived_last, bucket))):
-            if one is not None:
-                one._post_accumulate_grad_hooks[self._hooks[one].id] = hook
-        self._lasts[bucket] = parameter
+        last, self._lasts[bucket] = self._lasts[bucket], parameter
+        for one, hook in ((last, bucket.arrived), (parameter, partial(self._arrived_last, bucket))):
+            one._post_accumulate_grad_hooks[self._hooks[one].id] = hook
 
     def _arrived_last(self, bucket: GradBucket, parameter: Tensor) -> None:
         bucket.arrived.append(parameter)
@@ -66,10 +68,10 @@ class GradHooks:
                 self._expect_as_last(bucket, bucket.arrived[-1])
                 self._settle(bucket)
         for bucket in self._in_place:
-            bucket.keep_in_place()
+            keep_in_place(bucket)
 
     def _settle(self, bucket: GradBucket) -> None:
-        arrived = bucket.take_in()
+        arrived = take_in(bucket)
         if bucket.notes_arrivals and arrived:
             left = len(bucket.missing)
             bucket.missing.difference_update(arrived)

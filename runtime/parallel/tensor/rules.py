@@ -104,6 +104,8 @@ def is_built_in(block: nn.Module) -> bool:
 def declared_partial(block: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
     """Return the names of weights that owners of pairs among `cuts` declare in `tensor_partial`."""
     owners = {owner for cut in cuts if cut.is_paired for owner in cut.owners}
+    if not owners:
+        return frozenset()
     inside = {
         join(path, name)
         for path, module in block.named_modules()

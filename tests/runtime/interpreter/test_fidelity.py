@@ -39,7 +39,7 @@ def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, name: str) -> N
 
     Others who use the machine can make a step slow, but not all of many; nobody can make it fast.
     """
-    case = fidelity.Sleeps(SCHEDULES[name], computation_ms=10.0, wire_ms=15.0, steps=1)
+    case = fidelity.Sleeps(SCHEDULES[name], computation_ms=20.0, wire_ms=30.0, steps=1)
     ratios = []
     while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
         ratios.append(fidelity.run_sleeps(case).ratio)
