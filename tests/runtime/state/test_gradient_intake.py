@@ -1,4 +1,4 @@
-"""Gradients are taken in a bucket at a time: whatever user code does to `.grad`, none is lost or counted twice.
+"""Gradients are taken in a bucket at a time: whatever user code does to `.grad`, none is lost or counted twice."""
 
 from __future__ import annotations
 
