@@ -1,9 +1,9 @@
 """Intake of gradients that a backward has left in `.grad`: added to their views, by one call for a bucket's.
 
-    arrived   [p9 p8 p7]     .grad a view already                     nothing: autograd has added in place
-                             .grad new                                added to its view
-                             .grad None: deferred, or come twice      nothing; taken away by a hook: refused
-    in place  .grad is no view: user code has taken it in a step      put back, after adding what came instead
+arrived   [p9 p8 p7]     .grad a view already                     nothing: autograd has added in place
+                         .grad new                                added to its view
+                         .grad None: deferred, or come twice      nothing; taken away by a hook: refused
+in place  .grad is no view: user code has taken it in a step      put back, after adding what came instead
 """
 
 from __future__ import annotations
