@@ -83,14 +83,15 @@ def test_a_hook_that_takes_a_sum_away_is_refused(hook: Callable[[Tensor], None],
         norms(engine, before=hang_on)
 
 
+@pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_loss_that_reads_weights_of_an_earlier_stage(dtype: torch.dtype) -> None:
-    """Their gradients come in the last stage's backward, and again in their own."""
+def test_a_loss_that_reads_weights_of_an_earlier_stage(dtype: torch.dtype, zero: int) -> None:
+    """Their gradients come in the last stage's backward, and again in their own; under ZeRO their memory is freed."""
 
-    def trained(chunks: int | None) -> list[float]:
+    def trained(chunks: int | None, zero: int = 0) -> list[float]:
         def rank(transport: Any) -> list[float]:
             schedule = "gpipe" if chunks is None else "interleaved-1f1b"
-            plan = qs.compile(schedule, mesh="dp=2", microbatches=2, chunks=chunks)
+            plan = qs.compile(schedule, mesh="dp=2", microbatches=2, chunks=chunks, zero=zero)
             held: list[nn.Linear] = []
 
             def layer() -> nn.Module:
@@ -107,7 +108,7 @@ def test_a_loss_that_reads_weights_of_an_earlier_stage(dtype: torch.dtype) -> No
 
         return run_local(2, rank)[0]
 
-    assert trained(2) == pytest.approx(trained(None), rel=1e-6 if dtype == torch.float32 else 1e-2)
+    assert trained(2, zero) == pytest.approx(trained(None), rel=1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_buckets_learn_which_gradient_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
