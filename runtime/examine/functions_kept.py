@@ -100,8 +100,8 @@ def name_of(place: Any) -> str:
 def class_weights(function: Any) -> list[Tensor]:
     """Return the 1-dimensional float tensors that a function reaches, which may be class weights, in a fixed order.
 
-    Trained ones belong to a model that it holds, and are left out; so are those whose memory is freed for the time, as of
-    that model's gradients under ZeRO.
+    Trained ones belong to a model that it holds, and are left out; so are those whose memory is freed for the time,
+    such as that model's gradients under ZeRO.
     """
     rows = [t for t in _tensors(function) if t.dim() == 1 and t.is_floating_point() and len(t) > 1]
     return [row for row in rows if not row.requires_grad and not row.is_meta and row.untyped_storage().nbytes()]

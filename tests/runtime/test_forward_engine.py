@@ -135,14 +135,14 @@ class Wide(nn.Module):
 
 def resident_bytes() -> dict[int, int]:
     gc.collect()
+    found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.device.type == "cpu"]
-    found = {}
-    for tensor in tensors:
-        with suppress(RuntimeError, NotImplementedError):  # of fake tensors, which other tests have left
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+        for one in gc.get_objects():
+            with suppress(RuntimeError, NotImplementedError):  # of fake tensors, which other tests have left
+                if isinstance(one, Tensor) and one.device.type == "cpu":
+                    storage = one.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
