@@ -91,7 +91,7 @@ class GradBucket:
         blank: parameters without a gradient so far in this step, whose views are uninitialized. Not maintained where
             the bucket begins at zero; there version counters of views tell, when the gradients are read.
         arrived: parameters that a backward has come to, whose gradients are still to be taken in (`gradient_intake`).
-        own: ids of the views.
+        own, kept: ids of the views, and of those that can be the `.grad` of their parameters.
         missing: parameters whose gradient from the last backward has not come yet.
         notes_arrivals: whether complete gradients are recorded: from a stage's last backward on.
         ready: whether the bucket may be launched.
@@ -143,7 +143,9 @@ class GradBucket:
         pairs = zip(map(masters.of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self.clear()
-        keeps_views = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
+        both = zip(self.views, parameters, strict=True)
+        self.kept = frozenset([id(view) for view, parameter in both if can_be_grad(view, parameter)])
+        keeps_views = len(self.kept) == len(self.views)
         self.begins_at_zero = not self.reshards and (size <= IN_CACHE if keeps_views else is_low(local[0].dtype))
         self.adds_in_place = self.begins_at_zero and keeps_views
         for parameter in parameters:

@@ -18,7 +18,7 @@ from quintsched.errors import MisfitError
 
 from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import local_gradient
-from .grad_buckets import GradBucket, can_be_grad
+from .grad_buckets import GradBucket
 
 _GRAD = attrgetter("grad")
 
@@ -31,12 +31,12 @@ def take_in(bucket: GradBucket) -> list[Tensor]:
     """
     arrived, views, gradients = bucket.arrived[:], list[Tensor](), list[Tensor]()
     bucket.arrived.clear()
-    begins_at_zero, own, blank = bucket.begins_at_zero, bucket.own, bucket.blank
+    begins_at_zero, own, kept, blank = bucket.begins_at_zero, bucket.own, bucket.kept, bucket.blank
     for parameter in arrived if bucket.is_open else ():
         gradient, view = parameter.grad, parameter._quintsched_sum  # type: ignore[attr-defined]
         if gradient is view or id(view) not in own:
             continue
-        keeps_view = can_be_grad(view, parameter)
+        keeps_view = id(view) in kept
         if gradient is None:
             _require_taken(bucket, parameter, arrived)
         else:
